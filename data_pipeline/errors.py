@@ -1,0 +1,50 @@
+"""The errors a user can cause, and how a command reports them: one line, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """Something outside the code is wrong; the message says what was found, what was expected, what to do."""
+
+
+class ConfigError(UserError):
+    """A setting is missing, unknown, or contradicts another one."""
+
+
+class DataError(UserError):
+    """A corpus, shard, manifest or tokenizer is missing, damaged or does not fit the run."""
+
+
+def exit_status_of(command: Callable[[], int]) -> int:
+    """Run a command and turn what it raises into the exit status; errors a user can cause take one line on stderr."""
+    try:
+        return command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # The reader of our output went away (`... | head`); there is nobody left to tell.
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EEXIST):
+            raise
+        print(f"error: {error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_USER_ERROR
+
+
+def _advice(number: int) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space and run the same command again: finished work is kept"
+    if number in (errno.EROFS, errno.EACCES):
+        return "choose a place this user may write to"
+    return "check the path"

@@ -1,0 +1,196 @@
+"""Every setting of a run, as frozen dataclasses; YAML files are read into them by `data_pipeline.config_loader`.
+
+Torch-free: the launcher reads these on a login node. What can be derived is a property, not a setting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from data_pipeline.errors import ConfigError
+
+Precision = Literal["fp32", "bf16"]
+ActivationCheckpointing = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The Transformer-XL of Dai et al. 2019; names in comments are the paper's or its published code's."""
+
+    vocab_size: int = 0  # n_token; 0: taken from the corpus' tokenizer
+    num_layers: int = 4  # n_layer
+    d_model: int = 128
+    num_heads: int = 4  # n_head
+    d_head: int = 0  # 0: d_model / num_heads
+    d_inner: int = 0  # width of the feed-forward layer; 0: 4 * d_model
+    d_embed: int = 0  # 0: d_model; otherwise a projection joins the two
+    memory_length: int = 128  # mem_len in training
+    norm_position: Literal["post", "pre"] = "post"  # pre_lnorm
+    untie_biases: bool = False  # untie_r: u and v per layer instead of one pair for all
+    same_length: bool = False  # every query attends to exactly memory_length keys
+    clamp_length: int = 0  # clamp_len: distances beyond it share one encoding; 0: no clamp
+    isolate_documents: bool = False  # no attention across a document boundary, in the segment or in memory
+    dropout: float = 0.0
+    attention_dropout: float = 0.0  # dropatt
+    tie_embeddings: bool = True  # tie_weight
+    cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
+    div_val: int = 1  # adaptive embedding: each cluster's width is divided by it once more
+    tie_projections: tuple[bool, ...] = ()  # tie_projs
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.d_model < 2 or self.num_heads < 1:
+            raise ConfigError(
+                f"model.num_layers={self.num_layers} d_model={self.d_model} num_heads={self.num_heads}: "
+                "each must be positive"
+            )
+        if self.d_model % 2:
+            raise ConfigError(f"model.d_model={self.d_model} is odd; the sine and cosine halves need an even number")
+        if not self.d_head and self.d_model % self.num_heads:
+            raise ConfigError(
+                f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
+                "set model.d_head or change one of them"
+            )
+        if self.memory_length < 0 or self.clamp_length < 0:
+            raise ConfigError("model.memory_length and model.clamp_length must be 0 or more")
+        if self.same_length and not self.memory_length:
+            raise ConfigError("model.same_length needs model.memory_length > 0, the number of keys each query sees")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+
+    @property
+    def head_width(self) -> int:
+        return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def inner_width(self) -> int:
+        return self.d_inner or 4 * self.d_model
+
+    @property
+    def embedding_width(self) -> int:
+        return self.d_embed or self.d_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
+
+    path: Path = Path("data")  # a directory made by `data-pipeline build`
+    lanes: int = 16
+    segment_length: int = 64  # tgt_len
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1 or self.segment_length < 1:
+            raise ConfigError(f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
+
+    shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # wsd: length of the final decay; 0: a fifth of the run
+    final_fraction: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
+
+    steps: int = 1000
+    learning_rate: float = 2.5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.25  # 0: no clipping
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"optim.steps={self.steps} must be positive")
+        if self.schedule.warmup_steps > self.steps:
+            raise ConfigError(
+                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the model is spread over the ranks. None of it changes what is learned beyond rounding."""
+
+    kind: Literal["deepspeed", "torch"] = "deepspeed"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Precision = "fp32"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
+    threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
+    deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # merged last; may not contradict a derived key
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    interval: int = 200  # steps
+    keep_last: int = 3
+
+    def __post_init__(self) -> None:
+        if self.interval < 1 or self.keep_last < 1:
+            raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    interval: int = 200  # steps; 0: only at the end
+    lanes: int = 8
+    max_tokens: int = 100_000  # of the validation split, per evaluation; 0: all of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    interval: int = 10  # steps
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run. The same file, seed and corpus give the same run."""
+
+    name: str = "run"
+    seed: int = 1
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.lanes * self.data.segment_length
+
+
+def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
+    """The contiguous lanes that `rank` owns. Lanes are global: the streams do not depend on the number of ranks."""
+    if run.data.lanes % world_size:
+        raise ConfigError(
+            f"data.lanes={run.data.lanes} does not divide over {world_size} ranks; "
+            f"use a multiple of {world_size} lanes or another number of ranks"
+        )
+    count = run.data.lanes // world_size
+    return range(rank * count, (rank + 1) * count)
+
+
+def accumulation_steps(run: RunConfig, world_size: int) -> int:
+    """Forward passes per optimizer step; each is a fixed group of lanes (a slot) with a memory of its own."""
+    per_rank = len(lanes_of_rank(run, 0, world_size))
+    micro = min(run.engine.micro_batch_lanes or per_rank, per_rank)
+    if per_rank % micro:
+        raise ConfigError(
+            f"engine.micro_batch_lanes={micro} does not divide the {per_rank} lanes of each rank "
+            f"(data.lanes={run.data.lanes} over {world_size} ranks); use a divisor of {per_rank}"
+        )
+    return per_rank // micro
