@@ -89,7 +89,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
+    """Learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
 
     shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = 0
