@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
+from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import dump_yaml
+from pretrain.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 0.5
+    sizes: tuple[int, ...] = ()
+    mode: Literal["slow", "fast"] = "slow"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ConfigError(f"inner.rate={self.rate} is negative; use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str
+    count: int = 1
+    flag: bool = False
+    path: Path = Path("here")
+    inner: Inner = field(default_factory=Inner)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, path, overrides)
+    return str(caught.value)
+
+
+def test_a_file_becomes_the_dataclass(tmp_path):
+    path = write(tmp_path / "a.yaml", "name: x\ncount: 3\npath: a/b\ninner: {rate: 2, sizes: [1, 2], mode: fast}\n")
+    expected = Outer(name="x", count=3, path=Path("a/b"), inner=Inner(rate=2.0, sizes=(1, 2), mode="fast"))
+    assert load_config(Outer, path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e-3", 1e-3), ("2.5E+4", 2.5e4), ("-1e2", -100.0), (".5e1", 5.0), ("1_000e0", 1000.0)]
+)
+def test_scientific_notation_is_a_number_even_where_any_type_goes(tmp_path, text, number):
+    loaded = load_config(Outer, write(tmp_path / "a.yaml", f"name: x\ninner: {{extra: {{value: {text}}}}}\n"))
+    assert loaded.inner.extra["value"] == number
+    assert isinstance(loaded.inner.extra["value"], float)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    assert load_config(Outer, write(tmp_path / "a.yaml", "name: x\ncount: 1e6\n")).count == 1_000_000
+
+
+def test_text_that_looks_like_a_number_stays_text_in_a_text_setting(tmp_path):
+    assert load_config(Outer, write(tmp_path / "a.yaml", "name: 7\n")).name == "7"
+
+
+def test_later_sources_win_key_by_key(tmp_path):
+    write(tmp_path / "base.yaml", "name: base\ncount: 1\ninner: {rate: 1, mode: fast}\n")
+    write(tmp_path / "more.yaml", "count: 2\n")
+    path = write(tmp_path / "own.yaml", "extends: [base.yaml, more.yaml]\ninner:\n  rate: 3\n")
+    loaded = load_config(Outer, path, ["inner.rate=4.5", "name=override"])
+    assert loaded == Outer(name="override", count=2, inner=Inner(rate=4.5, mode="fast"))
+
+
+def test_extends_is_relative_to_the_file_that_says_it(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "base.yaml", "name: base\n")
+    write(tmp_path / "deep/middle.yaml", "extends: ../base.yaml\n")
+    path = write(tmp_path / "top.yaml", "extends: deep/middle.yaml\n")
+    monkeypatch.chdir("/")
+    assert load_config(Outer, path).name == "base"
+
+
+def test_the_same_base_may_be_reached_on_two_ways(tmp_path):
+    write(tmp_path / "base.yaml", "name: base\n")
+    write(tmp_path / "left.yaml", "extends: base.yaml\n")
+    write(tmp_path / "right.yaml", "extends: base.yaml\ncount: 5\n")
+    assert load_config(Outer, write(tmp_path / "top.yaml", "extends: [left.yaml, right.yaml]\n")).count == 5
+
+
+def test_an_extends_cycle_is_named(tmp_path):
+    write(tmp_path / "a.yaml", "extends: b.yaml\n")
+    write(tmp_path / "b.yaml", "extends: a.yaml\n")
+    assert "a.yaml -> b.yaml -> a.yaml" in error_of(tmp_path / "a.yaml")
+
+
+def test_every_mistake_is_reported_at_once(tmp_path):
+    text = "cuont: 1\nflag: 7\ninner: {rate: -1, sizes: [1, x]}\ndeeper: {a: 1}\n"
+    message = error_of(write(tmp_path / "a.yaml", text), "inner.mode=medium")
+    assert message.startswith(f"{tmp_path}/a.yaml: 6 problems\n")
+    for expected in (
+        "name: missing; it has no default",
+        "cuont: unknown setting; did you mean 'count'?",
+        "deeper: unknown setting",
+        "flag: found 7",
+        "inner.sizes.1: found 'x', expected a valid integer",
+        "inner.mode: found 'medium', expected 'slow' or 'fast'",
+    ):
+        assert expected in message
+
+
+def test_a_contradiction_keeps_its_own_text_beside_other_mistakes(tmp_path):
+    message = error_of(write(tmp_path / "a.yaml", "name: x\ncuont: 3\ninner: {rate: -1}\n"))
+    assert "inner.rate=-1.0 is negative; use 0 or more" in message
+    assert "did you mean 'count'?" in message
+
+
+def test_a_misplaced_setting_is_found_in_the_sections_below(tmp_path):
+    assert "did you mean 'inner.rate'?" in error_of(write(tmp_path / "a.yaml", "name: x\nrate: 3\n"))
+
+
+def test_an_unknown_override_is_refused_like_an_unknown_key(tmp_path):
+    message = error_of(write(tmp_path / "a.yaml", "name: x\n"), "inner.ratte=3")
+    assert "inner.ratte: unknown setting; did you mean 'rate'?" in message
+
+
+@pytest.mark.parametrize("override", ["count", "=3", "inner.=3", ".count=2", "count=[1"])
+def test_a_malformed_override_is_refused_with_its_text(tmp_path, override):
+    assert f"override {override!r}" in error_of(write(tmp_path / "a.yaml", "name: x\n"), override)
+
+
+def test_an_override_of_a_section_as_a_whole_needs_a_section(tmp_path):
+    assert "inner: found 3, expected a section" in error_of(write(tmp_path / "a.yaml", "name: x\n"), "inner=3")
+
+
+def test_an_empty_section_changes_nothing(tmp_path):
+    write(tmp_path / "base.yaml", "name: base\ninner: {rate: 3}\n")
+    assert load_config(Outer, write(tmp_path / "a.yaml", "extends: base.yaml\ninner:\n")).inner.rate == 3.0
+    assert load_config(Outer, write(tmp_path / "b.yaml", "name: x\ninner:\n")).inner == Inner()
+
+
+def test_a_missing_file_suggests_a_neighbour_and_names_who_wanted_it(tmp_path):
+    write(tmp_path / "base.yaml", "name: x\n")
+    assert f"{tmp_path}/bsae.yaml does not exist; did you mean 'base.yaml'?" in error_of(tmp_path / "bsae.yaml")
+    write(tmp_path / "own.yaml", "extends: bsae.yaml\n")
+    assert f"which {tmp_path}/own.yaml extends, does not exist" in error_of(tmp_path / "own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:"),
+        ("name: x\ncount: 1\ncount: 2\n", "a.yaml:3:1: not valid YAML: 'count' is given twice"),
+        ("- name\n", "holds ['name']; expected settings"),
+        ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),
+        ("name: x\ncount: yes\n", "count: found True, expected a number"),
+        ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_place(tmp_path, text, expected):
+    assert expected in error_of(write(tmp_path / "a.yaml", text))
+
+
+def test_a_directory_or_a_binary_file_is_refused(tmp_path):
+    assert "is a directory" in error_of(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"name: \xff\xfe")
+    assert "is not UTF-8 text (byte 6)" in error_of(tmp_path / "b.yaml")
+
+
+def test_what_is_written_reads_back_equal(tmp_path):
+    for config in (RunConfig(), Outer(name="1e-3", inner=Inner(rate=1e-8, sizes=(1, 2), extra={"a": {"b": [1.5]}}))):
+        path = write(tmp_path / "resolved.yaml", dump_yaml(to_tree(config)))
+        assert load_config(type(config), path) == config
+        assert parse_config(type(config), to_tree(config), "memory") == config
+
+
+def test_differences_name_the_keys_with_both_values():
+    before = to_tree(Outer(name="a", inner=Inner(extra={"k": 1})))
+    after = to_tree(Outer(name="b", inner=Inner(rate=2.0, extra={"j": 2})))
+    assert differences(before, after) == {
+        "name": ("a", "b"),
+        "inner.rate": (0.5, 2.0),
+        "inner.extra.k": (1, None),
+        "inner.extra.j": (None, 2),
+    }
+    assert differences(before, before) == {}
+
+
+def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
+    code = "import sys, data_pipeline.config_loader; sys.exit(bool({'yaml', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
