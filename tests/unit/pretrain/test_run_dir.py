@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from pretrain.config import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.run_dir import RunDir
+
+RUN = RunConfig(name="first", model=ModelConfig(vocab_size=300))
+
+
+def resume_error(path: Path, config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunDir.create_or_resume(path, config)
+    return str(caught.value)
+
+
+def test_a_new_directory_holds_identity_and_resolved_settings(tmp_path):
+    created = RunDir.create(tmp_path / "deep/run", RUN)
+    opened = RunDir.open(tmp_path / "deep/run")
+    assert opened.config == RUN
+    assert opened.identity == created.identity
+    assert opened.identity.name == "first"
+    assert opened.checkpoints.is_dir()
+
+
+def test_two_runs_of_one_name_have_different_ids(tmp_path):
+    assert RunDir.create(tmp_path / "a", RUN).identity.id != RunDir.create(tmp_path / "b", RUN).identity.id
+
+
+def test_a_directory_without_a_run_can_not_be_opened(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunDir.open(tmp_path)
+
+
+def test_creating_over_a_run_is_refused(tmp_path):
+    RunDir.create(tmp_path, RUN)
+    with pytest.raises(ConfigError, match="already holds the run 'first'"):
+        RunDir.create(tmp_path, RUN)
+
+
+def test_resuming_with_the_same_settings_keeps_the_identity_and_says_nothing(tmp_path):
+    identity = RunDir.create(tmp_path, RUN).identity
+    said: list[str] = []
+    assert RunDir.create_or_resume(tmp_path, RUN, said.append).identity == identity
+    assert said == []
+
+
+def test_another_run_is_refused_with_both_names(tmp_path):
+    RunDir.create(tmp_path, RUN)
+    message = resume_error(tmp_path, replace(RUN, name="second"))
+    assert "another run, 'first' (not 'second')" in message
+    assert "name: first -> second" in message
+
+
+def test_a_changed_setting_that_changes_the_model_is_refused_and_nothing_is_written(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    changed = replace(RUN, model=replace(RUN.model, d_model=64), seed=2, metrics=MetricsConfig(interval=3))
+    message = resume_error(tmp_path, changed)
+    assert "model.d_model: 128 -> 64" in message
+    assert "seed: 1 -> 2" in message
+    assert "metrics.interval" not in message
+    assert run_dir.config == RUN
+    assert run_dir.read_ledger() == []
+
+
+def test_harmless_changes_are_said_kept_and_entered_in_the_ledger(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    changed = replace(
+        RUN,
+        metrics=MetricsConfig(interval=3),
+        engine=EngineConfig(zero_stage=3, deepspeed_extra={"prescale_gradients": True}),
+        optim=OptimConfig(steps=2000),
+    )
+    said: list[str] = []
+    RunDir.create_or_resume(tmp_path, changed, said.append)
+    assert "changed setting  optim.steps: 1000 -> 2000" in said
+    assert len(said) == 4
+    assert run_dir.config == changed
+    assert run_dir.read_ledger()[0]["changes"]["metrics.interval"] == [10, 3]
+
+
+def test_the_number_of_steps_may_only_grow(tmp_path):
+    RunDir.create(tmp_path, RUN)
+    assert "optim.steps: 1000 -> 10 (may only grow)" in resume_error(
+        tmp_path, replace(RUN, optim=OptimConfig(steps=10))
+    )
+
+
+def test_the_engine_kind_may_not_change(tmp_path):
+    RunDir.create(tmp_path, RUN)
+    changed = replace(RUN, engine=EngineConfig(kind="torch"))
+    assert "engine.kind: deepspeed -> torch" in resume_error(tmp_path, changed)
+
+
+def test_a_directory_with_other_files_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "thesis.tex" in resume_error(tmp_path, RUN)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_half_made_directory_is_completed(tmp_path):
+    RunDir.create(tmp_path, RUN)
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "checkpoints").rmdir()
+    assert RunDir.create_or_resume(tmp_path, RUN).identity.name == "first"
+
+
+def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    identity = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**identity, "format": 99}))
+    with pytest.raises(ConfigError, match="has format 99"):
+        RunDir.open(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        _ = run_dir.identity
+
+
+def test_cut_metrics_keep_every_step_up_to_the_one_resumed(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in (1, 2, 3, 3, 4)]
+    run_dir.metrics.write_text("".join(lines) + '{"kind": "train", "st')
+    assert run_dir.cut_metrics_after(3) == 2
+    assert run_dir.metrics.read_text() == "".join(lines[:4])
+    assert run_dir.cut_metrics_after(3) == 0
+    assert run_dir.cut_metrics_after(0) == 4
+    assert run_dir.metrics.read_text() == ""
+
+
+def test_cutting_metrics_that_are_not_there_is_fine(tmp_path):
+    assert RunDir(tmp_path).cut_metrics_after(3) == 0
+
+
+def test_ledger_events_survive_a_line_cut_short(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    run_dir.append_ledger({"event": "one"})
+    with open(run_dir.ledger, "a") as file:
+        file.write('{"event": "tor')
+    run_dir.append_ledger({"event": "two"})
+    events = run_dir.read_ledger()
+    assert [event["event"] for event in events] == ["one", "two"]
+    assert all(event["time"].startswith("20") for event in events)
+
+
+def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    code = f"from pretrain.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"
+    with run_dir.locked(), run_dir.locked("launcher"):
+        refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"in use by process {os.getpid()} (train)" in refused.stderr
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout == "mine\n"
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = (
+        "import os, signal\nfrom pretrain.run_dir import RunDir\n"
+        f"with RunDir({str(tmp_path)!r}).locked():\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    with RunDir(tmp_path).locked():
+        pass
