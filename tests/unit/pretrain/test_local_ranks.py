@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.local_ranks import EXIT_STOPPED, RankGroup, failure_in_words, rank_environment, status_in_words
+
+STOP_ON_TERM = f"""
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({EXIT_STOPPED}))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def group_of(code: str, num_ranks: int, logs: Path, **options: bool) -> RankGroup:
+    return RankGroup([sys.executable, "-c", code], num_ranks, logs, **options)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """False for one that is gone or only waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    code = (
+        "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'],"
+        " e['MASTER_ADDR'], int(e['MASTER_PORT']) > 1023, 'SLURM_PROCID' in e)"
+    )
+    with RankGroup([sys.executable, "-c", code], 2, tmp_path, attempt=3) as group:
+        assert group.wait(timeout=30) == [0, 0]
+    for rank in (0, 1):
+        expected = f"{rank} {rank} 2 2 127.0.0.1 True False\n"
+        assert (tmp_path / f"attempt-3-rank-{rank}.log").read_text() == expected
+
+
+def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
+    cores = len(os.sched_getaffinity(0))
+    assert rank_environment(1, {})["OMP_NUM_THREADS"] == str(cores)
+    assert rank_environment(64 * cores, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_one_bad_end_ends_the_others_after_the_grace(tmp_path):
+    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    started = time.monotonic()
+    with group_of(code, 2, tmp_path) as group:
+        assert group.wait(timeout=30, grace=0.3) == [-signal.SIGKILL, 3]
+    assert time.monotonic() - started < 15
+
+
+def test_a_rank_that_saved_and_stopped_does_not_end_the_others(tmp_path):
+    code = f"import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit({EXIT_STOPPED} * (1 - r))"
+    with group_of(code, 2, tmp_path) as group:
+        assert group.wait(timeout=30, grace=0.1) == [EXIT_STOPPED, 0]
+
+
+def test_terminate_asks_every_rank(tmp_path):
+    with group_of(STOP_ON_TERM, 2, tmp_path) as group:
+        wait_until(lambda: all(log.read_text() == "ready\n" for log in group.logs))
+        group.terminate()
+        assert group.wait(timeout=30) == [EXIT_STOPPED, EXIT_STOPPED]
+
+
+def test_kill_ends_ranks_and_what_they_started(tmp_path):
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    with group_of(code, 2, tmp_path) as group:
+        wait_until(lambda: all(log.read_text().endswith("\n") for log in group.logs))
+        children = [int(log.read_text()) for log in group.logs]
+        group.kill()
+        assert group.wait() == [-signal.SIGKILL, -signal.SIGKILL]
+        wait_until(lambda: not any(map(is_running, children)))
+
+
+def test_what_a_rank_leaves_behind_ends_with_it(tmp_path):
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with group_of(code, 1, tmp_path) as group:
+        assert group.wait(timeout=30) == [0]
+        wait_until(lambda: not is_running(int(group.logs[0].read_text())))
+
+
+def test_an_exception_in_the_block_leaves_no_orphans(tmp_path):
+    with pytest.raises(KeyboardInterrupt), group_of(STOP_ON_TERM, 2, tmp_path) as group:
+        raise KeyboardInterrupt
+    assert not any(map(is_running, group.pids))
+
+
+def test_waiting_too_long_says_so_and_leaves_the_ranks_running(tmp_path):
+    with group_of(STOP_ON_TERM, 1, tmp_path) as group:
+        with pytest.raises(TimeoutError, match=r"ranks still run after 0\.1 s"):
+            group.wait(timeout=0.1)
+        assert group.poll() == [None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_die_with_their_parent(tmp_path, number):
+    parent_code = (
+        "from pathlib import Path\nfrom pretrain.local_ranks import RankGroup\n"
+        f"with RankGroup(['sleep', '60'], 2, Path({str(tmp_path)!r})) as group:\n"
+        "    print(*group.pids, flush=True)\n    group.wait()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(is_running, pids))
+    parent.send_signal(number)
+    parent.wait(timeout=30)
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
+    code = "import os; print('from rank', os.environ['RANK'])"
+    with group_of(code, 2, tmp_path, echo_rank_zero=True) as group:
+        assert group.wait(timeout=30) == [0, 0]
+    assert capfd.readouterr().out == "from rank 0\n"
+    assert [log.read_text() for log in group.logs] == ["from rank 0\n", "from rank 1\n"]
+
+
+def test_a_command_that_does_not_exist_is_an_error_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        RankGroup(["no-such-command-anywhere"], 2, tmp_path)
+
+
+def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    logs[1].write_text("".join(f"line {number}\n" for number in range(40)) + "boom\n")
+    text = failure_in_words([-signal.SIGKILL, 1], logs, lines=2)
+    assert text.startswith(f"rank 1 ended with status 1; the end of {logs[1]}:")
+    assert text.endswith("  | line 39\n  | boom")
+    assert failure_in_words([0, EXIT_STOPPED], logs) == ""
+    assert status_in_words(-9) == "was ended by SIGKILL"
