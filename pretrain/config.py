@@ -6,6 +6,7 @@ Torch-free: the launcher reads these on a login node. What can be derived is a p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,8 +38,9 @@ class ModelConfig:
     tie_embeddings: bool = True  # tie_weight
     cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
     div_val: int = 1  # adaptive embedding: each cluster's width is divided by it once more
-    tie_projections: tuple[bool, ...] = ()  # tie_projs
+    tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
     init_std: float = 0.02
+    projection_init_std: float = 0.01  # proj_init_std: projections of embedding and softmax
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.d_model < 2 or self.num_heads < 1:
@@ -60,6 +62,34 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+        self._check_adaptive()
+
+    def _check_adaptive(self) -> None:
+        if self.vocab_size < 0 or self.div_val < 1:
+            raise ConfigError(
+                f"model.vocab_size={self.vocab_size} must be 0 or more and div_val={self.div_val} 1 or more"
+            )
+        bounds = (0, *self.cutoffs, *((self.vocab_size,) if self.vocab_size else ()))
+        if any(first >= last for first, last in pairwise(bounds)):
+            raise ConfigError(
+                f"model.cutoffs={list(self.cutoffs)} must rise from above 0 to below the vocabulary's "
+                f"{self.vocab_size or 'number of'} tokens; remove or lower some"
+            )
+        narrowest = self.embedding_width // self.div_val ** len(self.cutoffs)
+        if narrowest < 1:
+            raise ConfigError(
+                f"model.div_val={self.div_val} with {len(self.cutoffs)} cutoffs divides the embedding width "
+                f"{self.embedding_width} down to nothing; use a smaller div_val or fewer cutoffs"
+            )
+        if self.tie_projections and len(self.tie_projections) != len(self.cutoffs) + 1:
+            raise ConfigError(
+                f"model.tie_projections has {len(self.tie_projections)} entries; expected {len(self.cutoffs) + 1}, "
+                "one for the shortlist and one per cutoff"
+            )
+
+    def ties_projection(self, index: int) -> bool:
+        """Whether bin `index` of the output layer uses the embedding's projection."""
+        return bool(self.tie_projections) and self.tie_projections[index]
 
     @property
     def head_width(self) -> int:

@@ -1,0 +1,29 @@
+"""The position-wise feed-forward layer. B lanes, L tokens, D d_model, F inner width."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import linear, relu
+
+from pretrain.config import ModelConfig
+from pretrain.model.dropout import DropoutStream, Site, drop
+from pretrain.model.parameters import normal, zeros
+
+
+class FeedForward(nn.Module):
+    """dropout(W2 dropout(relu(W1 x + b1)) + b2); norm and residual are the layer's."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._rate = config.dropout
+        self.inner_weight = normal(config.inner_width, config.d_model, std=config.init_std)
+        self.inner_bias = zeros(config.inner_width)
+        self.output_weight = normal(config.d_model, config.inner_width, std=config.init_std)
+        self.output_bias = zeros(config.d_model)
+
+    def forward(self, hidden_BLD: Tensor, *, dropout: DropoutStream | None) -> Tensor:
+        inner_BLF = relu(linear(hidden_BLD, self.inner_weight, self.inner_bias))
+        inner_BLF = drop(inner_BLF, self._rate, dropout, Site.FEED_FORWARD_INNER, self._layer)
+        output_BLD = linear(inner_BLF, self.output_weight, self.output_bias)
+        return drop(output_BLD, self._rate, dropout, Site.FEED_FORWARD_OUTPUT, self._layer)
