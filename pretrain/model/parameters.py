@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from data_pipeline.errors import CheckpointError
 
 NORM_EPSILON = 1e-5
 
@@ -29,5 +33,28 @@ class LayerNorm(nn.Module):
         self.gain = normal(width, mean=1.0, std=std)
         self.bias = zeros(width)
 
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
+    def forward(self, values: Tensor) -> Tensor:
         return nn.functional.layer_norm(values, self.gain.shape, self.gain, self.bias, NORM_EPSILON)
+
+
+def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the parameters of the same names; tied parameters go by their first name.
+
+    Raises CheckpointError unless names and shapes agree exactly.
+    """
+    parameters = dict(module.named_parameters())
+    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"the parameters do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "
+            f"({len(missing)} and {len(unknown)} in all); use the configuration they were saved with"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{name} has shape {list(tensors[name].shape)}, the model expects {list(parameter.shape)}; "
+                "use the configuration it was saved with"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])

@@ -1,0 +1,229 @@
+"""`pretrain golden FILES`: this model against recorded results of the original implementation, in float64.
+
+A case holds parameters, tokens, losses, hidden states, memories and gradients of a few consecutive segments; two more
+kinds of file hold attention masks and the relative shift alone. Everything in the files is time-major, [L, B, D].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from data_pipeline.errors import CheckpointError, ConfigError, DataError
+from pretrain.model.attention import relative_shift
+from pretrain.model.masks import forbidden_LC
+from pretrain.model.memory import Memory
+from pretrain.model.original import config_of_original, original_to_ours
+from pretrain.model.parameters import load_parameters
+from pretrain.model.transformer_xl import TransformerXL
+
+LIMIT = 1e-10
+MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
+COLUMNS = ("NLL", "hidden", "memories", "gradients", "entries")  # entries: of masks and shifts
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file's largest absolute errors by column; `note` says why there are none."""
+
+    name: str
+    errors: dict[str, float]
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.note:
+            return self.note
+        # Written so that a NaN fails.
+        return "ok" if all(error <= LIMIT for error in self.errors.values()) else "FAILED"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="golden vectors, .npz")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line per file; 0 if every supported case agrees to 1e-10, else 1."""
+    results = [compare(path) for path in arguments.files]
+    print(table(results))
+    supported = [result for result in results if not result.note]
+    passed = [result for result in supported if result.verdict == "ok"]
+    print(f"\n{len(passed)} of {len(supported)} supported files agree to {LIMIT:g} (largest absolute error, float64)")
+    return 0 if supported and len(passed) == len(supported) else 1
+
+
+def table(results: list[Result]) -> str:
+    """The results in aligned columns."""
+    rows = [["case", *COLUMNS, "verdict"]]
+    for result in results:
+        cells = [f"{result.errors[column]:.1e}" if column in result.errors else "-" for column in COLUMNS]
+        rows.append([result.name, *cells, result.verdict])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+            + [row[-1]]
+        )
+        for row in rows
+    )
+
+
+def compare(path: Path) -> Result:
+    """Recompute what the file records and compare."""
+    arrays = _read(path)
+    try:
+        if "config" in arrays:
+            return _compare_case(path.stem, arrays)
+        if arrays and all(MASK_NAME.fullmatch(name) for name in arrays):
+            return _compare_masks(path.stem, arrays)
+        if arrays and all(re.fullmatch(r"(in|out)_\d+x\d+", name) for name in arrays):
+            return _compare_shifts(path.stem, arrays)
+    except KeyError as error:
+        raise DataError(f"{path}: no entry {error}, which a golden case must have; is the file complete?") from None
+    except (CheckpointError, ConfigError) as error:
+        raise DataError(f"{path}: {error}") from None
+    raise DataError(
+        f"{path} is not a file of golden vectors: found entries {sorted(arrays)[:3]}, expected 'config' with "
+        "'param/...', or masks, or relative shifts"
+    )
+
+
+def _read(path: Path) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; expected a .npz file of golden vectors") from None
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        raise DataError(f"{path} cannot be read as a .npz file of plain arrays; is it complete?") from None
+
+
+def _compare_masks(name: str, arrays: Arrays) -> Result:
+    differing = 0
+    for case, expected in arrays.items():
+        match = MASK_NAME.fullmatch(case)
+        assert match is not None
+        num_queries, num_memory, memory_length, same_length = map(int, match.groups())
+        found = forbidden_LC(num_queries, num_memory + num_queries, memory_length if same_length else 0)
+        differing += int((found != torch.from_numpy(expected)).sum())
+    return Result(name, {"entries": float(differing)})
+
+
+def _compare_shifts(name: str, arrays: Arrays) -> Result:
+    shifted = [key for key in arrays if key.startswith("in_")]
+    errors = [
+        _largest_difference(
+            relative_shift(pad(torch.from_numpy(arrays[key])[None], (1, 0)))[0],
+            torch.from_numpy(arrays["out" + key[2:]]),
+        )
+        for key in shifted
+    ]
+    return Result(name, {"entries": max(errors)})
+
+
+def _compare_case(name: str, arrays: Arrays) -> Result:
+    try:
+        settings = json.loads(str(arrays["config"]))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"entry 'config' is not JSON ({error}); is this a golden case?") from None
+    if settings.get("attn_type", 0) != 0:
+        return Result(name, {}, note=f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0")
+    config = config_of_original(settings)
+    model = TransformerXL(config).double()
+    load_parameters(model, original_to_ours(_group(arrays, "param/"), config))
+    errors: dict[str, float] = {"NLL": 0.0, "hidden": 0.0, "gradients": 0.0}
+    if config.memory_length:
+        errors["memories"] = 0.0
+    replay = Replay(model, settings["ext_len"])
+    losses = []
+    for segment in range(settings["n_seg"]):
+        targets_BL = _batch_major(arrays[f"tgt/{segment}"])
+        hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))[:, -targets_BL.shape[1] :]
+        nll_BL = model.head(hidden_BLD, targets_BL)
+        losses.append(nll_BL.mean())
+        _note_error(errors, "NLL", nll_BL, _batch_major(arrays[f"nll/{segment}"]))
+        _note_error(errors, "hidden", hidden_BLD, _batch_major(arrays[f"hid/{segment}"]))
+        for level, rows_BMD in enumerate(replay.levels if config.memory_length else []):
+            _note_error(errors, "memories", rows_BMD, _batch_major(arrays[f"mem/{segment}/{level}"]))
+    torch.stack(losses).sum().backward()
+    expected = original_to_ours(_group(arrays, "grad/"), config)
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        _note_error(errors, "gradients", parameter.grad, expected[parameter_name])
+    return Result(name, errors)
+
+
+class Replay:
+    """A model fed segment by segment, with the original's memories: this model's levels, then the last hidden states.
+
+    The first `context_length` (ext_len) rows of a segment are context, read a second time. This model has no such option:
+    the rows its memory keeps are then chosen here by the original's rule.
+    """
+
+    def __init__(self, model: TransformerXL, context_length: int) -> None:
+        self.levels: list[Tensor] = []
+        self._model = model
+        self._context_length = context_length
+        self._memory: Memory | None = None
+
+    def advance(self, tokens_BL: Tensor) -> Tensor:
+        """The segment's hidden states before the softmax, [B, L, D]."""
+        inputs_BLD: list[Tensor] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, inputs: inputs_BLD.append(inputs[0]))
+            for layer in self._model.layers
+        ]
+        hidden_BLD, memory = self._model.hidden_states(tokens_BL, self._memory)
+        for hook in hooks:
+            hook.remove()
+        old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)
+        self.levels = [self._kept(pair) for pair in zip(old, [*inputs_BLD, hidden_BLD], strict=True)]
+        if self._context_length:
+            documents_BM = torch.zeros(self.levels[0].shape[:2], dtype=torch.int32)
+            memory = (*self.levels[:-1], documents_BM)
+        else:
+            self.levels[:-1] = memory[:-1]
+        self._memory = memory
+        return hidden_BLD
+
+    def _kept(self, old_and_new: tuple[Tensor, Tensor]) -> Tensor:
+        old_BMD, new_BLD = old_and_new
+        end = new_BLD.shape[1] + max(0, old_BMD.shape[1] - self._context_length)
+        first = max(0, end - self._model.config.memory_length)
+        return torch.cat(old_and_new, dim=1)[:, first:end].detach()
+
+
+def _group(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name[len(prefix) :]: torch.from_numpy(arrays[name]) for name in names}
+
+
+def _batch_major(array_LBX: np.ndarray) -> Tensor:
+    return torch.from_numpy(array_LBX).transpose(0, 1)
+
+
+def _note_error(errors: dict[str, float], column: str, found: Tensor, expected: Tensor) -> None:
+    # Not max(): a NaN must not be forgotten.
+    error = _largest_difference(found, expected)
+    errors[column] = error if not error <= errors[column] else errors[column]
+
+
+def _largest_difference(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return (found.detach() - expected).abs().max().item() if expected.numel() else 0.0
