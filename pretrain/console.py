@@ -1,0 +1,56 @@
+"""Measurements as lines for people. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def train_line(line: dict[str, Any], loss: float, total_steps: int, seconds_per_step: float) -> str:
+    """The interval that ends with the measurement `line`; `loss` is the interval's mean."""
+    parts = [
+        f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {loss:.4f}",
+        f"ppl {perplexity(loss):,.1f}",
+        f"lr {line['learning_rate']:.2e}",
+    ]
+    if line["grad_norm"] is not None:
+        parts.append(f"grad {line['grad_norm']:.2f}")
+    parts += [
+        f"{line['tokens_per_second']:,.0f} tok/s",
+        f"MFU {line['mfu']:.1%}",
+        f"data wait {line['data_wait']:.1%}",
+        f"mem {line['memory_gib']:.2f} GiB",
+        f"left {clock((total_steps - line['step']) * seconds_per_step)}",
+    ]
+    return "  ".join(parts)
+
+
+def evaluation_line(step: int, values: dict[str, float]) -> str:
+    """What an evaluation after `step` found."""
+    parts = [f"validation after step {step}:", f"loss {values['loss']:.4f}", f"ppl {perplexity(values['loss']):,.1f}"]
+    if "bits_per_byte" in values:
+        parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
+    if "loss_without_memory" in values:
+        parts.append(f"(loss {values['loss_without_memory']:.4f} without memory)")
+    return "  ".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def clock(seconds: float) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def si(value: float) -> str:
+    """A number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "

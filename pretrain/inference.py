@@ -1,0 +1,62 @@
+"""A run's trained model, whole, on one process: for evaluation and sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data_pipeline.errors import CheckpointError, DataError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain import checkpoint_files as files
+from pretrain.checkpoint import load_weights
+from pretrain.config import RunConfig
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The weights of a run's newest good checkpoint, in evaluation mode, and what they belong to."""
+
+    module: TransformerXL
+    config: RunConfig
+    step: int
+
+
+def load_trained(run: Path, device: torch.device, say=print) -> TrainedModel:
+    """Load the newest good checkpoint of the run in `run`; a damaged one is said by name and the one before it used."""
+    run_dir = RunDir.open(run)
+    found = files.newest_good(run_dir.checkpoints, say)
+    if found is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
+    config = run_dir.config
+    module = TransformerXL(config.model)
+    load_weights(module, found)
+    return TrainedModel(module.to(device).eval(), config, found.step)
+
+
+def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
+    """The tokenizer of the corpus in `data`; DataError unless it is the one the model was trained with."""
+    tokenizer = Tokenizer.load(data / "tokenizer")
+    if tokenizer.vocab_size != trained.config.model.vocab_size:
+        raise DataError(
+            f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
+            f"{trained.config.model.vocab_size}; give the corpus of the run ({trained.config.data.path}) "
+            "or one built with its tokenizer (tokenizer.path)"
+        )
+    own = trained.config.data.path / "tokenizer"
+    if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():
+        expected = Tokenizer.load(own).fingerprint
+        if tokenizer.fingerprint != expected:
+            raise DataError(
+                f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with {expected[:16]}; "
+                f"build the corpus with tokenizer.path={own}"
+            )
+    return tokenizer
+
+
+def inference_device() -> torch.device:
+    """The accelerator if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,191 @@
+"""What a run says about itself while it trains: metrics.jsonl, TensorBoard, one line on the console.
+
+Losses stay on the device until the interval's end. There the ranks exchange one small vector; rank 0 writes:
+
+    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step
+        and at the interval's last step also "seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib"
+    {"kind": "evaluation", "step", "loss", "perplexity", ...}
+
+A step's loss is the mean over its slots and ranks, summed in float64: exact, whatever the order of the ranks and
+wherever intervals begin, so that a resumed run writes the same numbers for the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from data_pipeline.prefetch import Prefetcher
+from pretrain.config import RunConfig
+from pretrain.console import evaluation_line, perplexity, si, train_line
+from pretrain.distributed import World, sum_over_ranks
+from pretrain.engine import StepResult
+from pretrain.run_dir import RunDir
+from pretrain.state import TrainState
+from pretrain.throughput import measured_matmul_peak, memory_in_use_gib, training_flops_per_token
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A finished step whose numbers may still be on the device."""
+
+    step: int
+    tokens: int
+    loss_sum: Tensor  # over this rank's slots
+    num_slots: int
+    learning_rate: float
+    grad_norm: Tensor | float | None
+    skipped: bool
+
+
+class Metrics:
+    """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again."""
+
+    def __init__(
+        self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState, prefetcher: Prefetcher
+    ) -> None:
+        self._run = run
+        self._run_dir = run_dir
+        self._world = world
+        self._prefetcher = prefetcher
+        self._tensorboard: SummaryWriter | None = None
+        self._slot_losses: list[Tensor] = []
+        self._steps: list[_Step] = []
+        self._flops_per_token = training_flops_per_token(run)
+        own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
+        self._peak = float(sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device)))
+        if world.is_main:
+            run_dir.cut_metrics_after(state.step)
+            if run.metrics.tensorboard:
+                self._tensorboard = _open_tensorboard(run_dir, state.step)
+            self._say_peak()
+        self._start_interval()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Take the mean loss of one slot, without waiting for it."""
+        self._slot_losses.append(loss.detach())
+
+    def end_step(self, state: TrainState, result: StepResult, learning_rate: float) -> None:
+        """Close the step that has just been made, still without waiting for the device."""
+        losses, self._slot_losses = self._slot_losses, []
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        self._steps.append(
+            _Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result.grad_norm, result.skipped)
+        )
+        self._idle_since = time.perf_counter()
+
+    def write(self) -> None:
+        """Write every step since the last call; the ranks meet here, so all of them call it."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        own = [self._prefetcher.wait_seconds - self._waited_before, memory_in_use_gib(self._world.device)]
+        losses = torch.stack([step.loss_sum for step in steps])
+        own_values = torch.cat([losses, torch.tensor(own, dtype=torch.float64, device=losses.device)])
+        *losses_mean, waited, memory_gib = (sum_over_ranks(own_values) / self._world.world_size).tolist()
+        seconds = time.perf_counter() - self._begin - self._paused
+        if self._world.is_main:
+            lines = [_line(step, mean / step.num_slots) for step, mean in zip(steps, losses_mean, strict=True)]
+            lines[-1] |= self._rates(len(steps), seconds, waited, memory_gib)
+            self._append(lines)
+            interval_loss = sum(line["loss"] for line in lines) / len(lines)
+            print(train_line(lines[-1], interval_loss, self._run.optim.steps, seconds / len(steps)), flush=True)
+        self._start_interval()
+
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Write what an evaluation after `step` found; the time it took is not counted as training."""
+        self._pause_since(self._idle_since)
+        if not self._world.is_main:
+            return
+        self._append([{"kind": "evaluation", "step": step, **values}])
+        print(evaluation_line(step, values), flush=True)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Do not count the block as training time."""
+        begin = time.perf_counter()
+        yield
+        self._pause_since(begin)
+
+    def close(self, finished: bool) -> None:
+        """Write what is left and say how the run ended."""
+        self.write()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._world.is_main:
+            print(
+                f"finished; metrics in {self._run_dir.metrics}"
+                if finished
+                else "stopped and saved; the same command goes on from here",
+                flush=True,
+            )
+
+    def _start_interval(self) -> None:
+        self._paused = 0.0
+        self._waited_before = self._prefetcher.wait_seconds
+        self._begin = self._idle_since = time.perf_counter()
+
+    def _pause_since(self, begin: float) -> None:
+        self._idle_since = time.perf_counter()
+        self._paused += self._idle_since - begin
+
+    def _rates(self, num_steps: int, seconds: float, waited: float, memory_gib: float) -> dict[str, float]:
+        tokens_per_second = num_steps * self._run.tokens_per_step / seconds
+        return {
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": tokens_per_second * self._flops_per_token / self._peak,
+            "data_wait": waited / seconds,
+            "memory_gib": memory_gib,
+        }
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        with open(self._run_dir.metrics, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        if self._tensorboard is None:
+            return
+        for line in lines:
+            for name, value in line.items():
+                if name not in ("kind", "step") and value is not None:
+                    self._tensorboard.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+        self._tensorboard.flush()
+
+    def _say_peak(self) -> None:
+        ranks = f"{self._world.world_size} rank{'s' * (self._world.world_size > 1)}"
+        print(
+            f"MFU = tokens/s x {si(self._flops_per_token)}FLOP per token / {si(self._peak)}FLOP/s, "
+            f"the matrix product measured on {ranks} in {self._run.engine.precision}",
+            flush=True,
+        )
+
+
+def _line(step: _Step, loss: float) -> dict[str, Any]:
+    return {
+        "kind": "train",
+        "step": step.step,
+        "tokens": step.tokens,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "learning_rate": step.learning_rate,
+        "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+        "skipped": step.skipped,
+    }
+
+
+def _open_tensorboard(run_dir: RunDir, step: int) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # What a killed run had logged beyond its checkpoint is made again: TensorBoard is told to forget it.
+    return SummaryWriter(str(run_dir.tensorboard), purge_step=step + 1 if step else None)

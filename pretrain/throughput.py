@@ -1,0 +1,59 @@
+"""How fast a run is, against what its machine can do: floating-point operations per token and a measured peak."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from pretrain.config import RunConfig
+
+MEASURE_SECONDS = 0.2
+MATRIX_WIDTHS = {"cpu": 768, "cuda": 8192}
+
+
+def measured_matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
+    """Floating-point operations per second that a large matrix product reaches now, with this process' threads.
+
+    Data sheets promise more and know nothing of other processes on the machine; ranks that measure at the same time
+    measure what they will share.
+    """
+    width = MATRIX_WIDTHS.get(device.type, 1024)
+    left = torch.randn(width, width, device=device, dtype=dtype)
+    right = torch.randn(width, width, device=device, dtype=dtype)
+    product = left @ right
+    _wait_for(device)
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        torch.matmul(left, right, out=product)
+        _wait_for(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * width**3 / best
+
+
+def training_flops_per_token(run: RunConfig) -> float:
+    """Operations of one token's forward and backward pass; the backward pass costs twice the forward one."""
+    model = run.model
+    keys = model.memory_length + run.data.segment_length
+    heads_width = model.num_heads * model.head_width
+    projections = 4 * model.d_model * heads_width + 2 * model.d_model * model.inner_width
+    # Memory rows are projected to keys and values as well, and so are the positions, once per segment.
+    remembered = 2 * model.d_model * heads_width * model.memory_length / run.data.segment_length
+    attention = 3 * heads_width * keys  # content scores, position scores, weighted values
+    head = model.vocab_size * model.embedding_width
+    return 3 * 2 * (model.num_layers * (projections + remembered + attention) + head)
+
+
+def memory_in_use_gib(device: torch.device) -> float:
+    """What this rank holds: the most the device has held, or the resident memory of the process where it is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

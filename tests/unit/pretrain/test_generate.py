@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from pretrain.config import ModelConfig
+from pretrain.generate import Sampling, TextStream, choose, generate, prompt_tokens
+from pretrain.model.transformer_xl import TransformerXL
+
+END = 16
+GREEDY = Sampling(temperature=0.0)
+PROMPT = [END, 3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def small_model(**settings: object) -> TransformerXL:
+    torch.manual_seed(3)
+    config = {"vocab_size": 17, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 64}
+    # Large untied weights, so that greedy text does not repeat one token.
+    options = {**config, "init_std": 0.4, "tie_embeddings": False, **settings}
+    return TransformerXL(ModelConfig(**options)).double().eval()  # type: ignore[arg-type]
+
+
+def tokens_of(model: TransformerXL, sampling: Sampling, num_tokens: int, **options: int) -> torch.Tensor:
+    return torch.stack(
+        list(generate(model, PROMPT, sampling=sampling, num_tokens=num_tokens, end_id=END, **options)), 1
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"isolate_documents": True}, {"norm_position": "pre", "untie_biases": True}])
+@pytest.mark.parametrize("segment_length", [1, 4, 100])
+def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(settings, segment_length):
+    model = small_model(**settings)
+    generated = tokens_of(model, GREEDY, 20, segment_length=segment_length)[0].tolist()
+    text = list(PROMPT)
+    for token in generated:
+        starts = torch.tensor([[False] + [before == END for before in text[:-1]]])
+        with torch.no_grad():
+            logits_BLV, _ = model.logits_BLV(torch.tensor([text]), None, starts)
+        assert token == int(logits_BLV[0, -1].argmax())
+        text.append(token)
+    assert len(set(generated)) > 2, "a constant answer would prove little"
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others():
+    model = small_model()
+    first = tokens_of(model, Sampling(), 12, seed=1, num_samples=3)
+    assert torch.equal(first, tokens_of(model, Sampling(), 12, seed=1, num_samples=3))
+    assert not torch.equal(first, tokens_of(model, Sampling(), 12, seed=2, num_samples=3))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_without_memory_only_the_last_token_decides():
+    model = small_model()
+    tokens = tokens_of(model, GREEDY, 30, memory_length=0)[0].tolist()
+    followers = {}
+    for before, after in itertools.pairwise(tokens):
+        assert followers.setdefault(before, after) == after
+
+
+def test_samples_follow_the_distribution_within_top_k_and_top_p():
+    logits_BV = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]])).expand(4000, -1)
+
+    def shares(sampling: Sampling) -> list[float]:
+        tokens = choose(logits_BV, sampling, torch.Generator().manual_seed(0))
+        return (torch.bincount(tokens, minlength=4) / len(tokens)).tolist()
+
+    assert shares(Sampling()) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
+    assert shares(Sampling(top_k=2)) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.03)
+    assert shares(Sampling(top_p=0.8)) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0], abs=0.03)
+    assert shares(Sampling(top_p=0.01)) == [1, 0, 0, 0]
+    assert shares(Sampling(temperature=0.5))[0] == pytest.approx(0.25 / 0.345, abs=0.03)
+    assert shares(Sampling(temperature=0.0)) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_impossible_sampling_is_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_streamed_text_is_the_text_of_all_tokens(kind):
+    text = 'def na\u00efve(x):\n    """Zw\u00f6lf Boxk\u00e4mpfer \u2192 \u65e5\u672c."""\n\n    return x * 2\n'
+    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer("bpe", 300, ["def naive(x): return 2\n" * 9])
+    stream = TextStream(tokenizer)
+    parts = [stream.add(token) for token in prompt_tokens(tokenizer, text)[1:]]
+    assert "".join(parts) + stream.rest() == text
+    assert "\ufffd" not in "".join(parts)
+    assert sum(map(bool, parts)) > 20, "the text comes in pieces"
+
+
+def test_an_end_of_document_shows_as_a_line():
+    stream = TextStream(Tokenizer("bytes"))
+    assert [stream.add(token) for token in (ord("a"), 256, ord("b"))] == ["a", "\n----\n", "b"]
