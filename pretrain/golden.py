@@ -102,14 +102,13 @@ def compare(path: Path) -> Result:
 
 
 def _read(path: Path) -> Arrays:
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; expected a .npz file of golden vectors")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError
-            return {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; expected a .npz file of golden vectors") from None
-    except (ValueError, EOFError, zipfile.BadZipFile):
+        with open(path, "rb") as opened:
+            file = np.load(opened, allow_pickle=False)
+            return {name: file[name] for name in file.files}  # a single array has no `files`
+    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
         raise DataError(f"{path} cannot be read as a .npz file of plain arrays; is it complete?") from None
 
 
@@ -171,8 +170,8 @@ def _compare_case(name: str, arrays: Arrays) -> Result:
 class Replay:
     """A model fed segment by segment, with the original's memories: this model's levels, then the last hidden states.
 
-    The first `context_length` (ext_len) rows of a segment are context, read a second time. This model has no such option:
-    the rows its memory keeps are then chosen here by the original's rule.
+    The first `context_length` (ext_len) rows of a segment are context, read a second time. This model has no such
+    option: the rows its memory keeps are then chosen here by the original's rule.
     """
 
     def __init__(self, model: TransformerXL, context_length: int) -> None:

@@ -9,6 +9,7 @@ kept is rescaled by the probability that was realised, so that the expectation i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -53,28 +54,35 @@ class DropoutStream:
         assert values.shape[lane_axis] == len(self.lanes), (tuple(values.shape), lane_axis, len(self.lanes))
         others = [size for axis, size in enumerate(values.shape) if axis != lane_axis]
         threshold = _threshold_of(rate)
-        keep = self._keep(self.lanes, int(np.prod(others)), threshold, site, layer, values.device)
+        count = math.prod(others)
+        if values.device.type == "cpu":
+            keep = self._cpu_keep(self.lanes, count, threshold, site, layer)
+        else:
+            keep = self._hashed_keep(self._lanes_on(values.device), count, threshold, site, layer)
         return _masked(values, keep.view(len(self.lanes), *others).movedim(0, lane_axis), threshold)
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
         """As `drop` for values that all lanes share: one mask, a function of (seed, step, site) alone."""
         threshold = _threshold_of(rate)
-        keep = self._keep([ALL_LANES], values.numel(), threshold, site, 0, values.device)
+        if values.device.type == "cpu":
+            keep = self._cpu_keep([ALL_LANES], values.numel(), threshold, site, 0)
+        else:
+            all_lanes = torch.full((1,), _signed(ALL_LANES), device=values.device)
+            keep = self._hashed_keep(all_lanes, values.numel(), threshold, site, 0)
         return _masked(values, keep.view(values.shape), threshold)
 
-    def _keep(
-        self, lanes: list[int], count: int, threshold: int, site: Site, layer: int, device: torch.device
-    ) -> Tensor:
-        signed_threshold = threshold - LEVELS // 2  # the bits are read as int16
-        if device.type != "cpu":
-            return self._hashed_bits(lanes, count, site, layer, device)[:, :count] >= signed_threshold
+    def _cpu_keep(self, lanes: list[int], count: int, threshold: int, site: Site, layer: int) -> Tensor:
         keep = torch.empty(len(lanes), count, dtype=torch.bool)
         for row, lane in zip(keep, lanes, strict=True):
-            torch.ge(self._philox_bits(lane, count, site, layer)[:count], signed_threshold, out=row)
+            torch.ge(self._philox_bits(lane, count, site, layer)[:count], threshold - LEVELS // 2, out=row)
         return keep
 
+    def _hashed_keep(self, lanes_B: Tensor, count: int, threshold: int, site: Site, layer: int) -> Tensor:
+        bits = hashed_bits(lanes_B, count, seed=self.seed, step=self.step, site=site, layer=layer)
+        return bits[:, :count] >= threshold - LEVELS // 2
+
     def _philox_bits(self, lane: int, count: int, site: Site, layer: int) -> Tensor:
-        """At least `count` random int16."""
+        """`count` random int16, rounded up to whole words."""
         if self._philox is None:
             self._philox = np.random.Philox(key=_words(self.seed, self.step))
         self._philox.state = {
@@ -87,21 +95,20 @@ class DropoutStream:
         }
         return torch.from_numpy(self._philox.random_raw(-(-count // 4)).view(np.int16))
 
-    def _hashed_bits(self, lanes: list[int], count: int, site: Site, layer: int, device: torch.device) -> Tensor:
-        """At least `count` random int16 per lane, in torch operations only: [lanes, count rounded up to 4]."""
-        key = 0
-        for part in (self.seed, self.step, layer, int(site)):
-            key = _mix((key ^ (part & WORD)) + GOLDEN_GAMMA & WORD)
-        lane_keys_B = _mix_tensor(self._lanes_tensor(lanes, device) ^ _signed(key))
-        steps_X = torch.arange(1, -(-count // 4) + 1, device=device) * _signed(GOLDEN_GAMMA)
-        return _mix_tensor(lane_keys_B[:, None] + steps_X).view(torch.int16)
-
-    def _lanes_tensor(self, lanes: list[int], device: torch.device) -> Tensor:
-        if lanes is not self.lanes:
-            return torch.full((len(lanes),), _signed(lanes[0]), dtype=torch.int64, device=device)
+    def _lanes_on(self, device: torch.device) -> Tensor:
         if self._lanes_on_device is None or self._lanes_on_device.device != device:
-            self._lanes_on_device = torch.tensor(lanes, dtype=torch.int64).to(device, non_blocking=True)
+            self._lanes_on_device = torch.tensor(self.lanes, dtype=torch.int64).to(device, non_blocking=True)
         return self._lanes_on_device
+
+
+def hashed_bits(lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int) -> Tensor:
+    """[B, `count` rounded up to a multiple of 4] random int16 in torch operations only, the same on every device."""
+    key = 0
+    for part in (seed, step, layer, int(site)):
+        key = _mix(((key ^ (part & WORD)) + GOLDEN_GAMMA) & WORD)
+    lane_keys_B = _mix_tensor(lanes_B ^ _signed(key))
+    states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
+    return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
 
 
 def drop(

@@ -1,0 +1,73 @@
+"""Tiny models with reproducible weights, and streams of random tokens cut into segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.config import ModelConfig
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.memory import Memory
+from pretrain.model.transformer_xl import TransformerXL
+
+TINY = ModelConfig(vocab_size=37, num_layers=2, d_model=16, num_heads=2, d_inner=24, memory_length=8)
+
+# Every option of the model at least once, for properties that must hold for all of them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pre_norm": {"norm_position": "pre"},
+    "untied_biases": {"untie_biases": True},
+    "clamp": {"clamp_length": 5},
+    "isolated": {"isolate_documents": True},
+    "narrow_embedding": {"d_embed": 10, "d_head": 6, "tie_projections": (True,)},
+    "untied_embedding": {"tie_embeddings": False},
+    "adaptive": {"cutoffs": (9, 20)},
+    "adaptive_div2": {"cutoffs": (9, 20), "div_val": 2, "tie_projections": (False, True, True)},
+}
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> TransformerXL:
+    """A model with weights large enough that every part of it shows in the loss; the same on every platform."""
+    model = TransformerXL(replace(TINY, **options)).to(dtype)
+    numbers = np.random.RandomState(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.from_numpy(numbers.standard_normal(tuple(parameter.shape)))
+            parameter.copy_(1.0 + 0.2 * values if name.endswith("gain") else 0.3 * values)
+    return model
+
+
+def random_tokens(num_lanes: int, length: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> Tensor:
+    """Token ids [B, T]."""
+    return torch.from_numpy(np.random.RandomState(seed).randint(0, vocab_size, (num_lanes, length)))
+
+
+def random_starts(num_lanes: int, length: int, seed: int = 0) -> Tensor:
+    """Document starts [B, T], about every fifth token."""
+    return torch.from_numpy(np.random.RandomState(seed + 1000).uniform(size=(num_lanes, length)) < 0.2)
+
+
+def stream_nll(
+    model: TransformerXL,
+    stream_BT: Tensor,
+    segment_lengths: Iterable[int],
+    starts_BT: Tensor | None = None,
+    dropout: DropoutStream | None = None,
+    memory: Memory | None = None,
+) -> tuple[Tensor, Memory | None]:
+    """NLL [B, T - 1] of a stream fed in segments of the given lengths with memory carried over, and the last memory."""
+    parts = []
+    first = 0
+    for length in segment_lengths:
+        tokens_BL, targets_BL = stream_BT[:, first : first + length], stream_BT[:, first + 1 : first + length + 1]
+        starts_BL = None if starts_BT is None else starts_BT[:, first : first + length]
+        nll_BL, memory = model(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        parts.append(nll_BL)
+        first += length
+    assert first == stream_BT.shape[1] - 1
+    return torch.cat(parts, dim=1), memory

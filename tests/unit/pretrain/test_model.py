@@ -1,0 +1,330 @@
+"""The model's contract: losses, memory, options of a call, precision, checkpointing, initialisation, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.errors import CheckpointError
+from pretrain.config import ModelConfig
+from pretrain.model.attention import RelativeAttention
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.masks import additive, forbidden_LC
+from pretrain.model.memory import concatenate_lanes, memory_num_lanes, memory_num_rows, take_lanes
+from pretrain.model.parameters import load_parameters
+from pretrain.model.positions import RelativePositions, sinusoids_PD
+from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import TINY, VARIANTS, random_starts, random_tokens, stream_nll, tiny_model
+
+ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
+DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
+
+
+def gradients(model: TransformerXL) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def train_two_segments(model: TransformerXL, lanes: list[int], step: int = 3) -> torch.Tensor:
+    """The NLL of two segments of the given lanes' streams, after backward through both."""
+    stream_BT, starts_BT = random_tokens(8, 21)[lanes], random_starts(8, 21)[lanes]
+    dropout = DropoutStream(seed=1, step=step, lanes=lanes)
+    nll_BT, _ = stream_nll(model, stream_BT, [10, 10], starts_BT, dropout)
+    nll_BT.sum().backward()
+    return nll_BT.detach()
+
+
+def test_memory_grows_from_nothing_to_its_length_and_holds_the_layers_inputs() -> None:
+    model = tiny_model()
+    stream_BT = random_tokens(3, 16)
+    memory, rows = None, []
+    for first in range(0, 15, 5):
+        _, memory = model(stream_BT[:, first : first + 5], stream_BT[:, first + 1 : first + 6], memory)
+        rows.append(memory_num_rows(memory))
+        assert all(not part.requires_grad for part in memory)
+        embedded = model.embedding(stream_BT[:, max(0, first + 5 - 8) : first + 5])
+        assert torch.equal(memory[0], embedded)
+    assert rows == [5, 8, 8]
+    assert memory is not None
+    assert len(memory) == TINY.num_layers + 1
+    assert memory_num_lanes(memory) == 3
+
+
+def test_memory_owns_its_rows_and_keeps_no_segment_alive() -> None:
+    model = tiny_model()
+    _, memory = model(random_tokens(2, 30), random_tokens(2, 30, 1))
+    for part in memory:
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+def test_remembered_documents_count_back_from_the_last_row() -> None:
+    model = tiny_model(memory_length=6)
+    tokens_BL = random_tokens(2, 4)
+    starts_BL = torch.tensor([[True, False, True, False], [False, False, False, False]])
+    _, memory = model(tokens_BL, tokens_BL, None, starts_BL)
+    assert memory[-1].dtype == torch.int32
+    assert memory[-1].tolist() == [[-1, -1, 0, 0], [0, 0, 0, 0]]
+    _, memory = model(tokens_BL, tokens_BL, memory, starts_BL.flip(0))
+    assert memory[-1].tolist() == [[0, 0, 0, 0, 0, 0], [-2, -2, -1, -1, 0, 0]]
+
+
+def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
+    model = tiny_model(isolate_documents=True)
+    stream_BT = random_tokens(2, 17)
+    none_start = torch.zeros(2, 17, dtype=torch.bool)
+    assert torch.equal(stream_nll(model, stream_BT, [8, 8])[0], stream_nll(model, stream_BT, [8, 8], none_start)[0])
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+def test_a_calls_memory_length_acts_like_the_configured_one(same_length: bool) -> None:
+    stream_BT = random_tokens(2, 25)
+    for length in (4, 8, 16, 40):
+        model = tiny_model(same_length=same_length)
+        configured = tiny_model(same_length=same_length, memory_length=length)
+        expected, expected_memory = stream_nll(configured, stream_BT, [8, 8, 8])
+        parts, memory = [], None
+        for first in (0, 8, 16):
+            tokens_BL, targets_BL = stream_BT[:, first : first + 8], stream_BT[:, first + 1 : first + 9]
+            nll_BL, memory = model(tokens_BL, targets_BL, memory, memory_length=length)
+            parts.append(nll_BL)
+        assert torch.equal(torch.cat(parts, dim=1), expected)
+        assert memory_num_rows(memory) == memory_num_rows(expected_memory) == min(length, 24)
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+def test_memory_length_zero_sees_the_segment_alone(same_length: bool) -> None:
+    model = tiny_model(same_length=same_length)
+    tokens_BL = random_tokens(2, 6)
+    _, memory = model(tokens_BL, tokens_BL)
+    alone, empty = model(tokens_BL, tokens_BL, None, memory_length=0)
+    assert memory_num_rows(empty) == 0
+    assert torch.equal(model(tokens_BL, tokens_BL, memory, memory_length=0)[0], alone)
+    assert torch.equal(tiny_model(memory_length=0)(tokens_BL, tokens_BL)[0], alone)
+
+
+def test_lanes_of_a_memory_can_be_taken_apart_and_put_together() -> None:
+    model = tiny_model()
+    stream_BT = random_tokens(4, 17)
+    _, memory = stream_nll(model, stream_BT[:, :9], [8])
+    assert memory is not None
+    parts = [take_lanes(memory, 0, 1), take_lanes(memory, 1, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(concatenate_lanes(parts), memory, strict=True))
+    whole, _ = stream_nll(model, stream_BT[:, 8:], [8], memory=memory)
+    part, _ = stream_nll(model, stream_BT[1:, 8:], [8], memory=parts[1])
+    torch.testing.assert_close(part, whole[1:], rtol=0, atol=1e-12)
+
+
+@ALL_VARIANTS
+def test_log_probabilities_sum_to_one_and_hold_the_loss(variant: str) -> None:
+    model = tiny_model(**VARIANTS[variant])
+    tokens_BL, targets_BL = random_tokens(3, 7), random_tokens(3, 7, 1)
+    starts_BL = random_starts(3, 7)
+    nll_BL, memory = model(tokens_BL, targets_BL, None, starts_BL)
+    logits_BLV, other_memory = model.logits_BLV(tokens_BL, None, starts_BL)
+    assert logits_BLV.shape == (3, 7, TINY.vocab_size)
+    torch.testing.assert_close(logits_BLV.exp().sum(-1), torch.ones(3, 7, dtype=torch.float64))
+    torch.testing.assert_close(-logits_BLV.gather(2, targets_BL[:, :, None])[:, :, 0], nll_BL)
+    assert all(torch.equal(a, b) for a, b in zip(memory, other_memory, strict=True))
+    last_BLV, _ = model.logits_BLV(tokens_BL, None, starts_BL, num_last=2)
+    torch.testing.assert_close(last_BLV, logits_BLV[:, -2:])
+
+
+@ALL_VARIANTS
+def test_checkpointed_layers_give_bitwise_the_same_gradients_with_dropout(variant: str) -> None:
+    results = {}
+    for kind in ("none", "full"):
+        model = tiny_model(**VARIANTS[variant], **DROPPING)
+        model.activation_checkpointing = kind
+        results[kind] = (train_two_segments(model, [0, 1, 2]), gradients(model))
+    assert torch.equal(results["none"][0], results["full"][0])
+    assert results["none"][1].keys() == results["full"][1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in results["none"][1].items():
+        assert torch.equal(gradient, results["full"][1][name]), name
+
+
+def test_checkpointing_recomputes_layers_in_the_backward_pass() -> None:
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    model = tiny_model()
+    model.activation_checkpointing = "full"
+    model.layers[0].register_forward_pre_hook(count)
+    nll_BL, _ = model(random_tokens(2, 6), random_tokens(2, 6, 1))
+    assert calls == 1
+    nll_BL.mean().backward()
+    assert calls == 2
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[3], [1], [0, 2]], [[3, 2, 1, 0]]])
+def test_dropout_does_not_depend_on_the_micro_batches(groups: list[list[int]]) -> None:
+    whole = tiny_model(**DROPPING)
+    nll_BT = train_two_segments(whole, [0, 1, 2, 3])
+    cut = tiny_model(**DROPPING)
+    for lanes in groups:
+        torch.testing.assert_close(train_two_segments(cut, lanes), nll_BT[lanes], rtol=0, atol=1e-12)
+    for name, gradient in gradients(whole).items():
+        torch.testing.assert_close(gradients(cut)[name], gradient, rtol=0, atol=1e-11)
+    plain = tiny_model()
+    assert (train_two_segments(plain, [0, 1, 2, 3]) - nll_BT).abs().max() > 1e-2
+    assert (train_two_segments(whole, [0, 1, 2, 3], step=4) - nll_BT).abs().max() > 1e-2
+
+
+def test_training_uses_no_random_number_state() -> None:
+    model = tiny_model(**DROPPING)
+    model.activation_checkpointing = "full"
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = train_two_segments(model, [0, 1])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(train_two_segments(model, [0, 1]), first)
+
+
+def test_dropout_acts_in_training_mode_with_a_stream_only() -> None:
+    model = tiny_model(**DROPPING)
+    tokens_BL = random_tokens(2, 6)
+    stream = DropoutStream(1, 2, [0, 1])
+    plain = tiny_model()(tokens_BL, tokens_BL)[0]
+    assert torch.equal(model(tokens_BL, tokens_BL)[0], plain)
+    assert not torch.equal(model(tokens_BL, tokens_BL, dropout=stream)[0], plain)
+    assert torch.equal(model.eval()(tokens_BL, tokens_BL, dropout=stream)[0], plain)
+
+
+@ALL_VARIANTS
+def test_bfloat16_runs_with_float32_losses_close_to_the_exact_ones(variant: str) -> None:
+    exact = tiny_model(**VARIANTS[variant], init_std=0.02)
+    torch.manual_seed(0)
+    exact = TransformerXL(replace(exact.config)).double()
+    rounded = TransformerXL(exact.config)
+    load_parameters(rounded, dict(exact.named_parameters()))
+    rounded = rounded.to(torch.bfloat16)
+    stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
+    expected, _ = stream_nll(exact, stream_BT, [8, 8, 8], starts_BT)
+    found, memory = stream_nll(rounded, stream_BT, [8, 8, 8], starts_BT, DropoutStream(1, 2, [0, 1]))
+    assert found.dtype == torch.float32
+    assert memory is not None
+    assert {part.dtype for part in memory[:-1]} == {torch.bfloat16}
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+    found.mean().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(rounded).values())
+    assert len(gradients(rounded)) == len(list(rounded.parameters()))
+
+
+def test_float32_agrees_with_float64() -> None:
+    stream_BT = random_tokens(2, 25)
+    exact, _ = stream_nll(tiny_model(), stream_BT, [8, 8, 8])
+    single, _ = stream_nll(tiny_model(dtype=torch.float32), stream_BT, [8, 8, 8])
+    torch.testing.assert_close(single.double(), exact, rtol=0, atol=5e-5)
+
+
+def test_encodings_stay_distinct_when_rounded_to_bfloat16() -> None:
+    encodings_CD = RelativePositions(1024, 0).encodings_CD(768, torch.bfloat16, torch.device("cpu"))
+    exact_CD = sinusoids_PD(torch.arange(767, -1, -1, dtype=torch.float64), 1024)
+    assert len(encodings_CD.unique(dim=0)) == 768
+    torch.testing.assert_close(encodings_CD.double(), exact_CD, rtol=0, atol=2**-8)
+
+
+def test_encodings_do_not_depend_on_the_lengths_asked_for_before() -> None:
+    cpu = torch.device("cpu")
+    used, fresh = RelativePositions(10, 0), RelativePositions(10, 0)
+    for length in (3, 100, 7, 1000):
+        used.encodings_CD(length, torch.float32, cpu)
+    for length in (1, 7, 64, 65, 500):
+        assert torch.equal(
+            used.encodings_CD(length, torch.float32, cpu), fresh.encodings_CD(length, torch.float32, cpu)
+        )
+
+
+def test_a_table_made_during_inference_serves_training() -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        model(random_tokens(2, 6), random_tokens(2, 6))
+    model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()
+
+
+@pytest.mark.parametrize("untie_biases", [False, True])
+def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        d_model=6, num_heads=2, d_head=3, untie_biases=untie_biases, attention_dropout=0.3, init_std=0.5
+    )
+    attention = RelativeAttention(config, layer=1).double()
+    names, parameters = zip(*attention.named_parameters(), strict=True)
+    biases = [] if untie_biases else [torch.randn(2, 3).double().requires_grad_() for _ in range(2)]
+    segment_BLD, memory_BMD = (torch.randn(2, rows, 6).double().requires_grad_() for rows in (3, 2))
+    positions_CD = torch.randn(5, 6).double().requires_grad_()
+    mask = additive(forbidden_LC(3, 5), torch.float64)
+
+    def attend(segment, memory, positions, *rest):
+        shared, own = (rest[:0], rest) if untie_biases else (rest[:2], rest[2:])
+        u, v = shared or (None, None)
+        inputs = (segment, memory, positions, mask, u, v)
+        named = dict(zip(names, own, strict=True))
+        return torch.func.functional_call(attention, named, inputs, {"dropout": DropoutStream(1, 2, [0, 1])})
+
+    inputs = (segment_BLD, memory_BMD, positions_CD, *biases, *parameters)
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_initialisation_is_the_published_one_and_repeats_with_the_seed() -> None:
+    config = ModelConfig(
+        vocab_size=500, num_layers=2, d_model=128, num_heads=4, d_embed=64, tie_embeddings=False, init_std=0.03
+    )
+    torch.manual_seed(0)
+    model = TransformerXL(config)
+    for name, parameter in model.named_parameters():
+        mean, std = parameter.mean().item(), parameter.std().item()
+        published = 1.0 if name.endswith("gain") else 0.0
+        expected = 0.01 if name.endswith("projection") else 0.03
+        if name.endswith((".bias", "inner_bias", "output_bias", "cluster_bias")):
+            assert parameter.abs().max() == 0, name
+        else:
+            assert abs(mean - published) < 5 * expected / parameter.numel() ** 0.5, name
+            assert abs(std / expected - 1) < 5 / (2 * parameter.numel()) ** 0.5, name
+    torch.manual_seed(0)
+    again = dict(TransformerXL(config).named_parameters())
+    assert all(torch.equal(parameter, again[name]) for name, parameter in model.named_parameters())
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "enwik8_base": (41_055_436, {"vocab_size": 204, "num_layers": 12, "d_model": 512, "num_heads": 8, "d_inner": 2048}),
+    "enwik8_large": (
+        277_231_820,
+        {"vocab_size": 204, "num_layers": 24, "d_model": 1024, "num_heads": 8, "d_inner": 3072},
+    ),
+    "wt103_base": (
+        151_107_538,
+        {"vocab_size": 267735, "num_layers": 16, "d_model": 410, "num_heads": 10, "d_inner": 2100}
+        | {"cutoffs": (20_000, 40_000, 200_000), "tie_projections": (False, True, True, True)},
+    ),
+    "wt103_large": (
+        285_170_506,
+        {"vocab_size": 267735, "num_layers": 18, "d_model": 1024, "num_heads": 16, "d_inner": 4096, "div_val": 4}
+        | {"cutoffs": (20_000, 40_000, 200_000), "tie_projections": (False, True, True, True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_the_published_number_of_parameters(name: str) -> None:
+    expected, options = PUBLISHED[name]
+    with torch.device("meta"):
+        model = TransformerXL(ModelConfig(**options))
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+def test_parameters_of_another_model_are_refused_by_name() -> None:
+    model = tiny_model()
+    tensors = dict(tiny_model(d_inner=20).named_parameters())
+    with pytest.raises(CheckpointError, match=r"feed_forward\.inner_weight has shape \[20, 16\]"):
+        load_parameters(model, tensors)
+    del tensors["content_bias"]
+    with pytest.raises(CheckpointError, match=r"missing \['content_bias'\]"):
+        load_parameters(model, tensors)
