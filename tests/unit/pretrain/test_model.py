@@ -18,6 +18,7 @@ from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_PD
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import TINY, VARIANTS, random_starts, random_tokens, stream_nll, tiny_model
+from tests.helpers.reference_attention import ReferenceAttention
 
 ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
 DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
@@ -271,6 +272,28 @@ def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool
 
     inputs = (segment_BLD, memory_BMD, positions_CD, *biases, *parameters)
     assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_attention_computes_what_the_originals_layout_computes() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=12, num_heads=2, d_head=5, init_std=0.5)
+    attention, reference = RelativeAttention(config, layer=0).double(), ReferenceAttention(2, 12, 5).double()
+    with torch.no_grad():
+        reference.qkv_net.weight.copy_(torch.cat([attention.query_weight, attention.key_value_weight]))
+        reference.r_net.weight.copy_(attention.position_weight)
+        reference.o_net.weight.copy_(attention.output_weight)
+    hidden_BLD, memory_BMD = torch.randn(3, 4, 12).double(), torch.randn(3, 6, 12).double()
+    u_NH, v_NH = torch.randn(2, 2, 5).double()
+    positions_CD = RelativePositions(12, 0).encodings_CD(10, torch.float64, hidden_BLD.device)
+    forbidden = forbidden_LC(4, 10)
+    mask = additive(forbidden, torch.float64)
+    attended_BLD = attention(hidden_BLD, memory_BMD, positions_CD, mask, u_NH, v_NH, dropout=None)
+    expected_LBD = reference(
+        hidden_BLD.transpose(0, 1), positions_CD, u_NH, v_NH, forbidden, memory_BMD.transpose(0, 1)
+    )
+    found_BLD = torch.nn.functional.layer_norm(hidden_BLD + attended_BLD, (12,))
+    # The original's layout masks in float32, whatever the model's precision.
+    torch.testing.assert_close(found_BLD, expected_LBD.transpose(0, 1), rtol=0, atol=1e-6)
 
 
 def test_initialisation_is_the_published_one_and_repeats_with_the_seed() -> None:
