@@ -34,7 +34,8 @@ from pretrain.inference import TrainedModel, load_tokenizer, load_trained
 class Scorer(Protocol):
     """What evaluation needs of an engine."""
 
-    world: World
+    @property
+    def world(self) -> World: ...
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]: ...
 
@@ -51,6 +52,7 @@ class EvaluationResult:
     bits_per_character: float
     tokens: int
     seconds: float
+    loss_by_position: tuple[float, ...]  # of the segment: the later, the more the segment itself tells
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,19 @@ def evaluate(
         torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     )
     begin = time.perf_counter()
-    total = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes, characters
+    sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and number of tokens by position
+    sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
     memory: Memory | None = None
     for batch in stream:
         nll_BL, memory = scorer.evaluate(batch, memory, memory_length)
         valid_BL = torch.from_numpy(batch.valid_BL)
         scored = torch.from_numpy(batch.targets_BL)[valid_BL]
-        loss = nll_BL.double().cpu()[valid_BL].sum()
-        total += torch.stack(
-            [loss, *(torch.as_tensor(count).double() for count in _sizes(scored, bytes_V, characters_V))]
-        )
+        sums[0] += nll_BL.double().cpu().where(valid_BL, 0.0).sum(0)
+        sums[1] += valid_BL.sum(0)
+        sizes += torch.stack([bytes_V[scored].sum(), characters_V[scored].sum()])[:, None]
         advance(len(scored) * world.world_size)
-    loss, tokens, num_bytes, num_characters = sum_over_ranks(total.to(world.device)).tolist()
+    total = sum_over_ranks(torch.cat([sums, sizes], dim=1).to(world.device)).cpu()
+    (loss, tokens), (num_bytes, num_characters) = total[:, :-1].sum(1).tolist(), total[:, -1].tolist()
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
     return EvaluationResult(
@@ -109,6 +112,7 @@ def evaluate(
         bits_per_character=loss / math.log(2) / max(num_characters, 1),
         tokens=int(tokens),
         seconds=time.perf_counter() - begin,
+        loss_by_position=tuple((total[0, :-1] / total[1, :-1].clamp(min=1)).tolist()),
     )
 
 
@@ -235,8 +239,3 @@ def _with_progress(
                 )
             )
     return results
-
-
-def _sizes(scored: Tensor, bytes_V: Tensor, characters_V: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Number, bytes and characters of some tokens."""
-    return len(scored), bytes_V[scored].sum(), characters_V[scored].sum()

@@ -118,7 +118,7 @@ def chart_html(figure: Figure, alternative: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    options = {"svg.fonttype": "none", "svg.hashsalt": alternative}  # text stays text; the same drawing, the same bytes
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}  # text stays text; the same drawing, the same bytes
     with matplotlib.rc_context(options):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 
@@ -66,6 +66,8 @@ def make_settings(directory: Path, corpus: Path | None, steps: int) -> Settings:
         raise ConfigError(f"{CONFIG} is missing; run the demo from a clone of the repository")
     if steps and steps < FEWEST_STEPS:
         raise ConfigError(f"--steps {steps} leaves no time to be killed in; use {FEWEST_STEPS} or more")
+    if corpus is not None and not corpus.is_dir():
+        raise DataError(f"--corpus {corpus} is no folder; give one with text files (or JSONL) in it")
     steps = steps or load_config(RunConfig, CONFIG).optim.steps
     interval = max(1, steps // NUM_CHECKPOINTS)
     overrides = (

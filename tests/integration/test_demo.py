@@ -1,0 +1,171 @@
+"""The demo on a folder of text, stopped once on its way, then finished; and the commands its report ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.demo import texts
+from pretrain.local_ranks import RankGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 24
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def demo(folder: Path, *options: str) -> list[str]:
+    where = ["--corpus", str(folder / "corpus"), "--run-dir", str(folder / "demo")]
+    return [sys.executable, "-m", "pretrain", "demo", *where, "--steps", str(STEPS), *options]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+
+
+def wait_until_training(directory: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        if (directory / "undisturbed" / "metrics.jsonl").exists():
+            return
+        time.sleep(0.1)
+    pytest.fail(f"no training began: {process.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory) -> tuple[Path, str, str]:
+    """The demo's directory, what the stopped start said and what the second one said."""
+    folder: Path = tmp_path_factory.mktemp("story")
+    (folder / "corpus").mkdir()
+    size = 0
+    for number, (_, text) in enumerate(texts.standard_library()):
+        (folder / "corpus" / f"{number:04}.txt").write_text(text, encoding="utf-8")
+        size += len(text)
+        if size > 1.2 * texts.FEWEST_BYTES:
+            break
+    stopped = subprocess.Popen(
+        demo(folder), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_until_training(folder / "demo", stopped)
+    stopped.send_signal(signal.SIGINT)
+    said_first = stopped.communicate(timeout=60)[0]
+    assert stopped.returncode == 130, said_first
+    second = run(demo(folder))
+    assert second.returncode == 0, second.stdout + second.stderr
+    return folder / "demo", said_first, second.stdout
+
+
+def stages_of(directory: Path) -> dict:
+    return json.loads((directory / "demo.json").read_text())["stages"]
+
+
+def test_a_stopped_demo_says_that_it_goes_on_and_then_does(story):
+    _, said_first, said = story
+    assert "the same command goes on" in said_first
+    assert "Traceback" not in said_first
+    kept = [line for line in said.splitlines() if "kept from before" in line]
+    assert len(kept) == 3, "corpus, tokenizer and shards were finished"
+    assert [int(number) for number in re.findall(r"^(\d)/9 ", said, re.MULTILINE)] == list(range(1, 10))
+
+
+def test_the_killed_run_lost_steps_and_made_them_again_bit_for_bit(story):
+    directory, _, said = story
+    stages = stages_of(directory)
+    kill, resume = stages["kill"]["result"], stages["resume"]["result"]
+    assert 0 < kill["checkpoint"] < kill["killed_after"] < STEPS
+    assert kill["lost"][-1][0] == kill["killed_after"]
+    assert resume["problems"] == []
+    assert f"all {STEPS} losses and the final state equal, bit for bit" in said
+    events = [json.loads(line)["event"] for line in (directory / "killed" / "ledger.jsonl").read_text().splitlines()]
+    assert events == ["start", "resume", "finish"]
+
+
+def test_the_undisturbed_run_was_started_once(story):
+    directory = story[0]
+    events = [
+        json.loads(line)["event"] for line in (directory / "undisturbed" / "ledger.jsonl").read_text().splitlines()
+    ]
+    assert events == ["start", "finish"], "the start that Ctrl-C ended must not count"
+
+
+def test_it_evaluated_with_memories_of_four_lengths(story):
+    rows = stages_of(story[0])["memory"]["result"]["rows"]
+    assert [row["times"] for row in rows] == [0, 1, 2, 4]
+    assert len({row["tokens"] for row in rows}) == 1
+    assert len({row["loss"] for row in rows}) == 4
+
+
+def test_the_report_is_one_file_that_names_no_machine(story):
+    directory, _, said = story
+    report = (directory / "report.html").read_text()
+    assert str(directory / "report.html") in said
+    assert report.count('class="same"') >= 8
+    assert report.count("<svg") == 3
+    assert socket.gethostname() not in report
+    assert not re.search(r'(src|href)="(?!#)', report)
+
+
+def test_a_finished_demo_is_told_again_at_once(story):
+    directory = story[0]
+    begin = time.monotonic()
+    again = run(demo(directory.parent))
+    assert again.returncode == 0
+    assert again.stdout.count("kept from before") == 8
+    assert time.monotonic() - begin < 60
+
+
+def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path):
+    directory = story[0]
+    command = [sys.executable, "-m", "pretrain", "evaluate", str(directory / "killed"), "--json"]
+    command += ["--memory-length", "0", "64", "--max-tokens", "4000"]
+    single = run(command)
+    assert single.returncode == 0, single.stderr
+    with RankGroup(command, 2, tmp_path / "logs", environment=ENVIRONMENT) as group:
+        assert group.wait(timeout=300) == [0, 0]
+    printed = [line for line in group.logs[0].read_text().splitlines() if line.startswith("{")]
+    pairs = zip(json.loads(single.stdout)["results"], json.loads(printed[-1])["results"], strict=True)
+    for one, two in pairs:
+        assert two["tokens"] == one["tokens"]
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
+        assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], abs=1e-6)
+
+
+def test_sampling_repeats_itself_with_the_same_seed_and_only_then(story):
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "generate",
+        str(story[0] / "killed"),
+        "--prompt",
+        "def ",
+        "--tokens",
+        "40",
+    ]
+    first, again, other = run(command), run(command), run([*command, "--seed", "2"])
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def ")
+    assert first.stdout == again.stdout != other.stdout
+    several = run([*command, "--samples", "2"])
+    assert several.stdout.count("==== sample") == 2
+
+
+def test_a_small_corpus_and_a_missing_one_take_one_clear_line(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "note.txt").write_text("too little\n")
+    small = run(demo(tmp_path))
+    missing = run(
+        [sys.executable, "-m", "pretrain", "demo", "--corpus", str(tmp_path / "nowhere"), "--run-dir", "unused"]
+    )
+    for result, words in ((small, "needs 2 MB"), (missing, "nowhere is no folder")):
+        assert result.returncode == 2
+        assert words in result.stderr
+        assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.build import build_corpus
+from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.corpus import Corpus
+from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from pretrain.config import DataConfig, ModelConfig, RunConfig
+from pretrain.distributed import init_world, leave_world
+from pretrain.evaluate import EvaluationResult, TrainedScorer, evaluate, table
+from pretrain.inference import TrainedModel
+from pretrain.model.transformer_xl import TransformerXL
+
+TEXTS = [f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    root: Path = tmp_path_factory.mktemp("corpus")
+    (root / "text").mkdir()
+    for number, words in enumerate(TEXTS):
+        (root / "text" / f"{number:02}.txt").write_text(words, encoding="utf-8")
+    build_corpus(
+        CorpusConfig(
+            input=(root / "text",),
+            output=root / "data",
+            validation_fraction=0.3,
+            tokenizer=TokenizerConfig(kind="bpe", vocab_size=320),
+        )
+    )
+    return Corpus.open(root / "data" / "validation")
+
+
+@pytest.fixture
+def scorer(corpus):
+    torch.manual_seed(1)
+    vocab_size = corpus.manifest.vocab_size
+    config = ModelConfig(vocab_size=vocab_size, num_layers=2, d_model=16, num_heads=2, memory_length=16, init_std=0.3)
+    trained = TrainedModel(TransformerXL(config).double().eval(), RunConfig(model=config, data=DataConfig(lanes=2)), 0)
+    yield TrainedScorer(trained, init_world())
+    leave_world()
+
+
+def measured(scorer, corpus, **options) -> EvaluationResult:
+    return evaluate(scorer, corpus, **{"memory_length": 16, "segment_length": 8, "num_lanes": 2, **options})
+
+
+def split_tokens(corpus: Corpus) -> torch.Tensor:
+    shards = (corpus.shard(index) for index in range(len(corpus.manifest.shards)))
+    return torch.tensor([int(token) for shard in shards for d in range(len(shard)) for token in shard.tokens(d)])
+
+
+def test_every_token_is_scored_once_whatever_the_lanes_and_segments(scorer, corpus):
+    for num_lanes, segment_length in ((1, 8), (2, 5), (3, 64), (4, 1)):
+        result = measured(scorer, corpus, num_lanes=num_lanes, segment_length=segment_length)
+        assert result.tokens == corpus.num_tokens
+
+
+def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(scorer, corpus):
+    tokens_L = split_tokens(corpus)
+    end = torch.tensor([corpus.manifest.end_id])
+    inputs_BL = torch.cat([end, tokens_L[:-1]])[None]
+    with torch.no_grad():
+        nll_BL, _ = scorer.trained.module(inputs_BL, tokens_L[None], memory_length=len(tokens_L))
+    result = measured(scorer, corpus, num_lanes=1, memory_length=corpus.num_tokens)
+    assert result.loss == pytest.approx(float(nll_BL.mean()), abs=1e-9)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+
+
+def test_without_memory_the_loss_is_another_one(scorer, corpus):
+    assert abs(measured(scorer, corpus, memory_length=0).loss - measured(scorer, corpus).loss) > 1e-3
+
+
+def test_bits_are_those_of_the_text(scorer, corpus):
+    result = measured(scorer, corpus)
+    bits = result.loss * result.tokens / math.log(2)
+    assert result.bits_per_byte == pytest.approx(bits / corpus.num_bytes)
+    assert result.bits_per_character == pytest.approx(bits / corpus.num_characters)
+    assert corpus.num_bytes > corpus.num_characters, "the text has characters of several bytes"
+
+
+def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, corpus):
+    part = measured(scorer, corpus, num_lanes=1, max_tokens=corpus.num_tokens // 2)
+    assert 0 < part.tokens < corpus.num_tokens
+    text = Tokenizer.load(corpus.tokenizer_directory).decode(split_tokens(corpus)[: part.tokens].tolist())
+    bits = part.loss * part.tokens / math.log(2)
+    # A character may be cut at the end.
+    assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
+    assert part.bits_per_character == pytest.approx(bits / len(text), rel=0.02)
+
+
+def test_the_loss_is_the_mean_of_the_losses_by_position(scorer, corpus):
+    result = measured(scorer, corpus, num_lanes=1, segment_length=4)
+    assert len(result.loss_by_position) == 4
+    assert sum(result.loss_by_position) / 4 == pytest.approx(result.loss, rel=0.05)
+    assert len(set(result.loss_by_position)) == 4
+
+
+def test_progress_hears_of_every_token(scorer, corpus):
+    heard: list[int] = []
+    measured(scorer, corpus, advance=heard.append)
+    assert sum(heard) == corpus.num_tokens
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
+def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
+    text = "def na\u00efve(x):\n\t'''Zw\u00f6lf \u2192 \u65e5\u672c\U0001f600'''\n    return  x\n"
+    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer(kind, 300, [TEXTS[5] * 20])
+    bytes_V, characters_V = tokenizer.text_sizes()
+    ids = tokenizer.encode(text)
+    assert bytes_V[ids].sum() == len(text.encode())
+    assert characters_V[ids].sum() == len(text)
+    assert bytes_V[tokenizer.end_id] == characters_V[tokenizer.end_id] == 0
+
+
+def test_the_table_aligns_its_columns(scorer, corpus):
+    rows = table([measured(scorer, corpus, memory_length=length) for length in (0, 16)]).splitlines()
+    assert len(rows) == 3
+    assert len({len(row) for row in rows}) == 1
+    assert rows[2].split()[0] == "16"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from data_pipeline.prefetch import Prefetcher
+from pretrain.config import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.console import clock, perplexity, si
+from pretrain.distributed import init_world, leave_world
+from pretrain.engine import StepResult
+from pretrain.metrics import Metrics
+from pretrain.run_dir import RunDir
+from pretrain.state import TrainState
+
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=50, num_layers=1, d_model=8, num_heads=2, memory_length=4),
+    data=DataConfig(lanes=2, segment_length=4),
+    optim=OptimConfig(steps=10),
+    metrics=MetricsConfig(interval=2),
+)
+
+
+@pytest.fixture
+def world():
+    yield init_world()
+    leave_world()
+
+
+class Recorder:
+    """A run that makes steps whose losses are known."""
+
+    def __init__(self, world, run_dir: RunDir, step: int = 0) -> None:
+        self.state = TrainState(step=step, tokens_seen=step * RUN.tokens_per_step)
+        self.prefetcher = Prefetcher(iter(()))
+        self.metrics = Metrics(RUN, run_dir, world, self.state, self.prefetcher)
+
+    def make_step(self, *slot_losses: float, grad_norm: float | None = 0.5) -> None:
+        for loss in slot_losses:
+            self.metrics.add_loss(torch.tensor(loss))
+        self.state.step += 1
+        self.state.tokens_seen += RUN.tokens_per_step
+        self.metrics.end_step(self.state, StepResult(grad_norm=grad_norm, skipped=False), learning_rate=1e-3)
+
+    def close(self) -> None:
+        self.metrics.close(finished=True)
+        self.prefetcher.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> RunDir:
+    return RunDir.create(tmp_path / "run", RUN)
+
+
+def losses_of(run_dir: RunDir) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in run_dir.read_metrics() if line["kind"] == "train"]
+
+
+def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1.0, 2.0)
+    recorder.make_step(3.0, 4.0)
+    recorder.metrics.write()
+    recorder.make_step(5.0, 5.0)
+    recorder.close()
+    lines = run_dir.read_metrics()
+    assert [(line["step"], line["tokens"], line["loss"]) for line in lines] == [(1, 8, 1.5), (2, 16, 3.5), (3, 24, 5.0)]
+    assert lines[0]["perplexity"] == pytest.approx(4.4817, abs=1e-4)
+    assert "tokens_per_second" not in lines[0]
+    assert {"seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib"} <= lines[1].keys()
+    assert lines[1]["mfu"] > 0
+    assert lines[1]["memory_gib"] > 0.05
+
+
+def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    losses = torch.rand(6, 3, generator=generator).tolist()
+    recorded = []
+    for interval in (1, 2, 6):
+        run_dir = RunDir.create(tmp_path / f"every-{interval}", RUN)
+        recorder = Recorder(world, run_dir)
+        for number, slots in enumerate(losses, start=1):
+            recorder.make_step(*slots)
+            if number % interval == 0:
+                recorder.metrics.write()
+        recorder.close()
+        recorded.append([(step, loss.hex()) for step, loss in losses_of(run_dir)])
+    assert recorded[0] == recorded[1] == recorded[2]
+    assert len(recorded[0]) == 6
+
+
+def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_dir):
+    first = Recorder(world, run_dir)
+    for loss in (1.0, 2.0, 3.0, 4.0):
+        first.make_step(loss)
+    first.metrics.write()
+    first.metrics.write_evaluation(4, {"loss": 9.0})
+    first.close()
+    with open(run_dir.metrics, "a") as file:
+        file.write('{"kind": "train", "step": 5, "lo')  # killed while it wrote
+    time.sleep(1.1)  # TensorBoard orders files by the second in their names
+    second = Recorder(world, run_dir, step=2)
+    for loss in (30.0, 40.0):
+        second.make_step(loss)
+    second.close()
+    assert losses_of(run_dir) == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert all(line["kind"] == "train" for line in run_dir.read_metrics()), "the evaluation after step 4 comes again"
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == losses_of(run_dir)
+
+
+def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1.0)
+    with recorder.metrics.saving():
+        time.sleep(0.3)
+    recorder.make_step(1.0)
+    recorder.metrics.write()
+    time.sleep(0.3)
+    recorder.metrics.write_evaluation(2, {"loss": 1.0})
+    recorder.make_step(1.0)
+    time.sleep(0.05)
+    recorder.close()
+    seconds = [line["seconds"] for line in run_dir.read_metrics() if "seconds" in line]
+    assert seconds[0] < 0.25
+    assert 0.05 <= seconds[1] < 0.25
+
+
+def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run_dir, capsys):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1.0)
+    recorder.make_step(2.0)
+    recorder.metrics.write()
+    recorder.metrics.write_evaluation(2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5})
+    recorder.close()
+    peak, interval, evaluation, end = capsys.readouterr().out.splitlines()
+    assert peak.startswith("MFU = tokens/s x ")
+    for words in (
+        "step  2/10",
+        "loss 1.5000",
+        "ppl 4.5",
+        "lr 1.00e-03",
+        "grad 0.50",
+        "tok/s",
+        "MFU",
+        "data wait",
+        "GiB",
+        "left",
+    ):
+        assert words in interval
+    assert "loss 1.2500" in evaluation
+    assert "0.750 bits/byte" in evaluation
+    assert "1.5000 without memory" in evaluation
+    assert str(run_dir.metrics) in end
+
+
+def test_an_engine_without_a_gradient_norm_is_recorded_as_such(world, run_dir):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1.0, grad_norm=None)
+    recorder.close()
+    assert run_dir.read_metrics()[0]["grad_norm"] is None
+
+
+def test_a_diverged_loss_is_written_and_read_back(world, run_dir):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1e6)
+    recorder.close()
+    line = json.loads(run_dir.metrics.read_text())
+    assert line["loss"] == 1e6
+    assert line["perplexity"] == float("inf")
+
+
+def test_numbers_for_people():
+    assert clock(59.6) == "1:00"
+    assert clock(3725) == "1:02:05"
+    assert si(8.123e6) == "8.12 M"
+    assert si(1.5) == "1.5 "
+    assert perplexity(0.0) == 1.0
