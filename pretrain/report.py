@@ -118,7 +118,8 @@ def chart_html(figure: Figure, alternative: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}  # text stays text; the same drawing, the same bytes
+    # Text stays text, and the same drawing gives the same bytes.
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
     with matplotlib.rc_context(options):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)
