@@ -1,0 +1,93 @@
+"""A fit against runs it did not see: those held out, and those of the largest budget. Legend: P points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.estimates import estimate
+from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.law import FlopsLaw, log_loss
+from pretrain.scaling.lines import Interval, LawLine, interval
+from pretrain.scaling.points import Points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A run's measured loss against what the law says of its N and D; the interval is the law's, without run noise."""
+
+    name: str
+    parameters: float
+    tokens: float
+    measured: float
+    predicted: Interval
+
+    @property
+    def error(self) -> float:
+        """Relative: positive when the law promised less than was measured."""
+        return self.measured / self.predicted.value - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What the runs below the largest budget would have predicted for it."""
+
+    budget: float
+    law_error: float | None  # mean |relative error| of approach 3 over that budget's runs
+    optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
+    measured: tuple[float, float]  # N*, loss: the budget's vertex, else its lowest run
+
+
+def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
+    """Fit without the largest budget and predict it; None when fewer than two budgets would be left."""
+    budgets = points.budgets
+    if len(budgets) < 3:
+        return None
+    rest, last = points.take(points.budget_P < budgets[-1]), points.take(points.budget_P == budgets[-1])
+    estimates = estimate(rest)
+    log_flops = float(np.log(last.flops_P).mean())
+    optimum = {
+        key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
+        for key, line in estimates.lines(flops_law).items()
+    }
+    law_error = None
+    if estimates.parametric:
+        predicted_P = estimates.parametric.law.loss(last.parameters_P, last.tokens_P)
+        law_error = float(np.abs(last.loss_P / predicted_P - 1).mean())
+    measured = _measured_optimum(points, last)
+    return LeftOut(budget=float(budgets[-1]), law_error=law_error, optimum=optimum, measured=measured)
+
+
+def _measured_optimum(points: Points, last: Points) -> tuple[float, float]:
+    try:
+        valley = fit_isoflop(points).valleys[-1]
+        if valley.is_used:
+            return valley.parameters, valley.loss
+    except DataError:
+        pass  # no parabolas at all: the lowest run stands for the valley
+    lowest = int(last.loss_P.argmin())
+    return float(last.parameters_P[lowest]), float(last.loss_P[lowest])
+
+
+def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Prediction, ...]:
+    """What the law says of the runs that were held out, beside what was measured."""
+    held = runs.take(runs.holdout_P)
+    found = []
+    for name, size, tokens, loss in zip(held.names, held.parameters_P, held.tokens_P, held.loss_P, strict=True):
+        predicted = loss_interval(law, draws, float(size), float(tokens))
+        found.append(
+            Prediction(
+                name=name, parameters=float(size), tokens=float(tokens), measured=float(loss), predicted=predicted
+            )
+        )
+    return tuple(found)
+
+
+def loss_interval(law: LawLine, draws: LawLine, parameters: float, tokens: float) -> Interval:
+    """L(N, D) and the interval of the draws."""
+    value, draws_K = (
+        np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0]) for line in (law, draws)
+    )
+    return interval(value, draws_K)

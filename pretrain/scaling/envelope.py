@@ -1,0 +1,141 @@
+"""Approach 1: the lower envelope of loss curves over FLOPs; which size is lowest at which C is the frontier.
+
+Source: Hoffmann et al. 2022, section 3.1. Three kinds of curve: training curves of the runs; finished runs of one size
+joined over their tokens; and, where sizes have one run each, only the lowest run of each budget.
+Legend: K draws, R curves, G places on the axis of FLOPs, P points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.frontier import Frontier, fit_frontier
+from pretrain.scaling.points import Array, Points
+
+NUM_PLACES = 64
+GOOD_WINNERS = 3
+DRAWS_AT_ONCE = 100
+KINDS = {
+    "curves": "training curves: before its end a run's learning rate is still high, which lifts every curve but its "
+    "last part and biases the sizes",
+    "sizes": "finished runs joined by size: between two runs the curve is a straight line in ln loss over ln C",
+    "minimum": "the lowest run of each budget, not a curve: sizes come in steps, and a tie in noise moves a whole step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """The losses of R curves at G common places; NaN where a curve does not reach."""
+
+    kind: str  # a key of KINDS
+    n_R: Array  # ln N
+    log_flops_G: Array
+    loss_RG: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvelopeFit:
+    """Approach 1's frontier, with the sizes that are lowest somewhere inside the range of sizes."""
+
+    kind: str
+    curves: Curves = field(repr=False)
+    n_G: Array = field(repr=False)  # ln N of the lowest curve; NaN where it is the smallest or largest there
+    frontier: Frontier
+    warnings: tuple[str, ...]
+
+
+def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) -> EnvelopeFit:
+    """The frontier from `training` curves if given (see `training_curves`), else from the finished runs.
+
+    Raises DataError when fewer than two sizes are ever the lowest one with a smaller and a larger beside it.
+    """
+    curves = training_curves(training) if training else _joined_by_size(points) or _budgets_as_places(points)
+    n_KG, loss_KG = _lowest(curves, np.ones((1, len(curves.n_R)), bool))
+    winners = np.unique(n_KG[np.isfinite(n_KG)])
+    if len(winners) < 2:
+        raise DataError(
+            f"{points.source}: {len(winners)} sizes are lowest at some FLOPs with a smaller and a larger beside "
+            "them, approach 1 needs two; add sizes or budgets"
+        )
+    warnings = [KINDS[curves.kind]]
+    if len(winners) < GOOD_WINNERS:
+        warnings.append(f"only {len(winners)} sizes are ever the lowest: the frontier is one step")
+    frontier = fit_frontier(curves.log_flops_G, n_KG[0], loss_KG[0])
+    return EnvelopeFit(kind=curves.kind, curves=curves, n_G=n_KG[0], frontier=frontier, warnings=tuple(warnings))
+
+
+def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -> Frontier:
+    """The frontier of each draw of curves, with replacement; one that loses a size lets its neighbours win there."""
+    count = len(fit.curves.n_R)
+    present_KR = rng.multinomial(count, np.full(count, 1 / count), size=num_draws) > 0
+    if fit.kind == "minimum":  # keep every budget in every draw
+        there_RG = np.isfinite(fit.curves.loss_RG)
+        for column in range(there_RG.shape[1]):
+            mine = np.flatnonzero(there_RG[:, column])
+            present_KR[:, mine] = rng.multinomial(len(mine), np.full(len(mine), 1 / len(mine)), size=num_draws) > 0
+    parts = [
+        _lowest(fit.curves, present_KR[first : first + DRAWS_AT_ONCE]) for first in range(0, num_draws, DRAWS_AT_ONCE)
+    ]
+    n_KG, loss_KG = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return fit_frontier(fit.curves.log_flops_G, n_KG, loss_KG)
+
+
+def training_curves(training: Mapping[str, Array]) -> Curves:
+    """Curves from columns `run`, `N`, `C`, `loss` of measurements during training, on common places of ln C."""
+    runs = np.unique(training["run"])
+    pieces = []
+    for run in runs:
+        mine = training["run"] == run
+        order = np.argsort(training["C"][mine])
+        x, y = np.log(training["C"][mine][order]), np.log(training["loss"][mine][order])
+        pieces.append((float(np.log(training["N"][mine][0])), x, y))
+    return _on_common_places("curves", pieces)
+
+
+def _joined_by_size(points: Points) -> Curves | None:
+    """Each size's finished runs as a curve; None unless at least three sizes and half the runs make one."""
+    pieces, num_runs = [], 0
+    for size in np.unique(points.parameters_P):
+        mine = points.take(points.parameters_P == size)
+        x = np.unique(mine.flops_P)
+        if len(x) >= 2:
+            y = [np.log(mine.loss_P[mine.flops_P == flops]).mean() for flops in x]
+            pieces.append((float(np.log(size)), np.log(x), np.array(y)))
+            num_runs += len(mine)
+    return _on_common_places("sizes", pieces) if len(pieces) >= 3 and 2 * num_runs >= len(points) else None
+
+
+def _on_common_places(kind: str, pieces: list[tuple[float, Array, Array]]) -> Curves:
+    low, high = min(x[0] for _, x, _ in pieces), max(x[-1] for _, x, _ in pieces)
+    log_flops_G = np.linspace(low, high, NUM_PLACES)
+    loss_RG = [np.exp(np.interp(log_flops_G, x, y, left=np.nan, right=np.nan)) for _, x, y in pieces]
+    return Curves(
+        kind=kind, n_R=np.array([n for n, _, _ in pieces]), log_flops_G=log_flops_G, loss_RG=np.array(loss_RG)
+    )
+
+
+def _budgets_as_places(points: Points) -> Curves:
+    budgets = points.budgets
+    loss_RG = np.where(points.budget_P[:, None] == budgets, points.loss_P[:, None], np.nan)
+    return Curves(kind="minimum", n_R=np.log(points.parameters_P), log_flops_G=np.log(budgets), loss_RG=loss_RG)
+
+
+def _lowest(curves: Curves, present_KR: Array) -> tuple[Array, Array]:
+    """ln N and loss [K, G] of the lowest present curve; NaN where it is the smallest or largest there."""
+    reach_RG = np.isfinite(curves.loss_RG)
+    n_RG = np.where(reach_RG, curves.n_R[:, None], np.nan)
+    none_G = ~reach_RG.any(axis=0)
+    smallest_G, largest_G = (
+        np.where(none_G, np.nan, pick(np.where(reach_RG, n_RG, fill), axis=0))
+        for pick, fill in ((np.min, np.inf), (np.max, -np.inf))
+    )
+    loss_KRG = np.where(present_KR[..., None] & reach_RG, curves.loss_RG, np.inf)
+    winner_KG = loss_KRG.argmin(axis=1)
+    loss_KG = np.take_along_axis(loss_KRG, winner_KG[:, None], axis=1)[:, 0]
+    n_KG = curves.n_R[winner_KG]
+    inside_KG = np.isfinite(loss_KG) & (n_KG > smallest_G) & (n_KG < largest_G)
+    return np.where(inside_KG, n_KG, np.nan), np.where(inside_KG, loss_KG, np.nan)

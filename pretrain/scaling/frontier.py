@@ -1,0 +1,103 @@
+"""The compute-optimal frontier as power laws of the FLOPs: sizes N* = k C^a and the loss on it.
+
+Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a place that a draw does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretrain.scaling.law import FlopsLaw
+from pretrain.scaling.points import Array
+
+FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law
+DECAY_GRID = np.geomspace(0.005, 1.0, 120)
+REFINEMENTS = 6  # each divides the grid's spacing by 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """Optimal sizes and losses at any FLOPs; every field has the shape [] or, for the draws of a bootstrap, [K]."""
+
+    log_scale: Array  # ln k of N* = k C^a
+    power: Array  # a
+    floor: Array  # E of the loss E + m C^-g; 0 where there are too few budgets to see a floor
+    log_loss_scale: Array  # ln m
+    decay: Array  # g
+    center: float  # ln C around which ln k and ln m are taken
+
+    def log_parameters(self, log_flops: float | Array) -> Array:
+        """ln N* at C FLOPs."""
+        return self.log_scale + self.power * (np.asarray(log_flops) - self.center)
+
+    def loss(self, log_flops: float | Array) -> Array:
+        """The least loss at C FLOPs."""
+        return self.floor + np.exp(self.log_loss_scale - self.decay * (np.asarray(log_flops) - self.center))
+
+    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
+        """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
+        return self.power, 1 - flops_law.power * self.power
+
+
+def fit_frontier(log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None) -> Frontier:
+    """Least-squares power laws through the places of each draw; NaN for draws with fewer than two places."""
+    there_KF = np.isfinite(n_KF) & np.isfinite(loss_KF)
+    weight_KF = np.where(there_KF, 1.0 if weight_KF is None else weight_KF, 0.0)
+    n_KF, loss_KF = np.where(there_KF, n_KF, 0.0), np.where(there_KF, loss_KF, 1.0)
+    center = float(log_flops_F.mean())
+    x_F = log_flops_F - center
+    log_scale, power = _line(x_F, n_KF, weight_KF)
+    if there_KF.shape[-1] >= FEWEST_FOR_FLOOR:
+        floor, log_loss_scale, decay = _decay_to_floor(x_F, loss_KF, weight_KF)
+    else:
+        log_loss_scale, slope = _line(x_F, np.log(loss_KF), weight_KF)
+        floor, decay = np.zeros_like(slope), -slope
+    unknown = (weight_KF > 0).sum(axis=-1) < 2
+    fields = (np.where(unknown, np.nan, value) for value in (log_scale, power, floor, log_loss_scale, decay))
+    names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
+    return Frontier(**dict(zip(names, fields, strict=True)), center=center)
+
+
+def _line(x_F: Array, y_KF: Array, weight_KF: Array) -> tuple[Array, Array]:
+    """Weighted least squares y = intercept + slope x for every row."""
+    total = np.maximum(weight_KF.sum(axis=-1), 1e-300)
+    x_mean, y_mean = (weight_KF * x_F).sum(axis=-1) / total, (weight_KF * y_KF).sum(axis=-1) / total
+    dx_KF = x_F - x_mean[..., None]
+    spread = (weight_KF * dx_KF**2).sum(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = (weight_KF * dx_KF * (y_KF - y_mean[..., None])).sum(axis=-1) / spread
+    return y_mean - slope * x_mean, slope
+
+
+def _decay_to_floor(x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array, Array, Array]:
+    """The floor E >= 0, ln m and g >= 0 of E + m exp(-g x): E and m are linear, g is searched on ever finer grids."""
+    rows = loss_KF.shape[:-1]
+    grid = np.broadcast_to(DECAY_GRID, (*rows, len(DECAY_GRID)))
+    ratio = np.log(DECAY_GRID[1] / DECAY_GRID[0])
+    for _ in range(REFINEMENTS):
+        error, _, _ = _linear_part(grid, x_F, loss_KF, weight_KF)
+        best = np.take_along_axis(grid, error.argmin(axis=-1)[..., None], axis=-1)
+        grid = best * np.exp(np.linspace(-ratio, ratio, 11))
+        ratio /= 5
+    error, floor, scale = _linear_part(grid, x_F, loss_KF, weight_KF)
+    chosen = error.argmin(axis=-1)[..., None]
+    floor, scale, decay = (np.take_along_axis(value, chosen, axis=-1)[..., 0] for value in (floor, scale, grid))
+    return floor, np.log(np.maximum(scale, 1e-300)), decay
+
+
+def _linear_part(decay_KG: Array, x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array, Array, Array]:
+    """Squared error, floor E >= 0 and scale m >= 0 for each decay of each row."""
+    curve = np.exp(-decay_KG[..., None] * x_F)
+    w, y = weight_KF[..., None, :], loss_KF[..., None, :]
+    total = np.maximum(w.sum(axis=-1), 1e-300)
+    curve_mean, y_mean = (w * curve).sum(axis=-1) / total, (w * y).sum(axis=-1) / total
+    spread = (w * (curve - curve_mean[..., None]) ** 2).sum(axis=-1)
+    joint = (w * (curve - curve_mean[..., None]) * (y - y_mean[..., None])).sum(axis=-1)
+    scale = np.maximum(joint / np.maximum(spread, 1e-300), 0.0)
+    floor = y_mean - scale * curve_mean
+    alone = (w * curve * y).sum(axis=-1) / np.maximum((w * curve**2).sum(axis=-1), 1e-300)
+    scale, floor = np.where(floor < 0, alone, scale), np.maximum(floor, 0.0)
+    error = (w * (y - floor[..., None] - scale[..., None] * curve) ** 2).sum(axis=-1)
+    return error, floor, scale

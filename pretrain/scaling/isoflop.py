@@ -1,0 +1,163 @@
+"""Approach 2: at each budget a parabola of the loss in ln N; its lowest points are the frontier.
+
+Source: Hoffmann et al. 2022, section 3.2. Wide or off-centre grids bias the vertex (the true valley is no parabola), so
+both are said. Legend: K draws, F budgets, P points, S sizes of one budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.frontier import Frontier, fit_frontier
+from pretrain.scaling.points import Array, Points
+
+FEWEST_SIZES = 3
+GOOD_SIZES = 5
+WIDE_GRID = 40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
+OFF_CENTRE = 0.25  # of the grid's width in ln N: a vertex nearer to an edge than this is said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Valley:
+    """One budget's parabola: loss = bottom + bend/2 (ln N - ln N*)^2."""
+
+    budget: float
+    num_sizes: int
+    smallest: float
+    largest: float
+    parameters: float = np.nan  # N*, the vertex
+    loss: float = np.nan  # at the vertex
+    bend: float = np.nan
+    reason: str = ""  # why the vertex takes no part in the frontier
+
+    @property
+    def is_used(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoflopFit:
+    """Approach 2's valleys and the frontier through their vertices."""
+
+    valleys: tuple[Valley, ...]
+    frontier: Frontier
+    warnings: tuple[str, ...]
+
+
+def fit_isoflop(points: Points) -> IsoflopFit:
+    """Parabolas of all budgets; DataError when fewer than two have a vertex inside their sizes."""
+    valleys = tuple(_valley(points, budget) for budget in points.budgets)
+    used = [valley for valley in valleys if valley.is_used]
+    if len(used) < 2:
+        reasons = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        raise DataError(
+            f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 needs two "
+            f"({'; '.join(reasons[:3])}{more})"
+        )
+    log_flops_F, n_F, loss_F = (
+        np.array([getattr(valley, name) for valley in used]) for name in ("budget", "parameters", "loss")
+    )
+    frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
+    return IsoflopFit(valleys=valleys, frontier=frontier, warnings=tuple(_warnings(valleys)))
+
+
+def isoflop_draws(points: Points, fit: IsoflopFit, rng: np.random.Generator, num_draws: int) -> Frontier:
+    """The frontier of each draw: the fitted parabolas plus resampled residuals, through the same budgets.
+
+    Not pairs: with five sizes a budget, resampling them leaves parabolas through three sizes, and intervals four times
+    too wide. Residuals are relative, divided by sqrt(1 - leverage), pooled over the budgets, and widened by Student's t
+    for the few degrees of freedom. A budget takes no part in a draw that gives it no bend or a vertex far outside.
+    """
+    used = [valley for valley in fit.valleys if valley.is_used]
+    n_KF, loss_KF = np.full((2, num_draws, len(used)), np.nan)
+    fitted, residuals = zip(*(_fitted_and_residuals(points, valley) for valley in used), strict=True)
+    pool = np.concatenate(residuals)
+    pool = (pool - pool.mean()) * _widening(len(pool) - 3 * len(used))
+    for column, (valley, fitted_S) in enumerate(zip(used, fitted, strict=True)):
+        x_S = np.log(points.parameters_P[points.budget_P == valley.budget])
+        center, half = _frame(x_S)
+        loss_KS = fitted_S * (1 + rng.choice(pool, size=(num_draws, len(x_S))))
+        vertex, bottom, bend = _parabola((x_S - center) / half, loss_KS)
+        good_K = (bend > 0) & (np.abs(vertex) < 2)
+        n_KF[good_K, column] = (center + half * vertex)[good_K]
+        loss_KF[good_K, column] = bottom[good_K]
+    return fit_frontier(np.log([valley.budget for valley in used]), n_KF, loss_KF)
+
+
+def _fitted_and_residuals(points: Points, valley: Valley) -> tuple[Array, Array]:
+    """The parabola at the budget's sizes, and the relative residuals as large as if the fit had not seen them."""
+    mine_P = points.budget_P == valley.budget
+    x_S, loss_S = np.log(points.parameters_P[mine_P]), points.loss_P[mine_P]
+    center, half = _frame(x_S)
+    terms_S3 = ((x_S - center) / half)[:, None] ** np.arange(3)
+    hat_SS = terms_S3 @ np.linalg.pinv(terms_S3)
+    fitted_S = hat_SS @ loss_S
+    free_S = np.maximum(1 - hat_SS.diagonal(), 1e-6)  # three sizes leave no residual at all
+    return fitted_S, np.where(free_S > 1e-5, (loss_S / fitted_S - 1) / np.sqrt(free_S), 0.0)
+
+
+def _widening(degrees_of_freedom: int) -> float:
+    """How much wider Student's t is than the normal at 95 %; with no residuals there is nothing to widen."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees_of_freedom, 0.975) / 1.959964) if degrees_of_freedom > 0 else 1.0
+
+
+def _frame(x_S: Array) -> tuple[float, float]:
+    """The middle and the half width of the sizes: in their units the grid runs from -1 to 1."""
+    return float((x_S.max() + x_S.min()) / 2), float(max(np.ptp(x_S) / 2, 1e-12))
+
+
+def _parabola(x_S: Array, loss_KS: Array) -> tuple[Array, Array, Array]:
+    """Vertex, loss there and second derivative of each row's least-squares parabola."""
+    c0, c1, c2 = np.linalg.pinv(x_S[:, None] ** np.arange(3)) @ loss_KS.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return -c1 / (2 * c2), c0 - c1**2 / (4 * c2), 2 * c2
+
+
+def _valley(points: Points, budget: float) -> Valley:
+    mine = points.take(points.budget_P == budget)
+    x_S = np.log(mine.parameters_P)
+    num_sizes = len(np.unique(x_S))
+    smallest, largest = float(mine.parameters_P.min()), float(mine.parameters_P.max())
+    valley = Valley(budget=float(budget), num_sizes=num_sizes, smallest=smallest, largest=largest)
+    if num_sizes < FEWEST_SIZES:
+        return replace(valley, reason=f"{num_sizes} sizes, a parabola needs {FEWEST_SIZES}")
+    center, half = _frame(x_S)
+    vertex, bottom, bend = (float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None]))
+    if not bend > 0:
+        return replace(valley, reason="the losses bend downwards: there is no lowest size")
+    size = float(np.exp(center + half * vertex))
+    reason = ""
+    if abs(vertex) > 1:
+        side = "above" if vertex > 0 else "below"
+        reason = f"vertex {size:.3g} lies {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
+    return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
+
+
+def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
+    found = [f"budget {valley.budget:.3g} is not used: {valley.reason}" for valley in valleys if valley.reason]
+    used = [valley for valley in valleys if valley.is_used]
+    for valley in used:
+        where = f"budget {valley.budget:.3g}"
+        if valley.num_sizes < GOOD_SIZES:
+            found.append(
+                f"{where} has {valley.num_sizes} sizes; with fewer than {GOOD_SIZES} one run moves the vertex far"
+            )
+        width = np.log(valley.largest / valley.smallest)
+        nearest_edge = min(np.log(valley.parameters / valley.smallest), np.log(valley.largest / valley.parameters))
+        if nearest_edge < OFF_CENTRE * width:
+            found.append(
+                f"{where}: the vertex {valley.parameters:.3g} lies near the edge of the sizes, which biases it"
+            )
+        if valley.largest / valley.smallest > WIDE_GRID:
+            found.append(
+                f"{where}: sizes span {valley.largest / valley.smallest:.0f}x; the valley is no parabola that wide"
+            )
+    if len(used) == 2:
+        found.append("two budgets determine a line exactly: nothing checks it; add a third")
+    return found

@@ -1,0 +1,170 @@
+"""Files of runs (CSV or JSON) as points; everything wrong with a file takes one line that says what to do.
+
+Legend: P points.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from data_pipeline.yaml_files import did_you_mean
+from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Names of the columns in a file of runs. Only parameters and loss, and tokens or FLOPs, must be there."""
+
+    parameters: str = "N"
+    tokens: str = "D"
+    loss: str = "loss"
+    flops: str = "C"  # training FLOPs of the whole run; absent: 6 N D
+    budget: str = "budget"  # the FLOPs a group of runs was planned for; absent: runs of about equal FLOPs are grouped
+    seed: str = "seed"
+    name: str = "name"
+    progress: str = "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
+    holdout: str = "holdout"  # true: predicted, never fitted
+
+
+def read_points(
+    path: Path,
+    columns: Columns | None = None,
+    *,
+    where: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Points:
+    """The runs of a CSV or JSON file. `where` keeps rows (column=value); `exclude` drops some (column=value: reason).
+
+    Raises DataError, one line per kind of mistake: missing column, not a number, not positive, no rows left.
+    """
+    columns = columns or Columns()
+    rows = _rows_of(Path(path))
+    rows = [row for row in rows if all(_matches(row, condition, path) for condition in where)]
+    if not rows:
+        raise DataError(f"{path} holds no runs{' that match ' + ' and '.join(where) if where else ''}; check the file")
+    kept: list[Row] = []
+    excluded: list[Exclusion] = []
+    for row in rows:
+        reasons = [item.partition(":")[2].strip() for item in exclude if _matches(row, item.partition(":")[0], path)]
+        if reasons:
+            excluded.append(Exclusion(_name(row, columns), reasons[0] or "excluded by hand"))
+        else:
+            kept.append(row)
+    points = _from_rows(kept, columns, path)
+    return without_repeats(replace(points, excluded=tuple(excluded)))
+
+
+def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
+    if not rows:
+        raise DataError(f"{path}: every run is excluded; a fit needs some")
+    names = tuple(_name(row, columns) for row in rows)
+    notes: list[str] = []
+    parameters_P = _numbers(rows, columns.parameters, "parameters", path)
+    loss_P = _numbers(rows, columns.loss, "loss", path)
+    has_flops = any(row.get(columns.flops) not in (None, "") for row in rows)
+    flops_P = _numbers(rows, columns.flops, "flops", path) if has_flops else None
+    if columns.tokens in rows[0] or flops_P is None:
+        tokens_P = _numbers(rows, columns.tokens, "tokens", path)
+    else:
+        tokens_P = flops_P / (6 * parameters_P)
+        notes.append(f"no column {columns.tokens!r}: D = C / 6N")
+    if flops_P is None:
+        flops_P = 6 * parameters_P * tokens_P
+        notes.append(f"no column {columns.flops!r}: C = 6ND")
+    has_budget = any(row.get(columns.budget) not in (None, "") for row in rows)
+    budget_P = _numbers(rows, columns.budget, "budget", path) if has_budget else grouped_budgets(flops_P)
+    return Points(
+        names=names,
+        parameters_P=parameters_P,
+        tokens_P=tokens_P,
+        flops_P=flops_P,
+        loss_P=loss_P,
+        budget_P=budget_P,
+        seed_P=np.array([_integer(row.get(columns.seed)) for row in rows]),
+        progress_P=_progress(rows, columns.progress, path),
+        holdout_P=np.array([str(row.get(columns.holdout) or "").lower() in ("1", "true", "yes") for row in rows]),
+        notes=tuple(notes),
+        source=str(path),
+    )
+
+
+def _rows_of(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; expected a CSV or JSON file with one run per row")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        rows: list[Row] = [{**row, "_line": number} for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+        return rows
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+    tree = tree.get("runs") if isinstance(tree, dict) else tree
+    if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
+        raise DataError(f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such a list")
+    return [{**row, "_line": number} for number, row in enumerate(tree, 1)]
+
+
+def _matches(row: Row, condition: str, path: Path) -> bool:
+    column, equals, value = condition.partition("=")
+    if not equals:
+        raise DataError(f"{condition!r} is no condition; write COLUMN=VALUE")
+    if column not in row:
+        raise DataError(f"{path}: no column {column!r}{did_you_mean(column, _column_names(row))}")
+    return str(row[column]) == value
+
+
+def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
+    """A column as positive finite numbers; DataError counts the bad rows and shows the first."""
+    present = [name for name in _column_names(rows[0]) if name is not None]
+    if column not in present:
+        raise DataError(
+            f"{path}: no column {column!r} (found: {', '.join(present)}); name it with --column {role}=NAME"
+        )
+    values = [_number(row.get(column)) for row in rows]
+    for is_bad, wish in ((lambda v: not math.isfinite(v), "a finite number"), (lambda v: v <= 0, "a positive number")):
+        bad = [index for index, value in enumerate(values) if is_bad(value)]
+        if bad:
+            row = rows[bad[0]]
+            others = f" (and {len(bad) - 1} more such rows)" if len(bad) > 1 else ""
+            raise DataError(
+                f"{path}: row {row['_line']}: {column}={row.get(column)!r}{others}, expected {wish}; "
+                "correct it or leave it out with --exclude 'COLUMN=VALUE: reason'"
+            )
+    return np.array(values)
+
+
+def _progress(rows: Sequence[Row], column: str, path: Path) -> Array:
+    filled = [{**row, column: 1.0} if row.get(column) in (None, "") else row for row in rows]
+    return _numbers(filled, column, "progress", path)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _integer(value: Any) -> int:
+    number = _number(value)
+    return int(number) if math.isfinite(number) else 0
+
+
+def _column_names(row: Row) -> list[str]:
+    return [name for name in row if name != "_line"]
+
+
+def _name(row: Row, columns: Columns) -> str:
+    return str(row.get(columns.name) or row.get("run") or f"row {row['_line']}")

@@ -1,0 +1,128 @@
+"""Finished runs as points of a scaling law: left out of a fit only with a reason.
+
+Legend: P points. N parameters, D training tokens, C training FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+SAME_BUDGET = 1.1  # without a budget column, runs whose FLOPs lie within this factor share a budget
+FINISHED = 0.999  # a run counts as finished from this fraction of its schedule on
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A run that takes no part in a fit, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Runs as columns of equal length P, with those left out and what the reader should know."""
+
+    names: tuple[str, ...]
+    parameters_P: Array
+    tokens_P: Array
+    flops_P: Array
+    loss_P: Array
+    budget_P: Array
+    seed_P: Array
+    progress_P: Array
+    holdout_P: Array
+    excluded: tuple[Exclusion, ...] = ()
+    notes: tuple[str, ...] = ()
+    source: str = "points"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, chosen_P: Array) -> Points:
+        """The points of a mask or of indices (a bootstrap draw repeats some)."""
+        indices = np.flatnonzero(chosen_P) if chosen_P.dtype == bool else chosen_P
+        arrays = {name: getattr(self, name)[indices] for name in _ARRAYS}
+        return replace(self, names=tuple(self.names[i] for i in indices), **arrays)
+
+    def without(self, bad_P: Array, reason_of: Callable[[int], str]) -> Points:
+        """The points outside the mask; those inside join the excluded ones with their reasons."""
+        left_out = tuple(Exclusion(self.names[i], reason_of(int(i))) for i in np.flatnonzero(bad_P))
+        return replace(self.take(~bad_P), excluded=self.excluded + left_out)
+
+    @property
+    def budgets(self) -> Array:
+        """The distinct budgets, ascending."""
+        return np.unique(self.budget_P)
+
+
+_ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "seed_P", "progress_P", "holdout_P")
+
+
+def make_points(
+    parameters: Sequence[float] | Array,
+    tokens: Sequence[float] | Array,
+    loss: Sequence[float] | Array,
+    *,
+    flops: Sequence[float] | Array | None = None,
+    budget: Sequence[float] | Array | None = None,
+    names: Sequence[str] = (),
+    source: str = "points",
+) -> Points:
+    """Points from arrays (simulations, tests); C defaults to 6 N D and budgets to groups of about equal C."""
+    num_parameters_P, tokens_P, loss_P = (np.asarray(column, float) for column in (parameters, tokens, loss))
+    flops_P = 6 * num_parameters_P * tokens_P if flops is None else np.asarray(flops, float)
+    count = len(loss_P)
+    return Points(
+        names=tuple(names) or tuple(f"point {index}" for index in range(count)),
+        parameters_P=num_parameters_P,
+        tokens_P=tokens_P,
+        flops_P=flops_P,
+        loss_P=loss_P,
+        budget_P=grouped_budgets(flops_P) if budget is None else np.asarray(budget, float),
+        seed_P=np.zeros(count, int),
+        progress_P=np.ones(count),
+        holdout_P=np.zeros(count, bool),
+        source=source,
+    )
+
+
+def grouped_budgets(flops_P: Array) -> Array:
+    """For each run the geometric mean of its group's FLOPs; a group spans at most the factor SAME_BUDGET."""
+    order = np.argsort(flops_P, kind="stable")
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and flops_P[index] <= SAME_BUDGET * flops_P[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    budget_P = np.empty_like(flops_P)
+    for group in groups:
+        equal = np.ptp(flops_P[group]) == 0  # then exactly that, not the rounded exponential of its logarithm
+        budget_P[group] = flops_P[group[0]] if equal else np.exp(np.mean(np.log(flops_P[group])))
+    return budget_P
+
+
+def usable(points: Points) -> Points:
+    """The points a fit of final losses may use: finished runs that are not held out; the others get their reason."""
+    points = points.without(points.holdout_P, lambda _: "held out: predicted, not fitted")
+    return points.without(
+        points.progress_P < FINISHED,
+        lambda i: f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not yet decayed",
+    )
+
+
+def without_repeats(points: Points) -> Points:
+    """A run listed twice would count double; later copies are excluded."""
+    seen: dict[tuple[float, ...], str] = {}
+    repeats_P = np.zeros(len(points), bool)
+    for index in range(len(points)):
+        key = (points.parameters_P[index], points.tokens_P[index], points.loss_P[index], points.progress_P[index])
+        repeats_P[index] = key in seen
+        seen.setdefault(key, points.names[index])
+    return points.without(repeats_P, lambda _: "repeats an earlier row with the same N, D and loss")

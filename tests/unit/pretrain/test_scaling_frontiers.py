@@ -1,0 +1,137 @@
+"""Approaches 1 and 2: what they find on known laws, and the traps they name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.envelope import envelope_draws, fit_envelope
+from pretrain.scaling.frontier import fit_frontier
+from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.law import FlopsLaw, log_optimum
+from pretrain.scaling.points import make_points
+from tests.helpers.scaling import HOFFMANN, SIX_N, cs336, simulated
+from tests.helpers.shared import shared_path
+
+A_TRUE = HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
+
+
+def test_parabolas_find_the_exponent_and_sizes_of_the_law():
+    fit = fit_isoflop(simulated(spread=3))
+    assert fit.frontier.power == pytest.approx(A_TRUE, abs=1e-3)
+    size = np.exp(fit.frontier.log_parameters(np.log(1e19)))
+    assert size == pytest.approx(np.exp(log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]), rel=0.03)
+    assert fit.warnings == ()
+
+
+def test_parabolas_recover_cs336_within_a_thousandth():
+    fit = fit_isoflop(cs336(shared_path("data/scaling/cs336_isoflops.json")))
+    assert fit.frontier.power == pytest.approx(0.514286, abs=1e-3)
+
+
+def test_a_floor_of_the_loss_is_seen_and_extrapolates():
+    log_flops_F = np.log(np.geomspace(1e17, 1e20, 5))
+    loss_F = 1.7 + 2.1 * np.exp(-0.15 * (log_flops_F - log_flops_F[0]))
+    frontier = fit_frontier(log_flops_F, np.linspace(16, 19, 5), loss_F)
+    assert frontier.floor == pytest.approx(1.7, abs=1e-3)
+    later = np.log(1e22)
+    assert frontier.loss(later) == pytest.approx(1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0])), abs=1e-3)
+
+
+def test_vertex_outside_the_sizes_is_not_used_and_said():
+    points = simulated()
+    far = points.budget_P == points.budgets[-1]
+    kept = points.take(~far | (points.parameters_P < np.median(points.parameters_P[far]) * 0.6))
+    fit = fit_isoflop(kept)
+    assert [valley.is_used for valley in fit.valleys] == [True] * 5 + [False]
+    assert "lies above the sizes" in fit.valleys[-1].reason
+    assert any(warning.startswith("budget 1e+20 is not used: vertex") for warning in fit.warnings)
+
+
+def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():
+    few = " ".join(fit_isoflop(simulated(num_sizes=4, spread=3)).warnings)
+    assert "has 4 sizes; with fewer than 5" in few
+    wide = " ".join(fit_isoflop(simulated(spread=8)).warnings)
+    assert "span 64x" in wide
+    points = simulated()
+    lopsided = points.take(
+        points.parameters_P < 1.6 * np.exp(log_optimum(HOFFMANN.theta, np.log(points.flops_P), SIX_N)[0])
+    )
+    assert "lies near the edge" in " ".join(fit_isoflop(lopsided).warnings)
+    assert "nothing checks it" in " ".join(fit_isoflop(simulated(budgets=(1e18, 1e19, 2))).warnings)
+
+
+def test_losses_that_bend_downwards_are_no_valley():
+    size_P = np.tile(np.geomspace(1e7, 1e8, 5), 2)
+    budget_P = np.repeat([1e17, 1e18], 5)
+    loss_P = 4 - 0.1 * np.tile(np.linspace(-1, 1, 5), 2) ** 2
+    points = make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P, source="runs.csv")
+    with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*bend downwards"):
+        fit_isoflop(points)
+
+
+def test_a_wide_grid_biases_the_vertex_which_is_why_it_is_said():
+    truth = log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]
+    narrow, wide = (
+        abs(float(fit_isoflop(simulated(spread=spread)).frontier.log_parameters(np.log(1e19)) - truth))
+        for spread in (2, 10)
+    )
+    assert wide > 3 * narrow
+
+
+def grid_of_sizes_and_lengths():
+    size_P = np.repeat(np.geomspace(1e7, 1e10, 13), 30)
+    tokens_P = np.tile(np.geomspace(1e8, 1e12, 30), 13)
+    return make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P))
+
+
+def test_envelope_of_runs_joined_by_size_finds_the_exponent():
+    fit = fit_envelope(grid_of_sizes_and_lengths())
+    assert fit.kind == "sizes"
+    assert fit.frontier.power == pytest.approx(A_TRUE, abs=0.01)
+    assert fit.frontier.floor == pytest.approx(HOFFMANN.E, abs=0.01)
+    draws = envelope_draws(fit, np.random.default_rng(0), 200)
+    low, high = np.nanpercentile(draws.power, [2.5, 97.5])
+    assert low < A_TRUE < high
+
+
+def test_envelope_takes_training_curves_when_there_are_some():
+    points = grid_of_sizes_and_lengths()
+    training = {
+        "run": np.array([f"{size:.0f}" for size in points.parameters_P]),
+        "N": points.parameters_P,
+        "C": points.flops_P,
+        "loss": points.loss_P,
+    }
+    fit = fit_envelope(simulated(), training)
+    assert fit.kind == "curves"
+    assert fit.frontier.power == pytest.approx(A_TRUE, abs=0.01)
+    assert "learning rate is still high" in fit.warnings[0]
+
+
+def test_envelope_never_takes_the_smallest_or_largest_size_for_an_optimum():
+    points = grid_of_sizes_and_lengths()
+    fit = fit_envelope(points)
+    winners = np.exp(fit.n_G[np.isfinite(fit.n_G)])
+    assert winners.min() > points.parameters_P.min() * 1.01
+    assert winners.max() < points.parameters_P.max() * 0.99
+
+
+def test_envelope_of_one_run_per_size_is_said_to_be_only_the_lowest_run_of_each_budget():
+    fit = fit_envelope(simulated(spread=2.9))
+    assert fit.kind == "minimum"
+    assert "lowest run of each budget" in fit.warnings[0]
+    assert fit.frontier.power == pytest.approx(A_TRUE, abs=0.02)
+    lonely = simulated(num_sizes=1)
+    with pytest.raises(DataError, match="0 sizes are lowest"):
+        fit_envelope(replace(lonely, source="runs.csv"))
+
+
+def test_exponent_of_tokens_follows_from_the_flops_per_token():
+    law = FlopsLaw(scale=40.0, power=0.9)
+    a, b = fit_isoflop(simulated(spread=3, flops_law=law)).frontier.exponents(law)
+    assert b == pytest.approx(1 - 0.9 * a)
+    assert a == pytest.approx(HOFFMANN.beta / (HOFFMANN.alpha + 0.9 * HOFFMANN.beta), abs=1e-3)

@@ -1,0 +1,144 @@
+"""Approach 3 against laws that are known: simulated, Stanford's CS336 points, the OLMo ladder's published fit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
+from pretrain.scaling.parametric import fit_parametric, huber_sum, minimise
+from pretrain.scaling.parametric_draws import fit_draws
+from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.points import make_points
+from tests.helpers.scaling import HOFFMANN, cs336, simulated
+from tests.helpers.shared import shared_path
+
+BESIROGLU = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+TINY = Law(E=0.9, A=12.0, B=900.0, alpha=0.21, beta=0.55)
+
+
+def as_row(law: Law) -> list[float]:
+    return [law.E, law.A, law.B, law.alpha, law.beta]
+
+
+@pytest.mark.parametrize("law", [HOFFMANN, BESIROGLU, TINY])
+def test_noise_free_runs_give_their_law_back(law):
+    fit = fit_parametric(simulated(law))
+    assert as_row(fit.law) == pytest.approx(as_row(law), rel=1e-5)
+    assert fit.warnings == ()
+    assert as_row(fit.start) != pytest.approx(as_row(law), rel=1e-3), "the start alone must not be the answer"
+
+
+def test_cs336_points_are_recovered_to_1e_5():
+    points = cs336(shared_path("data/scaling/cs336_isoflops.json"))
+    fit = fit_parametric(points)
+    assert as_row(fit.law) == pytest.approx([2.69, 1606.4, 3210.7, 0.34, 0.36], rel=1e-5)
+    flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
+    assert flops_law == FlopsLaw()
+    assert exponents(fit.law.theta, flops_law)[0] == pytest.approx(0.514286, abs=1e-6)
+
+
+def olmo_ladder():
+    path = shared_path("data/scaling/olmo_ladder_c4_finals.csv")
+    return read_points(path, Columns(loss="c4_loss_ma5", name="run"), where=["mode=train"])
+
+
+def test_olmo_ladder_fit_predicts_what_was_published():
+    """The published fit: the 16 training rungs, loss averaged over the last 5 evaluations, sum of Huber 1e-3."""
+    points = olmo_ladder()
+    assert len(points) == 16
+    fit = fit_parametric(points)
+    assert fit.law.loss(13202396160, 5000088518656.0) == pytest.approx(2.3443873, abs=1e-5)
+    assert fit.mean_error == pytest.approx(0.00247307, abs=1e-5)
+
+
+def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection():
+    points = simulated(noise=0.003, seed=3)
+    fit = fit_parametric(points)
+    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+    n_P, d_P = n_P - n_P.mean(), d_P - d_P.mean()
+    grid = itertools.product((-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0))
+    ends = [minimise(np.array(start), n_P, d_P, l_P, 1e-3)[1] for start in itertools.islice(grid, 0, None, 4)]
+    assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
+
+
+def test_gradient_of_the_objective_matches_differences():
+    points = simulated(noise=0.01)
+    data = tuple(np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+    theta = HOFFMANN.theta + np.array([0.01, -0.02, 0.02, 0.001, -0.001])
+    _, gradient = huber_sum(theta, *data, 1e-3)
+    for index in range(5):
+        step = np.zeros(5)
+        step[index] = 1e-7
+        difference = huber_sum(theta + step, *data, 1e-3)[0] - huber_sum(theta - step, *data, 1e-3)[0]
+        assert gradient[index] == pytest.approx(difference / 2e-7, rel=1e-4)
+
+
+def test_outliers_move_hubers_fit_far_less_than_least_squares():
+    points = simulated()
+    points.loss_P[[3, 17, 30]] *= 1.2
+    huber, squares = (np.array(as_row(fit_parametric(points, delta).law)) for delta in (1e-3, 1e3))
+    truth = np.array(as_row(HOFFMANN))
+    assert np.abs(huber / truth - 1).max() < 0.02
+    assert np.abs(squares / truth - 1).max() > 0.2
+
+
+def test_a_size_term_the_runs_do_not_show_is_said():
+    points = simulated()
+    flat = make_points(points.parameters_P, points.tokens_P, 1.5 + 400 * points.tokens_P**-0.3)
+    warnings = " ".join(fit_parametric(flat).warnings)
+    assert "size term A" in warnings
+    assert "do not determine it" in warnings
+
+
+def test_too_few_points_or_lengths_are_refused():
+    points = simulated()
+    with pytest.raises(DataError, match="5 usable points, approach 3 needs at least 6"):
+        fit_parametric(points.take(np.arange(5)))
+    with pytest.raises(DataError, match="fewer than 3 distinct N"):
+        fit_parametric(make_points([1e7] * 4 + [2e7] * 4, np.arange(1, 9) * 1e9, np.linspace(4, 3, 8)))
+
+
+def test_a_loss_that_grows_with_size_is_refused():
+    points = simulated()
+    worse = HOFFMANN.loss(points.parameters_P, points.tokens_P) * (points.parameters_P / 1e8) ** 0.3
+    with pytest.raises(DataError, match="the loss must fall with N and with D"):
+        fit_parametric(make_points(points.parameters_P, points.tokens_P, worse))
+
+
+def test_closed_form_optimum_is_the_lowest_loss_on_the_line_of_equal_flops():
+    flops_law = FlopsLaw(scale=40.0, power=0.93)
+    n_star, d_star = log_optimum(HOFFMANN.theta, np.log(1e20), flops_law)
+    assert flops_law.log_flops(n_star, d_star) == pytest.approx(np.log(1e20))
+    n_X = n_star + np.linspace(-1, 1, 20001)
+    loss_X = log_loss(HOFFMANN.theta, n_X, flops_law.log_tokens(np.log(1e20), n_X))
+    assert n_X[loss_X.argmin()] == pytest.approx(float(n_star), abs=2e-4)
+    further = log_optimum(HOFFMANN.theta, np.log(1e22), flops_law)
+    a, b = exponents(HOFFMANN.theta, flops_law)
+    assert (further[0] - n_star) / np.log(100) == pytest.approx(float(a))
+    assert (further[1] - d_star) / np.log(100) == pytest.approx(float(b))
+
+
+def test_flops_per_token_are_fitted_as_a_power_and_kept_exact_for_6n():
+    points = simulated(flops_law=FlopsLaw(scale=40.0, power=0.93))
+    found = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
+    assert (found.scale, found.power) == pytest.approx((40.0, 0.93), rel=1e-9)
+    assert found.largest_error < 1e-9
+
+
+def test_fits_of_many_draws_at_once_end_where_single_fits_end():
+    points = simulated(noise=0.003, budgets=(1e18, 1e20, 4), num_sizes=6)
+    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+    weight_KP = np.random.default_rng(5).multinomial(len(points), np.full(len(points), 1 / len(points)), size=12)
+    theta_K5 = fit_draws(n_P, d_P, l_P[None], weight_KP.astype(float), 1e-3)
+    center = np.array([n_P.mean(), d_P.mean()])
+    for theta, weights in zip(theta_K5, weight_KP, strict=True):
+        drawn = np.repeat(np.arange(len(points)), weights)
+        data = n_P[drawn] - center[0], d_P[drawn] - center[1], l_P[drawn]
+        centered = theta - np.array([0, theta[3] * center[0], theta[4] * center[1], 0, 0])
+        single, objective = minimise(centered, *data, 1e-3)
+        assert huber_sum(centered, *data, 1e-3)[0] == pytest.approx(objective, rel=1e-4)
+        assert theta[3:] == pytest.approx(single[3:], abs=1e-3)

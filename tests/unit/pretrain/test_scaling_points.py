@@ -1,0 +1,105 @@
+"""Files of runs: what is read, what is refused and in which words, what is left out and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.fit import fit_all
+from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.points import grouped_budgets, make_points, usable
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_columns_of_any_name_are_read_and_flops_default_to_6nd(tmp_path):
+    path = written(tmp_path / "runs.csv", "size,tokens,nll\n10,20,3.5\n30,40,3.25\n")
+    points = read_points(path, Columns(parameters="size", tokens="tokens", loss="nll"))
+    assert points.parameters_P.tolist() == [10, 30]
+    assert points.flops_P.tolist() == [6 * 10 * 20, 6 * 30 * 40]
+    assert points.names == ("row 2", "row 3")
+    assert points.notes == ("no column 'C': C = 6ND",)
+
+
+def test_tokens_follow_from_flops_where_there_is_no_column_of_tokens(tmp_path):
+    path = written(tmp_path / "runs.json", json.dumps([{"N": 10, "C": 1200, "loss": 3.0}]))
+    assert read_points(path).tokens_P.tolist() == [20]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("N,D,final\n1,2,3\n", "no column 'loss' (found: N, D, final); name it with --column loss=NAME"),
+        ("N,D,loss\n1,2,3\n1,3,nan\n2,2,nan\n", "row 3: loss='nan' (and 1 more such rows), expected a finite number"),
+        ("N,D,loss\n1,2,3\n1,3,\n", "row 3: loss='', expected a finite number"),
+        ("N,D,loss\n1,2,3\n1,3,-2.5\n", "row 3: loss='-2.5', expected a positive number"),
+        ("N,D,loss\n0,2,3\n", "row 2: N='0', expected a positive number"),
+        ("N,loss\n1,2\n", "no column 'D' (found: N, loss); name it with --column tokens=NAME"),
+        ("N,D,loss,progress\n1,2,3,half\n", "row 2: progress='half', expected a finite number"),
+        ("N,D,loss\n", "holds no runs"),
+    ],
+)
+def test_each_kind_of_bad_file_gets_one_line_that_says_what_to_do(tmp_path, text, said):
+    path = written(tmp_path / "runs.csv", text)
+    with pytest.raises(DataError) as caught:
+        read_points(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_absent_or_no_json_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none\.csv does not exist"):
+        read_points(tmp_path / "none.csv")
+    with pytest.raises(DataError, match="is not JSON"):
+        read_points(written(tmp_path / "bad.json", "{"))
+    with pytest.raises(DataError, match="expected a list of objects"):
+        read_points(written(tmp_path / "bad.json", "[1]"))
+
+
+def test_one_budget_only_is_refused_and_so_are_too_few_points():
+    one_budget = make_points([1e6, 2e6, 4e6, 8e6], [8e8, 4e8, 2e8, 1e8], [4, 3.8, 3.9, 4.1], source="runs.csv")
+    with pytest.raises(DataError, match=r"runs\.csv: all 4 usable runs share one budget \(4\.8e\+15 FLOPs\)"):
+        fit_all(one_budget)
+    few = make_points([1e6, 2e6, 4e6], [1e8, 2e8, 1e9], [4, 3.8, 3.5], source="runs.csv")
+    with pytest.raises(DataError, match="3 usable points, approach 3 needs at least 6"):
+        fit_all(few)
+
+
+def test_runs_are_left_out_only_with_a_reason(tmp_path):
+    text = (
+        "name,N,D,loss,progress,holdout\n"
+        "a,1,2,3,1,\nb,1,3,2.9,0.4,\nc,1,4,2.8,,yes\nd,1,5,2.7,1,no\na2,1,2,3,1,\ne,1,6,nan,1,\n"
+    )
+    points = usable(read_points(written(tmp_path / "runs.csv", text), exclude=["name=e: diverged"]))
+    assert points.names == ("a", "d")
+    reasons = {item.name: item.reason for item in points.excluded}
+    assert reasons == {
+        "e": "diverged",
+        "a2": "repeats an earlier row with the same N, D and loss",
+        "c": "held out: predicted, not fitted",
+        "b": "mid-schedule: 40% of its schedule done, learning rate not yet decayed",
+    }
+
+
+def test_conditions_choose_rows_and_unknown_columns_are_refused(tmp_path):
+    path = written(tmp_path / "runs.csv", "mode,N,D,loss\ntrain,1,2,3\neval,1,3,nan\n")
+    assert len(read_points(path, where=["mode=train"])) == 1
+    with pytest.raises(DataError, match="no column 'mod'; did you mean 'mode'"):
+        read_points(path, where=["mod=train"])
+    with pytest.raises(DataError, match="holds no runs that match mode=test"):
+        read_points(path, where=["mode=test"])
+
+
+def test_runs_within_a_tenth_share_a_budget_and_chains_do_not_grow():
+    budget_P = grouped_budgets(np.array([100.0, 109.0, 118.0, 1000.0]))
+    assert budget_P[0] == budget_P[1] == pytest.approx(np.sqrt(100 * 109))
+    assert budget_P[2] == pytest.approx(118)
+    assert len(np.unique(budget_P)) == 3
