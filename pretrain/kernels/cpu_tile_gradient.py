@@ -1,0 +1,100 @@
+"""The gradient of relative attention, tile by tile; names and shapes as in `cpu_tile_math`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pretrain.kernels.cpu_tile_math import Operands, Scratch, dropped, group_parts, row_ranges, unshift_
+from pretrain.kernels.cpu_tiles import Block, Group
+
+
+class Gradients:
+    """Sums over tiles, in an order that depends on the plan alone."""
+
+    def __init__(self, inputs: Sequence[Tensor], scratch: Scratch) -> None:
+        query_BLHD, position_KHD, content_bias_HD, position_bias_HD, *parts = inputs
+        self._scratch = scratch
+        self._scale = query_BLHD.shape[3] ** -0.5
+        self._query_BLHD = torch.empty_like(query_BLHD, memory_format=torch.contiguous_format)
+        # Kept as [H, D, K]: a product with the wide matrix on the right is the faster one.
+        self._position_HDK = position_KHD.new_zeros(position_KHD.permute(1, 2, 0).shape)
+        self._content_bias_HD = torch.zeros_like(content_bias_HD)
+        self._position_bias_HD = torch.zeros_like(position_bias_HD)
+        self._sums: dict[str, Tensor] = {}  # of the group at hand
+        self._parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+
+    def of_inputs(self) -> tuple[Tensor, ...]:
+        """The finished gradients in the order of the inputs."""
+        biases = (self._content_bias_HD.mul_(self._scale), self._position_bias_HD.mul_(self._scale))
+        return (self._query_BLHD, self._position_HDK.permute(2, 0, 1), *biases, *self._parts)
+
+    def add_tile(
+        self,
+        operands: Operands,
+        group: Group,
+        block: Block,
+        weights_PRC: Tensor,
+        keep: Tensor | None,
+        output_PLD: Tensor,
+    ) -> None:
+        """Add what a block contributes; blocks come from the last rows to the first.
+
+        `output_PLD` is the gradient of what the group's queries read, divided by the probability of being kept.
+        """
+        take = self._scratch.take
+        output_PRD = output_PLD[:, block.rows]
+        work_PRC = take("scores", *weights_PRC.shape)
+        kept_PRC = weights_PRC if keep is None else dropped(weights_PRC, keep, out=work_PRC)
+        self._add_to_keys("value gradient", operands.value_PKD.shape, block, kept_PRC, output_PRD)
+        torch.bmm(output_PRD, operands.value_PKD[:, block.keys].transpose(1, 2), out=work_PRC)
+        if keep is not None:
+            dropped(work_PRC, keep, out=work_PRC)
+        scores_PRC = take("score gradient", *weights_PRC.shape)
+        torch.ops.aten._softmax_backward_data.out(work_PRC, weights_PRC, -1, weights_PRC.dtype, grad_input=scores_PRC)
+        content_query_PRD, position_query_hXD, position_hCD = operands.rows(block)
+        self._add_to_keys("key gradient", operands.key_PKD.shape, block, scores_PRC, content_query_PRD)
+        content_PRD = torch.bmm(scores_PRC, operands.key_PKD[:, block.keys], out=take("read", *output_PRD.shape))
+        unshift_(work_PRC, scores_PRC)
+        distances_hXC = work_PRC.view(len(position_hCD), -1, block.num_keys)
+        self._position_HDK[group.heads, :, -block.num_keys :].baddbmm_(
+            position_query_hXD.transpose(1, 2), distances_hXC
+        )
+        self._add_to_queries(group, block, content_PRD, self._position_product(work_PRC, position_hCD))
+
+    def store_keys(self, group: Group) -> None:
+        """Hand the sums of the group's keys and values over to the gradients of the parts."""
+        for gradient, rows in zip(group_parts(group, self._parts), row_ranges(self._parts), strict=True):
+            for target, name in zip(gradient, ("key gradient", "value gradient"), strict=True):
+                total = self._sums[name].view(*target.shape[:2], -1, target.shape[3])[:, :, rows]
+                if group.starts_key_heads:
+                    target.copy_(total)
+                else:
+                    target.add_(total)
+
+    def _add_to_keys(self, name: str, shape: torch.Size, block: Block, left_PRC: Tensor, right_PRD: Tensor) -> None:
+        left_PCR = left_PRC.transpose(1, 2)
+        if block.keys.stop == shape[1]:  # the first block that is met
+            self._sums[name] = total_PKD = self._scratch.take(name, *shape)
+            if block.keys.start == 0:
+                torch.bmm(left_PCR, right_PRD, out=total_PKD)
+                return
+            total_PKD.zero_()
+        self._sums[name][:, block.keys].baddbmm_(left_PCR, right_PRD)
+
+    def _position_product(self, distances_PRC: Tensor, position_hCD: Tensor) -> Tensor:
+        P, R, C = distances_PRC.shape
+        heads, _, D = position_hCD.shape
+        result_PRD = self._scratch.take("position read", P, R, D)
+        if heads == 1:  # many small products are a third faster than one tall and narrow one
+            return torch.bmm(distances_PRC, position_hCD.expand(P, C, D), out=result_PRD)
+        torch.bmm(distances_PRC.view(heads, -1, C), position_hCD, out=result_PRD.view(heads, -1, D))
+        return result_PRD
+
+    def _add_to_queries(self, group: Group, block: Block, content_PRD: Tensor, position_PRD: Tensor) -> None:
+        target = self._query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes, block.rows]
+        for bias_HD, part_PRD in ((self._content_bias_HD, content_PRD), (self._position_bias_HD, position_PRD)):
+            bias_HD[group.heads] += part_PRD.view(len(target), -1, part_PRD.shape[2]).sum(1)
+        torch.mul(content_PRD.add_(position_PRD).view(target.shape), self._scale, out=target)

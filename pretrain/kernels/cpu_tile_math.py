@@ -1,0 +1,127 @@
+"""One tile of relative attention and its gradient, in matrix products and passes over scores that are still in cache.
+
+L queries, K keys in all, D head width. A tile has P pairs of a head and a lane (head first), R rows and C columns, the
+keys it reads; h are its heads.
+
+The position scores of a tile are computed for the distances from its last row, so row i lies R - 1 - i places too far
+right. Read in steps of C - 1 instead of C elements, the same memory is the shifted tile: no copy, no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pretrain.kernels.cpu_tiles import Block, Group
+
+
+class Scratch:
+    """Memory for results that one tile makes and uses: the next tile finds it still in cache."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised tensor; it overwrites what was last taken under `name`."""
+        size = prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = self._like.new_empty(size)
+        return buffer[:size].view(shape)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the tiles of a group multiply. The queries carry their bias and the scale."""
+
+    content_query_PLD: Tensor
+    position_query_hBLD: Tensor
+    key_PKD: Tensor
+    value_PKD: Tensor
+    position_hKD: Tensor
+
+    @classmethod
+    def read(cls, group: Group, inputs: Sequence[Tensor], scratch: Scratch) -> Operands:
+        """The group's share of the inputs, gathered heads first."""
+        query_BLHD, position_KHD, content_bias_HD, position_bias_HD, *parts = inputs
+        query = query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes]
+        scale = query.shape[3] ** -0.5
+        content, position = (
+            torch.add(
+                bias_HD[group.heads, None, None] * scale, query, alpha=scale, out=scratch.take(name, *query.shape)
+            )
+            for name, bias_HD in (("content query", content_bias_HD), ("position query", position_bias_HD))
+        )
+        heads, lanes, _, width = query.shape
+        key_value = scratch.take("key and value", 2, heads, lanes, len(position_KHD), width)
+        for part, rows in zip(group_parts(group, parts), row_ranges(parts), strict=True):
+            key_value[:, :, :, rows] = part
+        key_PKD, value_PKD = key_value.flatten(1, 2)
+        position_hKD = scratch.take("position", heads, len(position_KHD), width)
+        position_hKD.copy_(position_KHD.transpose(0, 1)[group.heads])
+        return cls(content.flatten(0, 1), position, key_PKD, value_PKD, position_hKD)
+
+    def rows(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's queries for contents [P, R, D] and for positions [h, B * R, D], and its positions [h, C, D]."""
+        position_query = self.position_query_hBLD[:, :, block.rows].flatten(1, 2)
+        # Distances count from the block's last row: its keys end where the positions end.
+        return self.content_query_PLD[:, block.rows], position_query, self.position_hKD[:, -block.num_keys :]
+
+
+def group_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views [2, h, B, rows, D] of [B, rows, 2, G, D]: keys and values of the group's heads and lanes."""
+    return [part[group.lanes, :, :, group.key_heads].permute(2, 3, 0, 1, 4) for part in parts]
+
+
+def row_ranges(parts: Sequence[Tensor]) -> list[slice]:
+    """Where each part's rows lie once the parts are put together."""
+    stops = [sum(part.shape[1] for part in parts[: index + 1]) for index in range(len(parts))]
+    return [slice(stop - part.shape[1], stop) for part, stop in zip(parts, stops, strict=True)]
+
+
+def shifted(tile_PRC: Tensor) -> Tensor:
+    """Row i of a contiguous tile moved left by R - 1 - i, as a view. Keys after the query are leftovers: mask them."""
+    P, R, C = tile_PRC.shape
+    return tile_PRC.as_strided((P, R, C), (R * C, C - 1, 1), tile_PRC.storage_offset() + R - 1)
+
+
+def unshift_(tile_PRC: Tensor, shifted_PRC: Tensor) -> None:
+    """Fill `tile_PRC` with what `shifted` turns into `shifted_PRC`, whose entries after the query are zero."""
+    P, R, C = shifted_PRC.shape
+    flat = tile_PRC.view(P, R * C)
+    flat[:, : R - 1] = 0
+    # The last column only holds the last row's own key; rows of C in steps of C - 1 would overlap, and threads
+    # would race for the shared element.
+    flat[:, R - 1 : -1].view(P, R, C - 1).copy_(shifted_PRC[:, :, :-1])
+    flat[:, -1] = shifted_PRC[:, -1, -1]
+
+
+def attend(
+    operands: Operands, block: Block, keep: Tensor | None, scratch: Scratch, *, reuse: bool
+) -> tuple[Tensor, Tensor]:
+    """The softmax [P, R, C] before dropout and what the rows read [P, R, D]; with `reuse` both are scratch."""
+    content_query_PRD, position_query, position_hCD = operands.rows(block)
+    P, R, D = content_query_PRD.shape
+    shape = (P, R, block.num_keys)
+    scores = scratch.take("scores", *shape)
+    heads = len(position_hCD)
+    torch.bmm(position_query, position_hCD.transpose(1, 2), out=scores.view(heads, -1, block.num_keys))
+    weights_PRC = scratch.take("weights", *shape) if reuse else scores.new_empty(shape)
+    torch.baddbmm(shifted(scores), content_query_PRD, operands.key_PKD[:, block.keys].transpose(1, 2), out=weights_PRC)
+    weights_PRC.view(heads, -1, R, block.num_keys)[..., -block.mask.shape[-1] :].add_(block.mask)
+    torch.softmax(weights_PRC, dim=-1, out=weights_PRC)
+    kept_PRC = weights_PRC if keep is None else dropped(weights_PRC, keep, out=scores)
+    read_PRD = torch.bmm(kept_PRC, operands.value_PKD[:, block.keys], out=scratch.take("read", P, R, D))
+    return weights_PRC, read_PRD
+
+
+def dropped(tile_PRC: Tensor, keep: Tensor, *, out: Tensor) -> Tensor:
+    """The tile with zeros where `keep` [h, B, R, C] is False."""
+    # A product with bytes is twice as fast as `where` or a product with booleans.
+    torch.mul(tile_PRC.view(keep.shape), keep.view(torch.uint8), out=out.view(keep.shape))
+    return out

@@ -1,0 +1,239 @@
+"""The fast CPU attention against attention written out distance by distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.kernels.cpu_attention import relative_attention
+from pretrain.kernels.cpu_tile_math import shifted, unshift_
+from pretrain.kernels.cpu_tiles import Tiling
+from tests.helpers.exact_attention import exact_attention
+
+SMALL_TILES = Tiling(rows=3, scores=70)  # several blocks, lane groups and head groups in a case of a few rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one comparison."""
+
+    lanes: int = 3
+    queries: int = 7
+    memory: int = 5
+    heads: int = 4
+    key_heads: int = 4
+    width: int = 4
+    max_distance: int | None = None
+    documents: bool = False
+    keep_probability: float = 1.0
+    clamp: int = 0
+    tiling: Tiling = SMALL_TILES
+
+    @property
+    def keys(self) -> int:
+        return self.queries + self.memory
+
+
+CASES = {
+    "plain": Case(),
+    "one_tile": Case(tiling=Tiling()),
+    "tiles_of_two_heads": Case(tiling=Tiling(rows=4, scores=4 * 12 * 6)),
+    "rows_of_one": Case(tiling=Tiling(rows=1, scores=1)),
+    "no_memory": Case(memory=0),
+    "one_query": Case(queries=1, memory=6),
+    "one_query_and_no_memory": Case(queries=1, memory=0),
+    "memory_longer_than_segment": Case(queries=4, memory=17),
+    "window": Case(max_distance=5),
+    "window_shorter_than_a_block": Case(max_distance=1),
+    "window_longer_than_all": Case(max_distance=50),
+    "clamp": Case(clamp=4),
+    "documents": Case(documents=True),
+    "documents_in_one_tile": Case(documents=True, tiling=Tiling()),
+    "window_and_documents": Case(max_distance=4, documents=True),
+    "dropout": Case(keep_probability=0.75),
+    "grouped_queries": Case(key_heads=2),
+    "one_key_head": Case(key_heads=1, tiling=Tiling()),
+    "everything": Case(key_heads=2, max_distance=6, documents=True, keep_probability=0.5, clamp=5),
+}
+
+
+def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """Query, position, two biases, memory's and segment's keys and values."""
+    generator = torch.Generator().manual_seed(1)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+
+    heads = (case.heads, case.width)
+    key_heads = (2, case.key_heads, case.width)
+    inputs = [
+        values(case.lanes, case.queries, *heads),
+        values(case.keys, *heads),
+        values(*heads),
+        values(*heads),
+        values(case.lanes, case.memory, *key_heads),
+        values(case.lanes, case.queries, *key_heads),
+    ]
+    if case.clamp:
+        distances = torch.arange(case.keys - 1, -1, -1).clamp(max=case.clamp)
+        inputs[1] = inputs[1].detach().flip(0)[distances].requires_grad_()
+    return inputs
+
+
+def options_of(case: Case) -> dict:
+    """The keyword arguments of `relative_attention`."""
+    generator = torch.Generator().manual_seed(2)
+    options: dict = {"max_distance": case.max_distance}
+    if case.documents:
+        starts = torch.rand(case.lanes, case.keys, generator=generator) < 0.25
+        starts[0] = False  # one lane is a single document
+        options["documents_BK"] = starts.cumsum(1, dtype=torch.int32) - 2
+    if case.keep_probability < 1.0:
+        # As the dropout stream lays it out: lanes outermost.
+        shape = (case.lanes, case.heads, case.queries, case.keys)
+        options["keep_HBLK"] = (torch.rand(shape, generator=generator) < case.keep_probability).movedim(0, 1)
+        options["keep_probability"] = case.keep_probability
+    return options
+
+
+def fast(case: Case, inputs: list[Tensor]) -> Tensor:
+    query, position, content_bias, position_bias, *parts = inputs
+    return relative_attention(
+        query, parts, position, content_bias, position_bias, tiling=case.tiling, **options_of(case)
+    )
+
+
+def exact(case: Case, inputs: list[Tensor]) -> Tensor:
+    query, position, content_bias, position_bias, *parts = inputs
+    options = options_of(case)
+    keep_HBLK, keep_probability = options.pop("keep_HBLK", None), options.pop("keep_probability", 1.0)
+    if keep_HBLK is not None:
+        options |= {"keep_BHLK": keep_HBLK.transpose(0, 1), "dropout": 1.0 - keep_probability}
+    key, value = torch.cat(parts, 1).unbind(2)
+    return exact_attention(query, key, value, position, content_bias, position_bias, **options)
+
+
+def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+
+
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of any two tensors, over the expected tensor's largest entry if that is above 1."""
+    return max(
+        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0)).item()
+        for a, b in zip(found, expected, strict=True)
+        if a.numel()
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_are_those_of_the_formula_in_float64(name: str) -> None:
+    case = CASES[name]
+    inputs = inputs_of(case, torch.float64)
+    expected = with_gradients(exact(case, inputs), inputs)
+    assert largest_error(with_gradients(fast(case, inputs), inputs), expected) < 1e-13
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_are_those_of_the_formula_to_1e_6_in_float32(name: str) -> None:
+    case = CASES[name]
+    inputs = inputs_of(case, torch.float32)
+    expected = with_gradients(exact(case, inputs), inputs)
+    assert largest_error(with_gradients(fast(case, inputs), inputs), expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["plain", "no_memory", "everything"])
+def test_gradients_pass_gradcheck(name: str) -> None:
+    case = CASES[name]
+    assert torch.autograd.gradcheck(lambda *inputs: fast(case, list(inputs)), inputs_of(case, torch.float64))
+
+
+def test_usual_tiles_agree_with_the_formula_at_a_usual_size() -> None:
+    case = Case(lanes=2, queries=200, memory=130, heads=2, key_heads=2, width=16, documents=True, tiling=Tiling())
+    inputs = inputs_of(case, torch.float32)
+    precise = [values.detach().double().requires_grad_() for values in inputs]
+    expected = with_gradients(exact(case, precise), precise)
+    assert largest_error(with_gradients(fast(case, inputs), inputs), expected) < 1e-5
+
+
+def test_bfloat16_stays_within_its_rounding_of_float64() -> None:
+    case = CASES["everything"]
+    inputs = inputs_of(case, torch.bfloat16)
+    precise = [values.detach().double().requires_grad_() for values in inputs]
+    found = with_gradients(fast(case, inputs), inputs)
+    assert {values.dtype for values in found} == {torch.bfloat16}
+    assert largest_error(found, with_gradients(exact(case, precise), precise)) < 0.03
+
+
+def test_checkpointing_repeats_the_gradients_bitwise() -> None:
+    case = CASES["everything"]
+    inputs = inputs_of(case, torch.float32)
+    direct = with_gradients(fast(case, inputs), inputs)
+    again = checkpoint(lambda *given: fast(case, list(given)), *inputs, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(again, Tensor)
+    for found, expected in zip(with_gradients(again, inputs), direct, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_two_threads_repeat_each_other_bitwise() -> None:
+    case = Case(lanes=3, queries=150, memory=90, heads=2, key_heads=2, width=16, tiling=Tiling(rows=64, scores=1 << 15))
+    inputs = inputs_of(case, torch.float32)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = [with_gradients(fast(case, inputs), inputs) for _ in range(4)]
+    finally:
+        torch.set_num_threads(num_threads)
+    for other in others:
+        assert all(torch.equal(found, expected) for found, expected in zip(other, first, strict=True))
+
+
+def test_output_without_gradient_is_bitwise_the_same() -> None:
+    case = CASES["everything"]
+    inputs = inputs_of(case, torch.float32)
+    expected = fast(case, inputs)
+    with torch.no_grad():
+        assert torch.equal(fast(case, inputs), expected)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    case = CASES["everything"]
+    inputs = inputs_of(case, torch.float32)
+    before = [values.detach().clone() for values in inputs]
+    with_gradients(fast(case, inputs), inputs)
+    assert all(torch.equal(values, kept) for values, kept in zip(inputs, before, strict=True))
+
+
+def test_keys_outside_every_window_are_not_read() -> None:
+    case = Case(queries=6, memory=10, max_distance=4)
+    inputs = inputs_of(case, torch.float32)
+    expected = fast(case, inputs)
+    with torch.no_grad():
+        inputs[4][:, :7] = float("nan")  # the first query sees key 10 - 3 and later ones
+    assert torch.equal(fast(case, inputs), expected)
+
+
+def test_no_query_depends_on_later_tokens() -> None:
+    case = CASES["plain"]
+    inputs = inputs_of(case, torch.float32)
+    expected = fast(case, inputs)[:, :4]
+    with torch.no_grad():
+        inputs[0][:, 4:] += 1.0
+        inputs[5][:, 4:] += 1.0
+    assert torch.equal(fast(case, inputs)[:, :4], expected)
+
+
+def test_unshift_undoes_the_shift_where_a_query_sees_a_key() -> None:
+    rows, keys = 5, 9
+    tile = torch.arange(2.0 * rows * keys).view(2, rows, keys) + 1.0
+    visible = torch.ones(rows, keys).tril(keys - rows)
+    again = torch.full_like(tile, float("nan"))
+    unshift_(again, shifted(tile) * visible)
+    steps = rows - 1 - torch.arange(rows)  # row i of the tile holds nothing that is used in its first `steps` columns
+    assert torch.equal(again, tile * (torch.arange(keys) >= steps[:, None]))
