@@ -19,8 +19,8 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype, seconds: floa
     measure what they will share.
     """
     width = MATRIX_WIDTHS.get(device.type, 1024)
-    left = torch.randn(width, width, device=device, dtype=dtype)
-    right = torch.randn(width, width, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)  # a resumed run must not draw from its own random numbers here
+    left, right = (torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2))
     product = left @ right
     _wait_for(device)
     best, deadline = float("inf"), time.perf_counter() + seconds

@@ -121,7 +121,7 @@ def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Res
     corpus = Corpus.open(settings.data / "validation")
     tokens = min(EVALUATION_TOKENS, corpus.num_tokens)
     run = settings.run
-    torch.set_num_threads(RANKS)
+    torch.set_num_threads(1)  # more threads wait for each other as soon as the machine has other work
     world = init_world()
     rows = []
     try:

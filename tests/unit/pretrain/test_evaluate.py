@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import argparse
+import inspect
 import math
 from pathlib import Path
 
@@ -110,7 +112,7 @@ def test_progress_hears_of_every_token(scorer, corpus):
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
 def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
     text = "def na\u00efve(x):\n\t'''Zw\u00f6lf \u2192 \u65e5\u672c\U0001f600'''\n    return  x\n"
-    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer(kind, 300, [TEXTS[5] * 20])
+    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer(kind, 400, [inspect.getsource(argparse)])
     bytes_V, characters_V = tokenizer.text_sizes()
     ids = tokenizer.encode(text)
     assert bytes_V[ids].sum() == len(text.encode())
