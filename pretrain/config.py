@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
 ActivationCheckpointing = Literal["none", "full"]
+AttentionKernel = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Precision = "fp32"
     activation_checkpointing: ActivationCheckpointing = "none"
+    attention_kernel: AttentionKernel = "auto"  # the fastest for the device, or plain torch operations to compare with
     micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
     threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # merged last; may not contradict a derived key

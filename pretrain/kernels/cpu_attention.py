@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.cpu_tile_gradient import Gradients
 from pretrain.kernels.cpu_tile_math import Operands, Scratch, attend
@@ -77,7 +78,10 @@ class _RelativeAttention(torch.autograd.Function):
         return output_BLHD
 
     @staticmethod
-    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the name of ctx)
+        ctx: Any, *output_gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         keep_HBLK, *saved = ctx.saved_tensors
         inputs, weights = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         output_HBLD = output_gradients[0].permute(2, 0, 1, 3)

@@ -82,7 +82,9 @@ class Gradients:
                 torch.bmm(left_PCR, right_PRD, out=total_PKD)
                 return
             total_PKD.zero_()
-        self._sums[name][:, block.keys].baddbmm_(left_PCR, right_PRD)
+        # Accumulating within the product is slower: into rows that are not dense, it is done pair by pair.
+        product_PCD = self._scratch.take("key product", *left_PCR.shape[:2], shape[2])
+        self._sums[name][:, block.keys].add_(torch.bmm(left_PCR, right_PRD, out=product_PCD))
 
     def _position_product(self, distances_PRC: Tensor, position_hCD: Tensor) -> Tensor:
         P, R, C = distances_PRC.shape

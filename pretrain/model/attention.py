@@ -6,13 +6,16 @@ B lanes, L queries, M memory rows, C = M + L keys, D d_model, N heads, H head wi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from pretrain.config import ModelConfig
-from pretrain.model.dropout import DropoutStream, Site, drop
+from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.kernels.cpu_attention import relative_attention
+from pretrain.model.dropout import DropoutStream, Site, drop, realised_rate
+from pretrain.model.masks import Visibility
 from pretrain.model.parameters import normal
 
 
@@ -45,11 +48,12 @@ class RelativeAttention(nn.Module):
     parameters of this layer, else they are handed in.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
         super().__init__()
         width = config.num_heads * config.head_width
         std = config.init_std
         self._layer = layer
+        self._kernel: AttentionKernel = kernel
         self._num_heads = config.num_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
@@ -67,29 +71,78 @@ class RelativeAttention(nn.Module):
         segment_BLD: Tensor,
         memory_BMD: Tensor,
         positions_CD: Tensor,
-        mask: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
         *,
+        visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """The attended values [B, L, D]. `mask` is additive, [L, C] or [B, L, C]."""
+        """The attended values [B, L, D]."""
         if content_bias_NH is None or position_bias_NH is None:
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
-        query_NBLH = self._split_heads(linear(segment_BLD, self.query_weight)).permute(2, 0, 1, 3).contiguous()
-        key_NBCH, value_NBCH = self._keys_and_values(segment_BLD, memory_BMD)
-        position_key_NCH = self._split_heads(linear(positions_CD, self.position_weight)).transpose(0, 1)
+        query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
+        # Memory and segment are projected apart: memory rows need neither a query nor, mostly, an input gradient.
+        parts = [
+            linear(part_BXD, self.key_value_weight).unflatten(-1, (2, self._num_heads, -1))
+            for part_BXD in (memory_BMD, segment_BLD)
+            if part_BXD.shape[1]
+        ]
+        position_CNH = self._split_heads(linear(positions_CD, self.position_weight))
+        fused = self._kernel == "auto" and segment_BLD.device.type == "cpu"
+        attended_BLNH = (self._fused if fused else self._plain)(
+            query_BLNH, parts, position_CNH, content_bias_NH, position_bias_NH, visibility, dropout
+        )
+        output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
+        return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
+
+    def _fused(
+        self,
+        query_BLNH: Tensor,
+        parts: Sequence[Tensor],
+        position_CNH: Tensor,
+        content_bias_NH: Tensor,
+        position_bias_NH: Tensor,
+        visibility: Visibility,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        keep_NBLC, rate = None, self._attention_rate
+        if dropout is not None and rate:
+            B, L, N, _ = query_BLNH.shape
+            shape = (N, B, L, len(position_CNH))
+            keep_NBLC = dropout.keep(shape, rate, Site.ATTENTION, self._layer, lane_axis=1, device=query_BLNH.device)
+        return relative_attention(
+            query_BLNH,
+            parts,
+            position_CNH,
+            content_bias_NH,
+            position_bias_NH,
+            max_distance=visibility.window or None,
+            documents_BK=visibility.documents_BC,
+            keep_HBLK=keep_NBLC,
+            keep_probability=1.0 if keep_NBLC is None else 1.0 - realised_rate(rate),
+        )
+
+    def _plain(
+        self,
+        query_BLNH: Tensor,
+        parts: Sequence[Tensor],
+        position_CNH: Tensor,
+        content_bias_NH: Tensor,
+        position_bias_NH: Tensor,
+        visibility: Visibility,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
+        key_NBCH, value_NBCH = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3).unbind(0)
         scores_NBLC = relative_scores(
             self._biased(query_NBLH, content_bias_NH),
             self._biased(query_NBLH, position_bias_NH),
             key_NBCH,
-            position_key_NCH,
+            position_CNH.transpose(0, 1),
         )
-        weights_NBLC = torch.softmax(scores_NBLC.add_(mask), dim=-1)
+        weights_NBLC = torch.softmax(scores_NBLC.add_(visibility.mask), dim=-1)
         weights_NBLC = drop(weights_NBLC, self._attention_rate, dropout, Site.ATTENTION, self._layer, lane_axis=1)
-        attended_BLX = torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3).flatten(2)
-        output_BLD = linear(attended_BLX, self.output_weight)
-        return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
+        return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (self._num_heads, -1))
@@ -97,13 +150,3 @@ class RelativeAttention(nn.Module):
     def _biased(self, query_NBLH: Tensor, bias_NH: Tensor) -> Tensor:
         # (query + bias) * scale in one pass; scaling the sum of the scores would take another over [N, B, L, C].
         return torch.add(bias_NH[:, None, None] * self._scale, query_NBLH, alpha=self._scale)
-
-    def _keys_and_values(self, segment_BLD: Tensor, memory_BMD: Tensor) -> tuple[Tensor, Tensor]:
-        # Memory and segment are projected apart: memory rows need neither a query nor, mostly, an input gradient.
-        parts = [memory_BMD, segment_BLD] if memory_BMD.shape[1] else [segment_BLD]
-        heads_first = [
-            linear(part, self.key_value_weight).unflatten(-1, (2, self._num_heads, -1)).permute(2, 3, 0, 1, 4)
-            for part in parts
-        ]
-        key_NBCH, value_NBCH = torch.cat(heads_first, dim=3).unbind(0)
-        return key_NBCH, value_NBCH

@@ -51,15 +51,28 @@ class DropoutStream:
 
     def drop(self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0) -> Tensor:
         """`values` with a fraction `rate` of its elements zeroed and the rest rescaled, a mask per lane."""
-        assert values.shape[lane_axis] == len(self.lanes), (tuple(values.shape), lane_axis, len(self.lanes))
-        others = [size for axis, size in enumerate(values.shape) if axis != lane_axis]
-        threshold = _threshold_of(rate)
-        count = math.prod(others)
-        if values.device.type == "cpu":
+        keep = self.keep(values.shape, rate, site, layer, lane_axis, device=values.device)
+        return _masked(values, keep, _threshold_of(rate))
+
+    def keep(
+        self,
+        shape: Sequence[int],
+        rate: float,
+        site: Site,
+        layer: int = 0,
+        lane_axis: int = 0,
+        *,
+        device: torch.device,
+    ) -> Tensor:
+        """The mask of `drop` for values of `shape`: True with probability 1 - `realised_rate(rate)`."""
+        assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
+        others = [size for axis, size in enumerate(shape) if axis != lane_axis]
+        count, threshold = math.prod(others), _threshold_of(rate)
+        if device.type == "cpu":
             keep = self._cpu_keep(self.lanes, count, threshold, site, layer)
         else:
-            keep = self._hashed_keep(self._lanes_on(values.device), count, threshold, site, layer)
-        return _masked(values, keep.view(len(self.lanes), *others).movedim(0, lane_axis), threshold)
+            keep = self._hashed_keep(self._lanes_on(device), count, threshold, site, layer)
+        return keep.view(len(self.lanes), *others).movedim(0, lane_axis)
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
         """As `drop` for values that all lanes share: one mask, a function of (seed, step, site) alone."""

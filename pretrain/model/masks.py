@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Visibility:
+    """Which keys a segment's queries see, in all layers: numbers for a kernel, a mask for plain operations."""
+
+    num_queries: int
+    num_keys: int
+    window: int = 0  # see `forbidden_LC`
+    documents_BC: Tensor | None = None  # only where documents are isolated
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Minus infinity where a key is out of sight and zero elsewhere, [L, C] or [B, L, C]."""
+        forbidden = forbidden_LC(self.num_queries, self.num_keys, self.window, self.device)
+        if self.documents_BC is not None:
+            forbidden = isolated_BLC(forbidden, self.documents_BC)
+        return additive(forbidden, self.dtype)
 
 
 def forbidden_LC(num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None) -> Tensor:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import ActivationCheckpointing, ModelConfig
+from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.adaptive_softmax import AdaptiveSoftmax
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding import Embedding
 from pretrain.model.feed_forward import FeedForward
-from pretrain.model.masks import additive, forbidden_LC, isolated_BLC
+from pretrain.model.masks import Visibility
 from pretrain.model.memory import (
     Memory,
     document_numbers,
@@ -32,10 +32,10 @@ from pretrain.model.positions import RelativePositions
 class TransformerLayer(nn.Module):
     """Attention and feed-forward with residuals; the norm follows each (post, as in the paper) or precedes it (pre)."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
         super().__init__()
         self._pre_norm = config.norm_position == "pre"
-        self.attention = RelativeAttention(config, layer)
+        self.attention = RelativeAttention(config, layer, attention_kernel)
         self.attention_norm = LayerNorm(config.d_model, config.init_std)
         self.feed_forward = FeedForward(config, layer)
         self.feed_forward_norm = LayerNorm(config.d_model, config.init_std)
@@ -45,18 +45,19 @@ class TransformerLayer(nn.Module):
         hidden_BLD: Tensor,
         memory_BMD: Tensor,
         positions_CD: Tensor,
-        mask: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
         *,
+        visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
         segment_BLD = hidden_BLD
         if self._pre_norm:
             # What is remembered is the residual stream; it meets the norm's present parameters.
             segment_BLD, memory_BMD = self.attention_norm(hidden_BLD), self.attention_norm(memory_BMD)
+        biases_NH = (content_bias_NH, position_bias_NH)
         attended_BLD = hidden_BLD + self.attention(
-            segment_BLD, memory_BMD, positions_CD, mask, content_bias_NH, position_bias_NH, dropout=dropout
+            segment_BLD, memory_BMD, positions_CD, *biases_NH, visibility=visibility, dropout=dropout
         )
         if self._pre_norm:
             return attended_BLD + self.feed_forward(self.feed_forward_norm(attended_BLD), dropout=dropout)
@@ -67,7 +68,12 @@ class TransformerLayer(nn.Module):
 class TransformerXL(nn.Module):
     """The language model. Parameters come from torch's default generator; nothing else uses random-number state."""
 
-    def __init__(self, config: ModelConfig, activation_checkpointing: ActivationCheckpointing = "none") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        attention_kernel: AttentionKernel = "auto",
+    ) -> None:
         super().__init__()
         if config.vocab_size < 1:
             raise ConfigError(
@@ -76,7 +82,9 @@ class TransformerXL(nn.Module):
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.embedding = Embedding(config)
-        self.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)
+        )
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
         if not config.untie_biases:
@@ -133,11 +141,11 @@ class TransformerXL(nn.Module):
         memory = self._usable_memory(memory, hidden_BLD, length)
         documents_BC = document_numbers(memory, tokens_BL.shape[1], starts_BL)
         positions_CD = self._positions_CD(documents_BC.shape[1], hidden_BLD, dropout)
-        mask = self._mask(documents_BC, hidden_BLD, length)
+        visibility = self._visibility(documents_BC, hidden_BLD, length)
         inputs_BLD = []
         for layer, memory_BMD in zip(self.layers, memory[:-1], strict=True):
             inputs_BLD.append(hidden_BLD)
-            hidden_BLD = self._run(layer, hidden_BLD, memory_BMD, positions_CD, mask, dropout)
+            hidden_BLD = self._run(layer, hidden_BLD, memory_BMD, positions_CD, visibility, dropout)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
         return hidden_BLD, extended(memory, inputs_BLD, documents_BC, length)
 
@@ -147,14 +155,15 @@ class TransformerXL(nn.Module):
         hidden_BLD: Tensor,
         memory_BMD: Tensor,
         positions_CD: Tensor,
-        mask: Tensor,
+        visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        # `dropout` goes by name: DeepSpeed's hooks look into positional inputs only and know no such object.
-        inputs = (hidden_BLD, memory_BMD, positions_CD, mask, self.content_bias, self.position_bias)
+        # The options go by name: DeepSpeed's hooks look into positional inputs only and know no such objects.
+        inputs = (hidden_BLD, memory_BMD, positions_CD, self.content_bias, self.position_bias)
+        options = {"visibility": visibility, "dropout": dropout}
         if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return layer(*inputs, dropout=dropout)
-        result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, dropout=dropout)
+            return layer(*inputs, **options)
+        result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
         assert isinstance(result, Tensor)
         return result
 
@@ -172,9 +181,12 @@ class TransformerXL(nn.Module):
             return positions_CD
         return dropout.drop_shared(positions_CD, self.config.dropout, Site.POSITIONS)
 
-    def _mask(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Tensor:
-        window = length if self.config.same_length else 0
-        forbidden = forbidden_LC(hidden_BLD.shape[1], documents_BC.shape[1], window, hidden_BLD.device)
-        if self.config.isolate_documents:
-            forbidden = isolated_BLC(forbidden, documents_BC)
-        return additive(forbidden, hidden_BLD.dtype)
+    def _visibility(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Visibility:
+        return Visibility(
+            num_queries=hidden_BLD.shape[1],
+            num_keys=documents_BC.shape[1],
+            window=length if self.config.same_length else 0,
+            documents_BC=documents_BC if self.config.isolate_documents else None,
+            dtype=hidden_BLD.dtype,
+            device=hidden_BLD.device,
+        )

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config import ModelConfig
+from pretrain.config import AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.masks import additive, forbidden_LC
+from pretrain.model.masks import Visibility, forbidden_LC
 from pretrain.model.memory import concatenate_lanes, memory_num_lanes, memory_num_rows, take_lanes
 from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_PD
@@ -250,34 +250,51 @@ def test_a_table_made_during_inference_serves_training() -> None:
     model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("untie_biases", [False, True])
-def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool) -> None:
+def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool, kernel: AttentionKernel) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
         d_model=6, num_heads=2, d_head=3, untie_biases=untie_biases, attention_dropout=0.3, init_std=0.5
     )
-    attention = RelativeAttention(config, layer=1).double()
+    attention = RelativeAttention(config, layer=1, kernel=kernel).double()
     names, parameters = zip(*attention.named_parameters(), strict=True)
     biases = [] if untie_biases else [torch.randn(2, 3).double().requires_grad_() for _ in range(2)]
     segment_BLD, memory_BMD = (torch.randn(2, rows, 6).double().requires_grad_() for rows in (3, 2))
     positions_CD = torch.randn(5, 6).double().requires_grad_()
-    mask = additive(forbidden_LC(3, 5), torch.float64)
+    visibility = Visibility(num_queries=3, num_keys=5, dtype=torch.float64, device=torch.device("cpu"))
 
     def attend(segment, memory, positions, *rest):
         shared, own = (rest[:0], rest) if untie_biases else (rest[:2], rest[2:])
         u, v = shared or (None, None)
-        inputs = (segment, memory, positions, mask, u, v)
+        inputs = (segment, memory, positions, u, v)
+        options = {"visibility": visibility, "dropout": DropoutStream(1, 2, [0, 1])}
         named = dict(zip(names, own, strict=True))
-        return torch.func.functional_call(attention, named, inputs, {"dropout": DropoutStream(1, 2, [0, 1])})
+        return torch.func.functional_call(attention, named, inputs, options)
 
     inputs = (segment_BLD, memory_BMD, positions_CD, *biases, *parameters)
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-def test_attention_computes_what_the_originals_layout_computes() -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "same_length"])
+def test_the_fast_attention_changes_neither_losses_nor_gradients(variant: str, checkpointing) -> None:
+    options = VARIANTS.get(variant, {"same_length": True, "isolate_documents": True}) | DROPPING
+    fast = tiny_model(**options)
+    fast.activation_checkpointing = checkpointing
+    plain = TransformerXL(fast.config, attention_kernel="plain").double()
+    plain.load_state_dict(fast.state_dict())
+    found, expected = train_two_segments(fast, [0, 3, 5]), train_two_segments(plain, [0, 3, 5])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(gradients(fast), gradients(plain), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+def test_attention_computes_what_the_originals_layout_computes(kernel: AttentionKernel) -> None:
     torch.manual_seed(0)
     config = ModelConfig(d_model=12, num_heads=2, d_head=5, init_std=0.5)
-    attention, reference = RelativeAttention(config, layer=0).double(), ReferenceAttention(2, 12, 5).double()
+    attention = RelativeAttention(config, layer=0, kernel=kernel).double()
+    reference = ReferenceAttention(2, 12, 5).double()
     with torch.no_grad():
         reference.qkv_net.weight.copy_(torch.cat([attention.query_weight, attention.key_value_weight]))
         reference.r_net.weight.copy_(attention.position_weight)
@@ -286,8 +303,8 @@ def test_attention_computes_what_the_originals_layout_computes() -> None:
     u_NH, v_NH = torch.randn(2, 2, 5).double()
     positions_CD = RelativePositions(12, 0).encodings_CD(10, torch.float64, hidden_BLD.device)
     forbidden = forbidden_LC(4, 10)
-    mask = additive(forbidden, torch.float64)
-    attended_BLD = attention(hidden_BLD, memory_BMD, positions_CD, mask, u_NH, v_NH, dropout=None)
+    visibility = Visibility(num_queries=4, num_keys=10, dtype=torch.float64, device=hidden_BLD.device)
+    attended_BLD = attention(hidden_BLD, memory_BMD, positions_CD, u_NH, v_NH, visibility=visibility, dropout=None)
     expected_LBD = reference(
         hidden_BLD.transpose(0, 1), positions_CD, u_NH, v_NH, forbidden, memory_BMD.transpose(0, 1)
     )
