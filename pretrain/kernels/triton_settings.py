@@ -1,0 +1,88 @@
+"""What the fused kernels are compiled for: a variant of their code, tile sizes, warps and pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DROPOUT_LEVELS = 1 << 16  # probabilities are multiples of 1/65536, as in pretrain.model.dropout
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` queries at a time; `columns` keys, or position rows in the kernel of their gradient."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        for size in (self.rows, self.columns):
+            assert size >= 16 and size & (size - 1) == 0, self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One `Tile` per kernel."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+    position_gradient: Tile
+
+    def __post_init__(self) -> None:
+        for tile in (self.forward, self.query_gradient):
+            assert tile.rows in (tile.columns, 2 * tile.columns), tile
+        for tile in (self.key_gradient, self.position_gradient):
+            assert tile.rows <= tile.columns, tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A kernel's compile-time constants; one object, since they travel together through every function of it."""
+
+    num_heads: int
+    num_groups: int  # of heads that share a key and value
+    head_width: int
+    rows: int
+    columns: int
+    has_position: bool
+    has_starts: bool  # documents are isolated
+    has_key_bias: bool
+    has_distance_bias: bool
+    drop_threshold: int  # of DROPOUT_LEVELS
+    adds_positions: bool  # in the kernel of the queries' gradient
+    precision: str  # of products of float32; "ieee" or "tf32"
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_groups
+
+    @property
+    def padded_width(self) -> int:
+        """A power of two, at least 16 for the tensor cores."""
+        return max(16, 1 << (self.head_width - 1).bit_length())
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_width)
+
+    @property
+    def scale_log2(self) -> float:
+        return self.scale * math.log2(math.e)
+
+    @property
+    def keep_scale(self) -> float:
+        return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.drop_threshold)
+
+
+def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
+    """The tiles for a head width on a GPU of this compute capability."""
+    del capability
+    return Tiles(
+        forward=Tile(128, 64, 8, 2),
+        query_gradient=Tile(64, 64, 4, 2),
+        key_gradient=Tile(64, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
+    )

@@ -1,0 +1,135 @@
+"""The fused kernels compiled for a GPU that need not be there: registers, spills and shared memory of each.
+
+It cannot share a process with the interpreter, which replaces what would be compiled. Run as a module it compiles what
+the arguments name, "kernel:head width:compute capability[:option,option]", and prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.kernels.triton_settings import Tile, Variant, tiles_for
+
+NUM_HEADS = 16
+FLOAT32_POINTERS = {
+    "key_biases",
+    "distance_biases",
+    "log_sums",
+    "deltas",
+    "query_sums",
+    "score_sums",
+    "content_sums",
+    "position_gradients",
+    "distance_bias_gradients",
+}
+INT32_POINTERS = {"first_keys", "query_ends"}
+# What the launcher sees as multiples of 16 when segment and memory are the usual powers of two.
+EVEN_INTEGERS = {"key_lane", "key_row", "key_head", "value_lane", "value_row", "value_head", "L", "M", "window"}
+ODD_INTEGERS = {"B", "num_shares"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "documents": dict(has_starts=True),
+    "dropout": dict(drop_threshold=6554),
+    "key_bias": dict(has_key_bias=True),
+    "distance_bias": dict(has_distance_bias=True),
+    "no_position": dict(has_position=False),
+    "adds_positions": dict(adds_positions=True),
+    "grouped": dict(num_groups=4),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int  # per thread
+    spilled: int  # bytes, stores and loads
+    shared: int  # bytes per program
+
+
+def compiled(kernel: str, variant: Variant, tile: Tile, capability: int, dtype: str = "bf16") -> tuple[Any, Resources]:
+    """The compiled kernel and what it takes, for bf16 tensors of the usual alignment."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = kernels()[kernel]
+    signature, attributes = {}, {}
+    for index, name in enumerate(function.arg_names):
+        signature[name] = "constexpr" if name == "VARIANT" else _type_of(name, dtype)
+        if name in EVEN_INTEGERS or signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs={"VARIANT": variant}, attrs=attributes)
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # else the log is missing on the second run
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        binary = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options=dict(num_warps=tile.warps, num_stages=tile.stages),
+        )
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    registers = re.findall(r"Used (\d+) registers", log.getvalue())
+    assert len(spills) == len(registers) == 1, log.getvalue()
+    return binary, Resources(int(registers[0]), sum(map(int, spills[0])), binary.metadata.shared)
+
+
+def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
+    """Positions, no documents, no dropout, no biases."""
+    settings: dict[str, Any] = dict(
+        num_heads=NUM_HEADS,
+        num_groups=NUM_HEADS,
+        head_width=head_width,
+        rows=tile.rows,
+        columns=tile.columns,
+        has_position=True,
+        has_starts=False,
+        has_key_bias=False,
+        has_distance_bias=False,
+        drop_threshold=0,
+        adds_positions=False,
+        precision="tf32",
+    )
+    return Variant(**settings | options)
+
+
+def resources_of(wanted: str) -> Resources:
+    """What one kernel takes with its chosen tile: "kernel:head width:compute capability[:option,option]"."""
+    kernel, head_width, capability, *options = wanted.split(":")
+    tile = getattr(tiles_for(int(head_width), divmod(int(capability), 10)), kernel)
+    chosen: dict[str, Any] = {}
+    for name in options[0].split(",") if options else ():
+        chosen |= OPTIONS[name]
+    return compiled(kernel, plain_variant(int(head_width), tile, **chosen), tile, int(capability))[1]
+
+
+def kernels() -> dict[str, Any]:
+    from pretrain.kernels.triton_backward_keys import key_gradient_kernel
+    from pretrain.kernels.triton_backward_positions import position_gradient_kernel
+    from pretrain.kernels.triton_backward_queries import query_gradient_kernel
+    from pretrain.kernels.triton_forward import forward_kernel
+
+    return {
+        "forward": forward_kernel,
+        "query_gradient": query_gradient_kernel,
+        "key_gradient": key_gradient_kernel,
+        "position_gradient": position_gradient_kernel,
+    }
+
+
+def _type_of(name: str, dtype: str) -> str:
+    if name in EVEN_INTEGERS | ODD_INTEGERS:
+        return "i32"
+    if name == "dropout_keys":
+        return "*i64"
+    if name in INT32_POINTERS:
+        return "*i32"
+    return "*fp32" if name in FLOAT32_POINTERS else f"*{dtype}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({wanted: vars(resources_of(wanted)) for wanted in sys.argv[1:]}))

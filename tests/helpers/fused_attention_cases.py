@@ -1,0 +1,164 @@
+"""Cases of the fused kernel in triton's interpreter. Run as a module it computes the named ones and prints JSON.
+
+The interpreter is chosen when triton is imported, so it needs a process of its own, started with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.helpers.exact_attention import exact_attention, kept_weights
+
+ARGUMENTS = ("query", "key", "value", "position", "u", "v", "key_bias", "distance_bias")
+LANE_KEYS = [7, -3, 2**62 + 5, 123_456_789_012]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call, compared with float64. `wide` takes tiles whose queries are twice as many as their keys."""
+
+    B: int = 1
+    H: int = 2
+    G: int = 0  # 0: H
+    L: int
+    M: int
+    D: int = 16
+    max_distance: int | None = None
+    documents: int = 0  # boundaries per lane
+    dropout: float = 0.0
+    positions: bool = True
+    key_bias: bool = False
+    distance_bias: bool = False
+    deterministic: bool = False
+    wide: bool = False
+    size: int = 16  # of the tiles
+    dtype: torch.dtype = torch.float32
+
+
+CASES: dict[str, Case] = {
+    "aligned": Case(B=2, L=32, M=32),
+    "odd sizes": Case(B=2, L=37, M=23),
+    "odd sizes, deterministic": Case(B=3, L=37, M=23, deterministic=True),
+    "odd sizes, wide tiles": Case(L=37, M=23, wide=True),
+    "odd sizes, wide tiles, deterministic": Case(B=2, L=37, M=23, wide=True, deterministic=True),
+    "tiles of 64": Case(H=1, L=130, M=75, D=32, size=64),
+    "tiles of 64, wide, deterministic": Case(H=1, L=130, M=75, D=32, size=64, wide=True, deterministic=True),
+    "no memory": Case(L=45, M=0, wide=True),
+    "no memory, deterministic": Case(L=45, M=0, deterministic=True),
+    "memory longer than the segment": Case(L=19, M=77, wide=True),
+    "memory shorter than the segment": Case(L=71, M=5, deterministic=True),
+    "one query": Case(B=2, L=1, M=50),
+    "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
+    "head width 41": Case(L=33, M=20, D=41),
+    "head width 41, deterministic": Case(L=33, M=20, D=41, deterministic=True),
+    "head width 80": Case(H=1, L=20, M=9, D=80),
+    "head width 128": Case(H=1, L=20, M=9, D=128, deterministic=True),
+    "same length": Case(B=2, L=37, M=41, max_distance=41),
+    "same length, deterministic": Case(B=2, L=37, M=41, max_distance=41, deterministic=True),
+    "short window": Case(L=70, M=41, max_distance=9, wide=True),
+    "short window, deterministic": Case(L=70, M=41, max_distance=9, deterministic=True),
+    "window of one": Case(L=20, M=20, max_distance=1),
+    "documents": Case(B=3, L=50, M=37, documents=3),
+    "documents, wide, deterministic": Case(B=3, L=50, M=37, documents=3, wide=True, deterministic=True),
+    "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
+    "many documents, deterministic": Case(B=2, L=70, M=33, documents=12, deterministic=True),
+    "grouped queries": Case(B=2, H=4, G=2, L=37, M=23),
+    "grouped queries, deterministic": Case(B=2, H=6, G=1, L=21, M=23, deterministic=True),
+    "key bias": Case(B=2, L=37, M=23, key_bias=True),
+    "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
+    "distance bias": Case(B=2, L=37, M=23, distance_bias=True),
+    "distance bias without positions": Case(B=2, L=37, M=23, distance_bias=True, positions=False, wide=True),
+    "no bias, no positions": Case(B=2, L=37, M=23, positions=False),
+    "dropout": Case(B=2, L=37, M=23, dropout=0.3),
+    "dropout, wide, deterministic": Case(B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True),
+    "dropout of grouped queries": Case(B=3, H=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
+    "everything": Case(
+        B=2, H=4, G=2, L=41, M=29, D=24, max_distance=33, documents=2, dropout=0.2, key_bias=True, distance_bias=True,
+        wide=True,
+    ),
+    "float16": Case(B=2, L=37, M=23, dtype=torch.float16),
+    "float16, deterministic": Case(B=2, L=37, M=23, dtype=torch.float16, deterministic=True),
+}
+
+
+def errors_of(case: Case) -> dict[str, float]:
+    """Relative errors (2-norm) of the output and of every gradient."""
+    generator = torch.Generator().manual_seed(case.L * 1000 + case.M)
+    exact_inputs = [
+        None if tensor is None else tensor.to(case.dtype).double().requires_grad_() for tensor in _inputs(case, generator)
+    ]
+    documents_BK = _documents(case, generator) if case.documents else None
+    gradient_BLHD = torch.randn(case.B, case.L, case.H, case.D, generator=generator).to(case.dtype)
+    threshold = round(case.dropout * 65536)
+    keep = kept_weights(_words(case.B), case.H, case.L, case.L + case.M, threshold) if threshold else None
+    exact = exact_attention(
+        *exact_inputs[:6], key_bias_BHK=exact_inputs[6], distance_bias_KH=exact_inputs[7], documents_BK=documents_BK,
+        max_distance=case.max_distance, keep_BHLK=keep, dropout=threshold / 65536,
+    )
+    exact.backward(gradient_BLHD.double())
+    inputs = [None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs]
+    output = fused(case, inputs, documents_BK)
+    output.backward(gradient_BLHD)
+    errors = {"output": _relative(output, exact)}
+    for name, tensor, reference in zip(ARGUMENTS, inputs, exact_inputs, strict=True):
+        if tensor is not None:
+            assert tensor.grad.dtype == tensor.dtype
+            errors[name] = _relative(tensor.grad, reference.grad)
+    return errors
+
+
+def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) -> Tensor:
+    """The kernel on this case's options and tiles."""
+    from pretrain.kernels.triton_attention import fused_relative_attention
+    from pretrain.kernels.triton_settings import Tile, Tiles
+
+    size = case.size
+    tiles = Tiles(
+        forward=Tile(2 * size if case.wide else size, size),
+        query_gradient=Tile(size, size),
+        key_gradient=Tile(size, 2 * size if case.wide else size),
+        position_gradient=Tile(size, 2 * size if case.wide else size),
+    )
+    return fused_relative_attention(
+        *inputs[:6], key_bias_BHK=inputs[6], distance_bias_KH=inputs[7], max_distance=case.max_distance,
+        documents_BK=documents_BK, dropout=case.dropout, deterministic=case.deterministic, tiles=tiles,
+        dropout_keys_B=torch.tensor(LANE_KEYS[: case.B]) if case.dropout else None,
+    )
+
+
+def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
+    B, H, G, L, K, D = case.B, case.H, case.G or case.H, case.L, case.L + case.M, case.D
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    # Keys and values as a projection leaves them: interleaved, so their rows are not dense.
+    key_BKGD, value_BKGD = normal(B, K, 2, G, D).unbind(2)
+    position = [normal(K, H, D), normal(H, D), normal(H, D)] if case.positions else [None, None, None]
+    key_bias = normal(B, H, K) if case.key_bias else None
+    return [normal(B, L, H, D), key_BKGD, value_BKGD, *position, key_bias, normal(K, H) if case.distance_bias else None]
+
+
+def _documents(case: Case, generator: torch.Generator) -> Tensor:
+    K = case.L + case.M
+    starts_BK = torch.zeros(case.B, K, dtype=torch.int32)
+    for lane in starts_BK:
+        lane[torch.randperm(K, generator=generator)[: case.documents]] = 1
+    return starts_BK.cumsum(1, dtype=torch.int32) - 5
+
+
+def _words(num_lanes: int) -> list[int]:
+    return [key % 2**64 for key in LANE_KEYS[:num_lanes]]
+
+
+def _relative(value: Tensor, exact: Tensor) -> float:
+    return float((value.detach().double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: errors_of(CASES[name]) for name in sys.argv[1:] or CASES}))
