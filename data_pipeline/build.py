@@ -1,0 +1,266 @@
+"""Documents to tokens to shards: deterministic, and resumable after a crash at any moment with the same bytes.
+
+Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json last), build.json,
+rejects.jsonl if any record was unusable. A document's tokens are its encoding followed by one end-of-document token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from data_pipeline.build_journal import BuildJournal, FinishedShard, check_recipe, claimed_output, is_finished
+from data_pipeline.build_progress import Progress
+from data_pipeline.build_tokenizer import is_validation, prepare_tokenizer
+from data_pipeline.config import CorpusConfig
+from data_pipeline.config_loader import to_tree
+from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.documents import Document, Reject, SourceFile, list_sources, read_documents
+from data_pipeline.errors import DataError
+from data_pipeline.files import fsync_file, sha256_of
+from data_pipeline.manifest import Manifest, ShardInfo
+from data_pipeline.mds import LARGEST_SAMPLE_OVERHEAD, write_index, write_shard
+from data_pipeline.tokenizer import Tokenizer
+
+REJECTS_NAME = "rejects.jsonl"
+BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, little enough to hold
+# Where a corpus lies, or how fast and patiently it is built, does not change it.
+NOT_IN_RECIPE = ("input", "validation_input", "output", "threads", "max_rejects")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What is now on disk."""
+
+    manifests: dict[str, Manifest]  # by split
+    rejects: int
+    was_finished: bool = False  # nothing had to be done
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A document on its way into a split."""
+
+    split: str
+    document: Document
+
+
+def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda line: None) -> BuildResult:
+    """Build the corpus that `config` describes, or go on where a killed build left off; `report` gets progress lines.
+
+    Raises ConfigError or DataError for what the user can put right; OSError when the disk is full. In all these cases
+    no manifest has been written, and the same call goes on with what is finished.
+    """
+    sources = [("", source) for source in list_sources(config.input, config)]
+    if config.validation_input:
+        sources += [("validation", source) for source in list_sources(config.validation_input, config)]
+    recipe = _recipe(config, sources)
+    with claimed_output(config.output) as output:
+        if is_finished(output):
+            check_recipe(output, recipe)
+            return _result(output, was_finished=True)
+        journal = BuildJournal(output, recipe)
+        report(f"tokenizer: {config.tokenizer.path or config.tokenizer.kind}")
+        training_sources = [source for split, source in sources if split != "validation"]
+        tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
+        _write_splits(config, sources, tokenizer, journal, report)
+        journal.finish()
+        return _result(output)
+
+
+def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict[str, Any]:
+    """All that the corpus' bytes depend on, without the places where things lie."""
+    settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
+    if config.tokenizer.path:
+        settings["tokenizer"] = Tokenizer.load(config.tokenizer.path).fingerprint
+    listing = json.dumps([[split, source.name, source.kind, source.size] for split, source in sources])
+    return {"settings": settings, "files": len(sources), "files_hash": hashlib.sha256(listing.encode()).hexdigest()}
+
+
+def _result(output: Path, was_finished: bool = False) -> BuildResult:
+    from data_pipeline.corpus import SPLITS
+    from data_pipeline.manifest import MANIFEST_NAME, read_manifest
+
+    manifests = {split: read_manifest(output / split) for split in SPLITS if (output / split / MANIFEST_NAME).exists()}
+    rejects = output / REJECTS_NAME
+    return BuildResult(manifests, len(rejects.read_bytes().splitlines()) if rejects.exists() else 0, was_finished)
+
+
+def _write_splits(
+    config: CorpusConfig,
+    sources: list[tuple[str, SourceFile]],
+    tokenizer: Tokenizer,
+    journal: BuildJournal,
+    report: Callable[[str], None],
+) -> None:
+    splits = ("train", "validation") if config.validation_input or config.validation_fraction else ("train",)
+    writers = {split: SplitWriter(split, config.shard_bytes, tokenizer, journal) for split in splits}
+    progress = Progress(report, sum(source.size for _, source in sources))
+    rejects_path = journal.directory / REJECTS_NAME
+    with open(rejects_path, "wb") as rejects_file:
+        rejects = _RejectList(rejects_file, config.max_rejects, rejects_path)
+        jobs = _jobs(config, sources, rejects, progress)
+        new_jobs = (job for job in jobs if not writers[job.split].has_already())
+        for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
+            writers[job.split].add(job.document, ids)
+            progress.add(len(ids) + 1)
+    for writer in writers.values():
+        writer.flush()
+    _refuse_empty(writers, config, rejects)
+    if rejects.count:
+        fsync_file(rejects_path)
+        rejects_path.replace(config.output / REJECTS_NAME)
+    for split in reversed(splits):  # train last: who finds its manifest finds everything
+        writers[split].finish()
+
+
+def _jobs(
+    config: CorpusConfig, sources: list[tuple[str, SourceFile]], rejects: _RejectList, progress: Progress
+) -> Iterator[_Job]:
+    """Every usable document with the split it belongs to, in the order of the input."""
+    for split, source in sources:
+        for document in read_documents(source, config):
+            if isinstance(document, Reject):
+                rejects.add(document)
+                continue
+            progress.read(document.text)
+            yield _Job(split or ("validation" if is_validation(document.id, config) else "train"), document)
+        progress.finish_file(source.size)
+
+
+def _encoded(jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int) -> Iterator[tuple[_Job, np.ndarray]]:
+    """Each job with its ids; while one batch is encoded, the next is read and the one before is written."""
+    with ThreadPoolExecutor(1) as pool:
+        before: list[_Job] = []
+        pending = None
+        for batch in _batches(jobs):
+            future = pool.submit(tokenizer.encode_many, [job.document.text for job in batch], threads)
+            if pending is not None:
+                yield from zip(before, pending.result(), strict=True)
+            before, pending = batch, future
+        if pending is not None:
+            yield from zip(before, pending.result(), strict=True)
+
+
+def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    batch: list[_Job] = []
+    characters = 0
+    for job in jobs:
+        batch.append(job)
+        characters += len(job.document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class SplitWriter:
+    """Puts documents into shards of at most `shard_bytes`, one document at least, in the order in which they come."""
+
+    def __init__(self, split: str, shard_bytes: int, tokenizer: Tokenizer, journal: BuildJournal) -> None:
+        self.split = split
+        self._shard_bytes = shard_bytes
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._directory = journal.output / split
+        self._directory.mkdir(exist_ok=True)
+        self.shards = [shard for shard in journal.shards if shard.split == split]
+        self._documents_to_skip = sum(shard.info.documents for shard in self.shards)
+        self._start_shard()
+
+    def has_already(self) -> bool:
+        """Whether the next document of this split lies in a shard that was finished before a restart."""
+        self._documents_to_skip -= 1
+        return self._documents_to_skip >= 0
+
+    def _start_shard(self) -> None:
+        self._pending: list[tuple[str, np.ndarray]] = []
+        self._bytes = self._text_bytes = self._characters = 0
+
+    def add(self, document: Document, ids: np.ndarray) -> None:
+        """Take a document; OSError when a full shard could not be written."""
+        tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
+        size = tokens.nbytes + len(document.id.encode()) + LARGEST_SAMPLE_OVERHEAD
+        if self._pending and self._bytes + size > self._shard_bytes:
+            self.flush()
+        self._pending.append((document.id, tokens))
+        self._bytes += size
+        self._text_bytes += len(document.text.encode())
+        self._characters += len(document.text)
+
+    def flush(self) -> None:
+        """Write the documents at hand as a shard."""
+        if not self._pending:
+            return
+        path = self._directory / f"shard.{len(self.shards):05d}.mds"
+        entry = write_shard(path, self._pending, self._journal.directory / "scratch")
+        lengths = [len(tokens) for _, tokens in self._pending]
+        info = ShardInfo(
+            path=path.name,
+            documents=len(lengths),
+            tokens=sum(lengths),
+            longest_document=max(lengths),
+            size=path.stat().st_size,
+            sha256=sha256_of(path),
+            text_bytes=self._text_bytes,
+            characters=self._characters,
+        )
+        shard = FinishedShard(self.split, info, entry)
+        self._journal.record(shard)
+        self.shards.append(shard)
+        self._start_shard()
+
+    def finish(self) -> None:
+        """Make the split whole: its index, then its manifest."""
+        write_index(self._directory, [shard.index_entry for shard in self.shards])
+        manifest = Manifest(
+            dtype=self._tokenizer.dtype,
+            tokenizer=self._tokenizer.fingerprint,
+            end_id=self._tokenizer.end_id,
+            vocab_size=self._tokenizer.vocab_size,
+            shards=tuple(shard.info for shard in self.shards),
+        )
+        manifest.write(self._directory)
+
+
+class _RejectList:
+    """Lists unusable records in a file; DataError when there are more than allowed."""
+
+    def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
+        self._file, self._limit, self._path = file, limit, path
+        self.count = 0
+        self.first: Reject | None = None
+
+    def add(self, reject: Reject) -> None:
+        self.count += 1
+        self.first = self.first or reject
+        line = json.dumps({"source": reject.source, "reason": reject.reason})
+        self._file.write(line.encode() + b"\n")
+        if self.count > self._limit:
+            self._file.flush()
+            raise DataError(
+                f"more than max_rejects={self._limit} unusable records, the last one {reject.source}: {reject.reason}; "
+                f"they are listed in {self._path}: put them right or raise max_rejects"
+            )
+
+
+def _refuse_empty(writers: dict[str, SplitWriter], config: CorpusConfig, rejects: _RejectList) -> None:
+    empty = [split for split, writer in writers.items() if not writer.shards]
+    if "train" in empty:
+        example = f"; the first of {rejects.count} unusable records is {rejects.first}" if rejects.first else ""
+        raise DataError(f"no documents for the training split in {', '.join(map(str, config.input))}{example}")
+    if empty:
+        documents = sum(shard.info.documents for shard in writers["train"].shards)
+        raise DataError(
+            f"no documents for the validation split: validation_fraction={config.validation_fraction} of {documents} "
+            "documents; raise it, set it to 0 for none, or give validation_input"
+        )

@@ -1,0 +1,63 @@
+"""Settings of `data-pipeline build`, as frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from data_pipeline.errors import ConfigError
+
+LARGEST_SHARD_BYTES = 1 << 31  # MDS counts bytes inside a shard with 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
+
+    kind: Literal["unigram", "bpe", "bytes"] = "unigram"
+    vocab_size: int = 16384  # `bytes` always has 257
+    training_bytes: int = 20_000_000  # of text, spread evenly over the input
+    path: Path | None = None  # an existing tokenizer directory or SentencePiece model, instead of training one
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 300:
+            raise ConfigError(
+                f"tokenizer.vocab_size={self.vocab_size} leaves no room beside the 256 bytes; use 300 or more, "
+                "or tokenizer.kind=bytes"
+            )
+        if self.training_bytes < 1:
+            raise ConfigError(f"tokenizer.training_bytes={self.training_bytes} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which text becomes which corpus. The same text and settings give the same bytes."""
+
+    input: tuple[Path, ...]  # files, or folders read recursively; names that start with a dot are left out
+    output: Path
+    validation_input: tuple[Path, ...] = ()  # an own validation set; leave validation_fraction at 0 with it
+    validation_fraction: float = 0.01  # of the documents, chosen by a hash of their id; 0: none
+    format: Literal["auto", "text", "jsonl"] = "auto"  # auto: JSONL where the name says so; text: one document per file
+    suffixes: tuple[str, ...] = ()  # only files whose name ends so, before .gz or .zst; (): all
+    text_field: str = "text"  # JSONL
+    id_field: str = "id"  # JSONL; where a record lacks it, file and line name the document
+    max_document_bytes: int = 1 << 28  # longer records are rejected
+    max_rejects: int = 1000  # unusable records beyond this number stop the build
+    shard_bytes: int = 8 << 20
+    threads: int = 0  # encoding text; 0: one per core
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    def __post_init__(self) -> None:
+        if not self.input:
+            raise ConfigError("input names no file or folder")
+        if not 0.0 <= self.validation_fraction < 1.0:
+            raise ConfigError(f"validation_fraction={self.validation_fraction} must be at least 0 and below 1")
+        if not 1 <= self.shard_bytes <= LARGEST_SHARD_BYTES:
+            raise ConfigError(f"shard_bytes={self.shard_bytes} must be between 1 and {LARGEST_SHARD_BYTES}")
+        if not 1 <= self.max_document_bytes <= LARGEST_SHARD_BYTES // 8:
+            raise ConfigError(
+                f"max_document_bytes={self.max_document_bytes} must be between 1 and {LARGEST_SHARD_BYTES // 8}"
+            )
+        if self.max_rejects < 0 or self.threads < 0:
+            raise ConfigError("max_rejects and threads must be 0 or more")

@@ -1,0 +1,222 @@
+"""Which documents each lane reads and in which order: pure arithmetic on token counts, no tokens, no files.
+
+A unit is a shard. In each epoch the units are permuted, and inside each unit its documents; this gives one virtual
+stream of T tokens. Lane i of N is the documents whose first token lies in [i*T/N, (i+1)*T/N) of it. A lane that has
+read its share of an epoch goes on with its share of the next, so every token is read once per epoch and every
+document whole. Ranks are not mentioned: a lane's stream is a function of (unit tokens, seed, number of lanes, lane).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from data_pipeline.permutation import key_of, permutation, sort_order
+
+EPOCHS_KEPT = 4  # lanes cross into the next epoch at different steps
+LAYOUTS_KEPT = 32
+COMFORTABLE_RATIO = 20  # tokens of a lane per token of the longest document
+ALWAYS_EMPTY_EPOCHS = 1000
+
+
+class EpochOrder(NamedTuple):
+    """The units in their order and where each begins in the epoch's virtual stream; one more begin for the end."""
+
+    units: np.ndarray  # int32 [U]
+    begins: np.ndarray  # int64 [U + 1]
+
+
+class UnitLayout(NamedTuple):
+    """The documents of a unit in their order and where each begins inside the unit; one more begin for the end."""
+
+    documents: np.ndarray  # int64 [D]
+    begins: np.ndarray  # int64 [D + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive pieces of one lane out of one unit: piece k is `lengths[k]` tokens of a document from an offset."""
+
+    epoch: int
+    unit: int
+    documents: np.ndarray  # [pieces], place in the unit as it is stored
+    offsets: np.ndarray  # [pieces]; 0: the piece begins its document
+    lengths: np.ndarray  # [pieces]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class LanePlan:
+    """The order of reading. Holds prefix sums of the units' tokens for a few epochs, and a few units' layouts."""
+
+    def __init__(
+        self,
+        unit_tokens: Sequence[int] | np.ndarray,
+        num_lanes: int,
+        seed: int,
+        document_lengths: Callable[[int], np.ndarray],
+    ) -> None:
+        """`document_lengths(unit)` gives the tokens of each document of a unit as stored, [D]."""
+        self.unit_tokens = np.asarray(unit_tokens, np.int64)
+        self.num_lanes = num_lanes
+        self.seed = seed
+        self.num_tokens = int(self.unit_tokens.sum())
+        self._document_lengths = document_lengths
+        self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
+        self._layouts: OrderedDict[tuple[int, int], UnitLayout] = OrderedDict()
+
+    def epoch_order(self, epoch: int) -> EpochOrder:
+        """The epoch's permutation of the units."""
+        order = self._epochs.get(epoch)
+        if order is None:
+            units = permutation(len(self.unit_tokens), key_of(self.seed, "units", epoch))
+            order = EpochOrder(units.astype(np.int32), _begins(self.unit_tokens[units]))
+        return _keep(self._epochs, epoch, order, EPOCHS_KEPT)
+
+    def unit_layout(self, epoch: int, unit: int) -> UnitLayout:
+        """The epoch's permutation of a unit's documents."""
+        layout = self._layouts.get((epoch, unit))
+        if layout is None:
+            lengths = self._document_lengths(unit)
+            documents = sort_order(len(lengths), key_of(self.seed, "documents", epoch, unit))
+            layout = UnitLayout(documents, _begins(lengths[documents]))
+        return _keep(self._layouts, (epoch, unit), layout, LAYOUTS_KEPT)
+
+    def lane_begin(self, epoch: int, lane: int) -> int:
+        """Where the lane's share begins in the epoch's stream; lane N begins at its end."""
+        return self.document_begin(epoch, lane * self.num_tokens // self.num_lanes)
+
+    def document_begin(self, epoch: int, place: int) -> int:
+        """The place at or after `place` in the epoch's stream where a document begins, or where the stream ends."""
+        if place >= self.num_tokens:
+            return self.num_tokens
+        units, begins = self.epoch_order(epoch)
+        slot = int(np.searchsorted(begins, place, "right")) - 1
+        inside = self.unit_layout(epoch, int(units[slot])).begins
+        return int(begins[slot] + inside[np.searchsorted(inside, place - begins[slot], "left")])
+
+    def lane_length(self, epoch: int, lane: int) -> int:
+        """Tokens that the lane reads in that epoch."""
+        return self.lane_begin(epoch, lane + 1) - self.lane_begin(epoch, lane)
+
+    def locate(self, lane: int, token: int) -> tuple[int, int]:
+        """(epoch, position in the lane's share of that epoch) of the lane's token number `token` since the start."""
+        epoch = 0
+        while token >= (length := self.lane_length(epoch, lane)):
+            token -= length
+            epoch += 1
+        return epoch, token
+
+    def walk(self, lane: int, epoch: int = 0, position: int = 0) -> LaneWalk:
+        """The lane's stream from a position on; found by binary search."""
+        return LaneWalk(self, lane, epoch, position)
+
+
+class LaneWalk:
+    """Goes along one lane's stream, through the epochs, without end."""
+
+    def __init__(self, plan: LanePlan, lane: int, epoch: int, position: int) -> None:
+        self._plan = plan
+        self.lane = lane
+        self._enter(epoch)
+        if not 0 <= position <= self.length:
+            raise DataError(
+                f"lane {lane} has {self.length} tokens in epoch {epoch}, so position {position} does not exist; "
+                "the state belongs to another corpus, seed or number of lanes"
+            )
+        self.position = position
+        if position < self.length:
+            self._seek()
+
+    def _enter(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._begin = self._plan.lane_begin(epoch, self.lane)
+        self.length = self._plan.lane_begin(epoch, self.lane + 1) - self._begin
+        self.position = 0
+
+    def _seek(self) -> None:
+        units, begins = self._plan.epoch_order(self.epoch)
+        place = self._begin + self.position
+        slot = int(np.searchsorted(begins, place, "right")) - 1
+        self._unit_begin, self._unit_end = int(begins[slot]), int(begins[slot + 1])
+        self._unit = int(units[slot])
+        self._layout = self._plan.unit_layout(self.epoch, self._unit)
+
+    def _next_epoch(self) -> None:
+        for epoch in range(self.epoch + 1, self.epoch + ALWAYS_EMPTY_EPOCHS):
+            self._enter(epoch)
+            if self.length:
+                return self._seek()
+        raise DataError(f"lane {self.lane} is empty in {ALWAYS_EMPTY_EPOCHS} epochs on end; use fewer lanes")
+
+    def take(self, count: int) -> list[Run]:
+        """The next `count` tokens of the lane, in order."""
+        runs = []
+        while count:
+            if self.position == self.length:
+                self._next_epoch()
+            elif self._begin + self.position == self._unit_end:
+                self._seek()
+            run = self._take_from_unit(count)
+            runs.append(run)
+            count -= run.num_tokens
+        return runs
+
+    def _take_from_unit(self, count: int) -> Run:
+        documents, begins = self._layout
+        first = self._begin + self.position - self._unit_begin
+        room = min(self._unit_end - self._unit_begin, first + self.length - self.position)
+        last = min(first + count, room)  # one past the last token, inside the unit
+        low = int(np.searchsorted(begins, first, "right")) - 1
+        high = int(np.searchsorted(begins, last, "left"))
+        piece_begins = np.maximum(begins[low:high], first)
+        lengths = np.minimum(begins[low + 1 : high + 1], last) - piece_begins
+        self.position += last - first
+        return Run(self.epoch, self._unit, documents[low:high], piece_begins - begins[low:high], lengths)
+
+
+def check_lanes(plan: LanePlan, longest_document: int) -> str:
+    """Advice, or "" when there is none; DataError when a lane would have nothing to read.
+
+    A lane is empty when one document covers its whole share, so with T/N at least the longest document none ever is.
+    """
+    share = plan.num_tokens // plan.num_lanes
+    at_most = max(1, plan.num_tokens // max(longest_document, 1))
+    if share < longest_document:
+        for lane in range(plan.num_lanes):
+            if not plan.lane_length(0, lane):
+                raise DataError(
+                    f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest document has "
+                    f"{longest_document} tokens and lane {lane} would be empty; use at most {at_most} lanes, "
+                    "more text, or shorter documents"
+                )
+    if share < COMFORTABLE_RATIO * longest_document:
+        comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
+        fewer = f"; up to {comfortable} lanes would be even" if comfortable else ""
+        return (
+            f"{plan.num_lanes} lanes of {share} tokens are short beside the longest document of {longest_document} "
+            f"tokens: they will differ in length and cross epochs at different steps{fewer}"
+        )
+    return ""
+
+
+def _begins(lengths: np.ndarray) -> np.ndarray:
+    begins = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=begins[1:])
+    return begins
+
+
+def _keep(cache: OrderedDict, key, value, limit: int):  # type: ignore[no-untyped-def]
+    """Put `value` into a cache that forgets what was used longest ago."""
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > limit:
+        cache.popitem(last=False)
+    return value

@@ -1,0 +1,153 @@
+"""What a step reads, and the state of its lanes after it.
+
+Shapes: B lanes, L tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+
+CURSOR_FORMAT = 1
+
+
+@dataclass(kw_only=True)
+class LaneCursor:
+    """Where each lane stands: all that a checkpoint needs of the data, a few numbers per lane.
+
+    `checks_B` are hashes of the last `min(segment_length, position)` tokens each lane has read in its epoch.
+    """
+
+    seed: int
+    num_lanes: int
+    manifest_hash: str
+    lanes: range
+    segment_length: int
+    epochs_B: np.ndarray  # int64
+    positions_B: np.ndarray  # int64, tokens read of the lane's share of its epoch
+    checks_B: np.ndarray  # uint64
+    format: int = CURSOR_FORMAT
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "format": self.format,
+            "seed": self.seed,
+            "num_lanes": self.num_lanes,
+            "manifest_hash": self.manifest_hash,
+            "lanes": [self.lanes.start, self.lanes.stop],
+            "segment_length": self.segment_length,
+            "epochs": self.epochs_B.tolist(),
+            "positions": self.positions_B.tolist(),
+            "checks": [f"{check:016x}" for check in self.checks_B.tolist()],
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> LaneCursor:
+        """The cursor that `to_tree` described; DataError when this version cannot read it."""
+        found = tree.get("format") if isinstance(tree, dict) else None
+        if found != CURSOR_FORMAT:
+            raise DataError(f"the lane cursor has format {found!r}, this version reads {CURSOR_FORMAT}")
+        try:
+            cursor = cls(
+                seed=tree["seed"],
+                num_lanes=tree["num_lanes"],
+                manifest_hash=tree["manifest_hash"],
+                lanes=range(*tree["lanes"]),
+                segment_length=tree["segment_length"],
+                epochs_B=np.array(tree["epochs"], np.int64),
+                positions_B=np.array(tree["positions"], np.int64),
+                checks_B=np.array([int(check, 16) for check in tree["checks"]], np.uint64),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the lane cursor is damaged ({error!r}); use another checkpoint") from None
+        counts = {len(cursor.lanes), len(cursor.epochs_B), len(cursor.positions_B), len(cursor.checks_B)}
+        if len(counts) > 1:
+            raise DataError(
+                f"the lane cursor is damaged: its lists have {sorted(counts)} entries; use another checkpoint"
+            )
+        return cursor
+
+    def take(self, lanes: range) -> LaneCursor:
+        """The cursor of some of its lanes."""
+        if not lanes or lanes.step != 1 or lanes.start < self.lanes.start or lanes.stop > self.lanes.stop:
+            raise DataError(f"the cursor holds lanes {_shown(self.lanes)}, expected lanes {_shown(lanes)} among them")
+        rows = slice(lanes.start - self.lanes.start, lanes.stop - self.lanes.start)
+        return replace(
+            self,
+            lanes=lanes,
+            epochs_B=self.epochs_B[rows],
+            positions_B=self.positions_B[rows],
+            checks_B=self.checks_B[rows],
+        )
+
+    @classmethod
+    def join(cls, cursors: Sequence[LaneCursor]) -> LaneCursor:
+        """One cursor of the lanes of several, which must follow on each other; DataError when they do not fit."""
+        ordered = sorted(cursors, key=lambda cursor: cursor.lanes.start)
+        first = ordered[0]
+        for before, after in pairwise(ordered):
+            if before.lanes.stop != after.lanes.start:
+                raise DataError(f"lanes {_shown(before.lanes)} and {_shown(after.lanes)} do not follow on each other")
+            if before._identity() != after._identity():
+                raise DataError(f"cursors of different runs: {before._identity()} and {after._identity()}")
+        return replace(
+            first,
+            lanes=range(first.lanes.start, ordered[-1].lanes.stop),
+            epochs_B=np.concatenate([cursor.epochs_B for cursor in ordered]),
+            positions_B=np.concatenate([cursor.positions_B for cursor in ordered]),
+            checks_B=np.concatenate([cursor.checks_B for cursor in ordered]),
+        )
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.format, self.seed, self.num_lanes, self.manifest_hash, self.segment_length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LaneCursor) and self.to_tree() == other.to_tree()
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentBatch:
+    """The next L tokens of B lanes. `targets_BL` is the same stream one token ahead."""
+
+    tokens_BL: np.ndarray  # int64
+    targets_BL: np.ndarray  # int64
+    starts_BL: np.ndarray  # bool: the token is the first of its document
+    lanes: range
+    valid_BL: np.ndarray | None = None  # bool: the target counts; None: all do
+    make_cursor: Callable[[], LaneCursor] | None = field(default=None, repr=False)
+
+    @cached_property
+    def cursor(self) -> LaneCursor:
+        """The state of the lanes after this batch, whatever was read ahead since."""
+        assert self.make_cursor is not None, "batches for evaluation and slots have no cursor"
+        return self.make_cursor()
+
+    def split(self, count: int) -> list[SegmentBatch]:
+        """`count` slots of B / count consecutive lanes each."""
+        assert len(self.lanes) % count == 0, f"{len(self.lanes)} lanes do not divide into {count} slots"
+        size = len(self.lanes) // count
+        return [self._slot(slice(begin, begin + size)) for begin in range(0, len(self.lanes), size)]
+
+    def _slot(self, rows: slice) -> SegmentBatch:
+        valid_BL = None if self.valid_BL is None else self.valid_BL[rows]
+        return SegmentBatch(
+            self.tokens_BL[rows], self.targets_BL[rows], self.starts_BL[rows], self.lanes[rows], valid_BL
+        )
+
+
+def check_value(tokens: np.ndarray) -> int:
+    """A 64-bit hash of some tokens that does not depend on their type."""
+    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
+
+
+def _shown(lanes: range) -> str:
+    return f"{lanes.start}-{lanes.stop - 1}"
