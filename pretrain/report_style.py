@@ -40,7 +40,7 @@ th, td { text-align: right; white-space: nowrap; padding: 6px 0 6px 18px; }
 th { font-weight: 600; color: var(--faint); font-size: 12.5px; }
 td { border-top: 1px solid var(--grid); }
 th:first-child, td:first-child { padding-left: 0; }
-.named td:first-child, .words td { text-align: left; }
+.named th:first-child, .named td:first-child, .words th, .words td { text-align: left; }
 .words td { white-space: normal; vertical-align: top; }
 .words td:first-child { color: var(--faint); white-space: nowrap; }
 .words tr:first-child td { border-top: 0; }

@@ -8,7 +8,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.estimates import estimate
-from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.isoflop import FEWEST_SIZES, fit_isoflop
 from pretrain.scaling.law import FlopsLaw, log_loss
 from pretrain.scaling.lines import Interval, LawLine, interval
 from pretrain.scaling.points import Points
@@ -21,6 +21,7 @@ class Prediction:
     name: str
     parameters: float
     tokens: float
+    flops: float
     measured: float
     predicted: Interval
 
@@ -37,7 +38,7 @@ class LeftOut:
     budget: float
     law_error: float | None  # mean |relative error| of approach 3 over that budget's runs
     optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
-    measured: tuple[float, float]  # N*, loss: the budget's vertex, else its lowest run
+    measured: tuple[float, float] | None  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
 
 
 def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
@@ -60,7 +61,9 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
     return LeftOut(budget=float(budgets[-1]), law_error=law_error, optimum=optimum, measured=measured)
 
 
-def _measured_optimum(points: Points, last: Points) -> tuple[float, float]:
+def _measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
+    if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
+        return None
     try:
         valley = fit_isoflop(points).valleys[-1]
         if valley.is_used:
@@ -75,11 +78,17 @@ def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Predic
     """What the law says of the runs that were held out, beside what was measured."""
     held = runs.take(runs.holdout_P)
     found = []
-    for name, size, tokens, loss in zip(held.names, held.parameters_P, held.tokens_P, held.loss_P, strict=True):
+    columns = (held.names, held.parameters_P, held.tokens_P, held.flops_P, held.loss_P)
+    for name, size, tokens, flops, loss in zip(*columns, strict=True):
         predicted = loss_interval(law, draws, float(size), float(tokens))
         found.append(
             Prediction(
-                name=name, parameters=float(size), tokens=float(tokens), measured=float(loss), predicted=predicted
+                name=name,
+                parameters=float(size),
+                tokens=float(tokens),
+                flops=float(flops),
+                measured=float(loss),
+                predicted=predicted,
             )
         )
     return tuple(found)

@@ -6,12 +6,13 @@ both are said. Legend: K draws, F budgets, P points, S sizes of one budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.frontier import Frontier, fit_frontier
+from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
 from pretrain.scaling.points import Array, Points
 
 FEWEST_SIZES = 3
@@ -142,22 +143,23 @@ def _valley(points: Points, budget: float) -> Valley:
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     found = [f"budget {valley.budget:.3g} is not used: {valley.reason}" for valley in valleys if valley.reason]
     used = [valley for valley in valleys if valley.is_used]
-    for valley in used:
-        where = f"budget {valley.budget:.3g}"
-        if valley.num_sizes < GOOD_SIZES:
-            found.append(
-                f"{where} has {valley.num_sizes} sizes; with fewer than {GOOD_SIZES} one run moves the vertex far"
-            )
-        width = np.log(valley.largest / valley.smallest)
-        nearest_edge = min(np.log(valley.parameters / valley.smallest), np.log(valley.largest / valley.parameters))
-        if nearest_edge < OFF_CENTRE * width:
-            found.append(
-                f"{where}: the vertex {valley.parameters:.3g} lies near the edge of the sizes, which biases it"
-            )
-        if valley.largest / valley.smallest > WIDE_GRID:
-            found.append(
-                f"{where}: sizes span {valley.largest / valley.smallest:.0f}x; the valley is no parabola that wide"
-            )
+
+    def budgets_where(is_so: Callable[[Valley], bool]) -> str:
+        return ", ".join(f"{valley.budget:.3g}" for valley in used if is_so(valley))
+
+    if few := budgets_where(lambda valley: valley.num_sizes < GOOD_SIZES):
+        found.append(f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at budget {few}")
+    if near_edge := budgets_where(_is_off_centre):
+        found.append(f"the vertex lies near the edge of the sizes, which biases it, at budget {near_edge}")
+    if wide := budgets_where(lambda valley: valley.largest / valley.smallest > WIDE_GRID):
+        found.append(f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at budget {wide}")
     if len(used) == 2:
         found.append("two budgets determine a line exactly: nothing checks it; add a third")
+    elif len(used) < FEWEST_FOR_FLOOR:
+        found.append(f"{len(used)} budgets show no floor of the loss: extrapolated losses come out too low")
     return found
+
+
+def _is_off_centre(valley: Valley) -> bool:
+    edges = valley.parameters / valley.smallest, valley.largest / valley.parameters
+    return np.log(min(edges)) < OFF_CENTRE * np.log(valley.largest / valley.smallest)

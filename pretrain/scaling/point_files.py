@@ -35,6 +35,7 @@ class Columns:
     name: str = "name"
     progress: str = "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
     holdout: str = "holdout"  # true: predicted, never fitted
+    excluded: str = "excluded"  # not empty: why the run takes no part
 
 
 def read_points(
@@ -43,9 +44,11 @@ def read_points(
     *,
     where: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    holdout: Sequence[str] = (),
 ) -> Points:
     """The runs of a CSV or JSON file. `where` keeps rows (column=value); `exclude` drops some (column=value: reason).
 
+    `holdout` (column=value) marks rows to be predicted and never fitted, beside those that the file marks itself.
     Raises DataError, one line per kind of mistake: missing column, not a number, not positive, no rows left.
     """
     columns = columns or Columns()
@@ -56,12 +59,16 @@ def read_points(
     kept: list[Row] = []
     excluded: list[Exclusion] = []
     for row in rows:
-        reasons = [item.partition(":")[2].strip() for item in exclude if _matches(row, item.partition(":")[0], path)]
+        reasons = [str(row[columns.excluded])] if row.get(columns.excluded) else []
+        reasons += [item.partition(":")[2].strip() for item in exclude if _matches(row, item.partition(":")[0], path)]
         if reasons:
             excluded.append(Exclusion(_name(row, columns), reasons[0] or "excluded by hand"))
         else:
             kept.append(row)
-    points = _from_rows(kept, columns, path)
+    held = [
+        {**row, columns.holdout: "yes"} if any(_matches(row, item, path) for item in holdout) else row for row in kept
+    ]
+    points = _from_rows(held, columns, path)
     return without_repeats(replace(points, excluded=tuple(excluded)))
 
 

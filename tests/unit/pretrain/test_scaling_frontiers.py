@@ -53,9 +53,9 @@ def test_vertex_outside_the_sizes_is_not_used_and_said():
 
 def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():
     few = " ".join(fit_isoflop(simulated(num_sizes=4, spread=3)).warnings)
-    assert "has 4 sizes; with fewer than 5" in few
+    assert "fewer than 5 sizes" in few
     wide = " ".join(fit_isoflop(simulated(spread=8)).warnings)
-    assert "span 64x" in wide
+    assert "span over 40x" in wide
     points = simulated()
     lopsided = points.take(
         points.parameters_P < 1.6 * np.exp(log_optimum(HOFFMANN.theta, np.log(points.flops_P), SIX_N)[0])

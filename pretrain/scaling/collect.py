@@ -1,0 +1,154 @@
+"""The runs of a sweep as one table: every cell is in it, with its loss or with the reason why it has none."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import write_text
+from pretrain.run_dir import RunDir
+from pretrain.scaling.costs import cost_of
+from pretrain.scaling.points import Array
+from pretrain.scaling.sweep_file import Cell, Sweep
+
+CURVE_POINTS = 100  # per run; losses between are averaged
+CURVE_COLUMNS = ("run", "N", "C", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One cell. N counts all parameters, C is exact; loss is that of the last evaluation."""
+
+    name: str
+    N: int | str = ""
+    N_body: int | str = ""
+    D: int | str = ""
+    C: float | str = ""
+    C_6ND: float | str = ""
+    loss: float | str = ""
+    budget: float | str = ""
+    seed: int | str = ""
+    progress: float | str = ""
+    holdout: str = ""
+    schedule: str = ""
+    learning_rate: float | str = ""
+    tokens_per_step: int | str = ""
+    seconds: float | str = ""  # of training, without evaluations and saves, where the run measured it
+    code: str = ""  # version of the code, where the run noted it
+    excluded: str = ""  # why the cell takes no part
+
+
+def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
+    """A row for every cell; its run is looked for in `runs/<cell's name>`. Never raises for a single bad cell."""
+    return [_row(cell, runs / cell.name) for cell in sweep.cells]
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Write dataclasses as CSV, whole or not at all."""
+    names = [field.name for field in fields(rows[0])]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text.getvalue())
+
+
+def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
+    """Write training losses of all runs against their FLOPs, averaged to CURVE_POINTS per run; the number of runs."""
+    lines = [",".join(CURVE_COLUMNS)]
+    count = 0
+    for cell in sweep.cells:
+        run_dir = RunDir(runs / cell.name)
+        if cell.holdout or not run_dir.exists():
+            continue
+        cost = cost_of(run_dir.config)
+        steps = [
+            item for item in run_dir.read_metrics() if item.get("kind") == "train" and _is_finite(item.get("loss"))
+        ]
+        if len(steps) < 2:
+            continue
+        count += 1
+        for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
+            tokens = np.mean([steps[i]["tokens"] for i in part])
+            loss = np.mean([steps[i]["loss"] for i in part])
+            lines.append(f"{cell.name},{cost.parameters},{tokens * cost.flops_per_token:.8g},{loss:.8g}")
+    write_text(path, "\n".join(lines) + "\n")
+    return count
+
+
+def read_curves(path: Path) -> dict[str, Array]:
+    """Training curves written by `write_curves` (or of the same columns); DataError says what is wrong."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; 'pretrain scale collect' writes it")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    missing = [name for name in CURVE_COLUMNS if not rows or name not in rows[0]]
+    if missing:
+        raise DataError(
+            f"{path}: no column {missing[0]!r}; expected {', '.join(CURVE_COLUMNS)}, one row per measurement"
+        )
+    try:
+        numbers = {name: np.array([float(row[name]) for row in rows]) for name in CURVE_COLUMNS[1:]}
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; expected numbers") from None
+    if not all((column > 0).all() and np.isfinite(column).all() for column in numbers.values()):
+        raise DataError(f"{path}: N, C and loss must be positive and finite; remove the other rows")
+    return {"run": np.array([row["run"] for row in rows]), **numbers}
+
+
+def _row(cell: Cell, directory: Path) -> Row:
+    holdout = "yes" if cell.holdout else ""
+    budget = cell.facts.get("budget", "")
+    run_dir = RunDir(directory)
+    if not run_dir.exists():
+        return Row(name=cell.name, budget=budget, holdout=holdout, excluded="never started: there is no run directory")
+    try:
+        config = run_dir.config
+        cost = cost_of(config)
+    except ConfigError as error:
+        return Row(name=cell.name, budget=budget, holdout=holdout, excluded=f"its config.yaml cannot be read: {error}")
+    measured = run_dir.read_metrics()
+    step = max((item["step"] for item in measured), default=0)
+    evaluations = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
+    loss = evaluations[-1].get("loss") if evaluations else None
+    tokens = step * cost.tokens_per_step
+    return Row(
+        name=cell.name,
+        N=cost.parameters,
+        N_body=cost.body_parameters,
+        D=tokens,
+        C=cost.flops_per_token * tokens,
+        C_6ND=6.0 * cost.parameters * tokens,
+        loss=float(loss) if loss is not None and _is_finite(loss) else "",
+        budget=budget,
+        seed=config.seed,
+        progress=step / config.optim.steps,
+        holdout=holdout,
+        schedule=config.optim.schedule.shape,
+        learning_rate=config.optim.learning_rate,
+        tokens_per_step=cost.tokens_per_step,
+        seconds=sum(item["seconds"] for item in measured if item.get("seconds")) or "",
+        code=next((str(event["code"]) for event in run_dir.read_ledger() if event.get("code")), ""),
+        excluded=_reason(step, config.optim.steps, evaluations, loss),
+    )
+
+
+def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str:
+    """Why a run has no final loss; empty when it has one."""
+    if step < steps:
+        return f"stopped at step {step} of {steps}: mid-schedule"
+    if not evaluations:
+        return "finished without a last evaluation"
+    return "" if _is_finite(loss) else f"diverged: its last evaluation's loss is {loss}"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,0 +1,160 @@
+"""Which runs to make: at each budget a few sizes around the predicted optimum, each a legal shape with whole steps."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_pipeline.config_loader import differences, to_tree
+from data_pipeline.corpus import SPLITS, Corpus
+from data_pipeline.errors import ConfigError, DataError
+from pretrain.config import RunConfig
+from pretrain.scaling.costs import RunCost, cost_of
+from pretrain.scaling.recipe import Rule, refuse_undecayed, with_budget
+from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep
+
+TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A cell's run with its cost."""
+
+    name: str
+    run: RunConfig
+    cost: RunCost
+    budget: float
+    holdout: bool
+
+
+def plan_runs(
+    base: RunConfig,
+    budgets: Sequence[float],
+    optimum: Callable[[float], float],
+    *,
+    num_sizes: int,
+    spread: float,
+    rule: Rule,
+    seeds: Sequence[int],
+    holdouts: Sequence[float] = (),
+    lanes_multiple: int = 1,
+) -> list[PlannedRun]:
+    """`num_sizes` sizes at each budget, `spread` apart around `optimum(budget)` parameters, and one per hold-out.
+
+    Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole steps.
+    """
+    refuse_undecayed(base)
+    if num_sizes < 1 or spread <= 1 or not budgets or min((*budgets, *holdouts)) <= 0 or not seeds:
+        raise ConfigError("a plan needs positive budgets, at least one size and seed, and a spread above 1")
+    runs: list[PlannedRun] = []
+    for budget in budgets:
+        middle = (num_sizes - 1) / 2
+        sizes = [optimum(budget) * spread ** (index - middle) for index in range(num_sizes)]
+        shaped = [nearest_shape(base, size) for size in sizes]
+        for run, size in zip(shaped, sizes, strict=True):
+            refuse_far_shape(run, size)
+        distinct = {cost_of(run).parameters: run for run in shaped}
+        if len(distinct) < num_sizes:
+            raise ConfigError(
+                f"at {budget:.3g} FLOPs only {len(distinct)} of {num_sizes} sizes around {optimum(budget):.3g} "
+                "parameters are different legal shapes; use a larger --spread, fewer sizes or a base with smaller heads"
+            )
+        sized = [with_budget(run, budget, rule, lanes_multiple) for run in distinct.values()]
+        runs += [_planned(run, budget, seed, f"-s{seed}" if len(seeds) > 1 else "") for run in sized for seed in seeds]
+    for budget in holdouts:
+        run = with_budget(nearest_shape(base, optimum(budget)), budget, rule, lanes_multiple)
+        runs.append(_planned(run, budget, seeds[0], "-holdout", holdout=True))
+    return runs
+
+
+def optimum_at_ratio(base: RunConfig, tokens_per_parameter: float) -> Callable[[float], float]:
+    """Parameters N(C) at which C FLOPs pay for `tokens_per_parameter` N tokens, with this family's exact FLOPs."""
+
+    def optimum(budget: float) -> float:
+        size = math.sqrt(budget / (6 * tokens_per_parameter))
+        for _ in range(20):  # FLOPs per token change slowly with the size, so this settles in a few rounds
+            per_parameter = _flops_per_parameter(base, size)
+            size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
+        return size
+
+    return optimum
+
+
+def corpus_tokens(base: RunConfig) -> int | None:
+    """Tokens of the training split; None where the corpus is not on this machine."""
+    directory = base.data.path / SPLITS[0]
+    return Corpus.open(directory, check_hashes=False).num_tokens if directory.is_dir() else None
+
+
+def with_vocabulary(base: RunConfig) -> RunConfig:
+    """The base with its corpus' vocabulary where it sets none; ConfigError when neither is known."""
+    if base.model.vocab_size:
+        return base
+    directory = base.data.path / SPLITS[0]
+    if not directory.is_dir():
+        raise ConfigError(f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it")
+    manifest = Corpus.open(directory, check_hashes=False).manifest
+    return replace(base, model=replace(base.model, vocab_size=manifest.vocab_size))
+
+
+def refuse_more_tokens(runs: Sequence[PlannedRun], available: int) -> None:
+    """DataError when a cell would read more than one epoch: repeated tokens are worth less than the law says."""
+    greedy = [run for run in runs if run.cost.tokens > available]
+    if greedy:
+        worst = max(greedy, key=lambda run: run.cost.tokens)
+        raise DataError(
+            f"{len(greedy)} of {len(runs)} cells need more tokens than the corpus has ({available:,}); {worst.name} "
+            f"needs {worst.cost.tokens:,}: use smaller budgets, larger sizes or more text"
+        )
+
+
+def make_sweep(
+    name: str, experiment: Path, base: RunConfig, runs: Sequence[PlannedRun], directory: Path, notes: Sequence[str]
+) -> Sweep:
+    """The plan as a sweep whose file will lie in `directory`; `base` is what `experiment` says."""
+    relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
+    cells = tuple(
+        Cell(
+            name=planned.name,
+            experiment=relative,
+            overrides=tuple(overrides_between(base, planned.run)),
+            facts=_facts(planned),
+            holdout=planned.holdout,
+        )
+        for planned in runs
+    )
+    return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=cells)
+
+
+def overrides_between(base: RunConfig, run: RunConfig) -> list[str]:
+    """What to add to the base's file to get the run."""
+    return [f"{key}={new}" for key, (_, new) in differences(to_tree(base), to_tree(run)).items()]
+
+
+def _planned(run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False) -> PlannedRun:
+    name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
+    run = replace(run, name=name, seed=seed, evaluation=replace(run.evaluation, interval=0))
+    return PlannedRun(name=name, run=run, cost=cost_of(run), budget=budget, holdout=holdout)
+
+
+def _flops_per_parameter(base: RunConfig, size: float) -> float:
+    cost = cost_of(nearest_shape(base, size))
+    return cost.flops_per_token / cost.parameters
+
+
+def _facts(planned: PlannedRun) -> dict[str, float]:
+    cost = planned.cost
+    return {
+        "budget": planned.budget,
+        "flops": cost.flops,
+        "parameters": cost.parameters,
+        "body_parameters": cost.body_parameters,
+        "tokens": cost.tokens,
+        "steps": cost.steps,
+        "learning_rate": planned.run.optim.learning_rate,
+        "tokens_per_step": cost.tokens_per_step,
+    }

@@ -1,0 +1,136 @@
+"""The action plan of `pretrain scale`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from pretrain.config import RunConfig
+from pretrain.scaling.plan import (
+    PlannedRun,
+    corpus_tokens,
+    make_sweep,
+    optimum_at_ratio,
+    plan_runs,
+    refuse_more_tokens,
+    with_vocabulary,
+)
+from pretrain.scaling.summary import aligned, number
+from pretrain.scaling.sweep_file import write_sweep
+
+PFLOPS_DAY = 86400e15
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and its cost, and write the sweep file."""
+    base = load_config(RunConfig, arguments.experiment, arguments.set)
+    known = with_vocabulary(base)
+    optimum, around = _centre(known, arguments)
+    runs = plan_runs(
+        known,
+        sorted(arguments.budgets),
+        optimum,
+        num_sizes=arguments.sizes,
+        spread=arguments.spread,
+        rule=arguments.rule,
+        seeds=arguments.seeds,
+        holdouts=arguments.holdout_budgets,
+        lanes_multiple=arguments.lanes_multiple,
+    )
+    available = corpus_tokens(base)
+    if available is not None:
+        refuse_more_tokens(runs, available)
+    print("\n".join(aligned(*_table(runs))))
+    totals = _totals(runs, arguments.speed)
+    print(totals)
+    if available is None:
+        print(f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens")
+    name = arguments.name or f"{base.name}-scaling"
+    path = arguments.out or Path("configs/sweeps") / f"{name}.yaml"
+    notes = [
+        f"centred on {around}, {arguments.sizes} sizes {arguments.spread:g}x apart",
+        f"rule {arguments.rule}",
+        totals,
+    ]
+    # The sweep's cells start from the experiment's file, so what was read from the corpus or --set is an override.
+    plain = load_config(RunConfig, arguments.experiment)
+    sweep = make_sweep(
+        name, arguments.experiment, plain, [_as_written(item, base) for item in runs], path.parent, notes
+    )
+    write_sweep(path, sweep)
+    print(f"sweep: {path} ({len(runs)} cells)")
+    return 0
+
+
+def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
+    """Predicted optimal parameters at given FLOPs, and where the prediction comes from."""
+    if not arguments.around:
+        ratio = arguments.tokens_per_parameter
+        if ratio <= 0:
+            raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
+        return optimum_at_ratio(base, ratio), f"{ratio:g} tokens per parameter"
+    from pretrain.scaling.fit import fit_all
+    from pretrain.scaling.point_files import read_points
+    from pretrain.scaling.predict import preferred
+
+    approach = preferred(fit_all(read_points(arguments.around), num_draws=50))
+
+    def optimum(flops: float) -> float:
+        return float(np.exp(approach.line.log_parameters(np.log(flops))))
+
+    return optimum, f"approach {approach.title} of {arguments.around.name}"
+
+
+def _as_written(planned: PlannedRun, base: RunConfig) -> PlannedRun:
+    """The run with the vocabulary as the experiment has it: unset stays unset, and the corpus decides when it runs."""
+    model = replace(planned.run.model, vocab_size=base.model.vocab_size)
+    return replace(planned, run=replace(planned.run, model=model))
+
+
+def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
+    heads = [
+        "cell",
+        "layers",
+        "d_model",
+        "heads",
+        "N",
+        "body",
+        "D",
+        "D/N",
+        "lanes",
+        "steps",
+        "rate",
+        "C",
+        "of budget",
+        "C/6ND",
+    ]
+    rows = []
+    for item in runs:
+        model, cost = item.run.model, item.cost
+        rows.append(
+            [
+                item.name,
+                *(str(value) for value in (model.num_layers, model.d_model, model.num_heads)),
+                *(number(value, prefix=True) for value in (cost.parameters, cost.body_parameters, cost.tokens)),
+                f"{cost.tokens / cost.parameters:.1f}",
+                *(str(value) for value in (item.run.data.lanes, cost.steps)),
+                f"{item.run.optim.learning_rate:.2e}",
+                f"{cost.flops:.3e}",
+                f"{cost.flops / item.budget - 1:+.2%}",
+                f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
+            ]
+        )
+    return heads, rows
+
+
+def _totals(runs: list[PlannedRun], speed: float) -> str:
+    flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
+    days = f"{flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} PFLOP/s-days)"
+    text = f"total: {len(runs)} runs, {days}, {number(tokens, prefix=True)} tokens"
+    return f"{text}, {flops / speed / 3600:.3g} hours at {speed:.3g} FLOPs per second" if speed > 0 else text

@@ -1,0 +1,163 @@
+"""What the fit says of a budget, a size or a number of tokens, how sure it is, and when it should not be asked.
+
+Legend: K draws, X sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError
+from pretrain.scaling.checks import loss_interval
+from pretrain.scaling.fit import Fit, disagreement
+from pretrain.scaling.law import FlopsLaw, log_loss
+from pretrain.scaling.lines import Approach, Interval, LawLine, Line, interval
+from pretrain.scaling.points import Array
+
+PREFERRED = ("parametric", "isoflop", "envelope")
+FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
+FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
+WIDEST = 10.0  # high over low end of the interval of N*
+LARGEST_DISAGREEMENT = 3.0
+FURTHEST_AXIS = 30.0  # times the largest N or D, for the loss of one run
+WIDEST_LOSS = 1.2  # high over low end of the interval of one run's loss
+BAND = 0.01  # sizes whose loss is within this part of the least are near-optimal
+BAND_REACH = np.log(100.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One approach's optimum; every number with its interval."""
+
+    approach: str
+    flops: Interval
+    parameters: Interval
+    tokens: Interval
+    loss: Interval
+
+
+def forecast(
+    approach: Approach, flops_law: FlopsLaw, *, flops: float = 0, tokens: float = 0, parameters: float = 0
+) -> Forecast:
+    """The optimum at the FLOPs, or the one that has the tokens or the parameters (exactly one is given)."""
+    assert bool(flops) + bool(tokens) + bool(parameters) == 1
+    pair = []
+    for line in (approach.line, approach.draws):
+        if flops:
+            c = np.log(flops) + 0 * line.log_parameters(0.0)
+        else:
+            c = _log_flops_at(line, flops_law, tokens, parameters)
+        n = _log_size(line, c)
+        pair.append((c, n, flops_law.log_tokens(c, n), _loss(line, c)))
+    (c, n, d, loss), (c_K, n_K, d_K, loss_K) = pair
+    return Forecast(
+        approach=approach.title,
+        flops=interval(np.exp(c), np.exp(c_K)),
+        parameters=interval(np.exp(n), np.exp(n_K)),
+        tokens=interval(np.exp(d), np.exp(d_K)),
+        loss=interval(loss, loss_K),
+    )
+
+
+def preferred(fit: Fit, key: str = "") -> Approach:
+    """The approach of that key, or the most trusted; ConfigError when the runs do not allow the one asked for."""
+    if key and fit.approach(key) is None:
+        raise ConfigError(
+            f"approach {key!r} is not available for these runs: {fit.estimates.unavailable.get(key, 'unknown')}"
+        )
+    return next(approach for name in ((key,) if key else PREFERRED) if (approach := fit.approach(name)))
+
+
+def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
+    """L(N, D) by approach 3; ConfigError where these runs allow none."""
+    law = preferred(fit, "parametric")
+    assert isinstance(law.line, LawLine)
+    assert isinstance(law.draws, LawLine)
+    return loss_interval(law.line, law.draws, parameters, tokens)
+
+
+def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float, float] | None:
+    """The smallest and the largest size whose loss at these FLOPs is within `band` of the least; None without a law."""
+    law = fit.approach("parametric")
+    if law is None:
+        return None
+    assert isinstance(law.line, LawLine)
+    n_star = float(law.line.log_parameters(np.log(flops)))
+    n_X = n_star + np.linspace(-BAND_REACH, BAND_REACH, 8001)
+    loss_X = np.exp(log_loss(law.line.theta, n_X, fit.flops_law.log_tokens(np.log(flops), n_X)))
+    near = n_X[loss_X <= (1 + band) * float(law.line.loss(np.log(flops)))]
+    return float(np.exp(near[0])), float(np.exp(near[-1]))
+
+
+def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
+    """Why this fit should not be asked about these FLOPs; empty when it may."""
+    found: list[str] = []
+    low, high = float(fit.points.flops_P.min()), float(fit.points.flops_P.max())
+    furthest = FURTHEST if len(fit.points.budgets) > 2 else FURTHEST_UNCHECKED
+    if flops > furthest * high:
+        found.append(
+            f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}), over {furthest:.0f}"
+        )
+    if flops < low / furthest:
+        found.append(f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest run fitted ({low:.3g})")
+    size = approach.parameters(float(np.log(flops)))
+    if not size.width <= WIDEST:
+        found.append(
+            f"the interval of N* by approach {approach.title} is {size.low:.3g}..{size.high:.3g}, beyond {WIDEST:.0f}x"
+        )
+    ratio = disagreement(fit.approaches, float(np.log(flops)))
+    if ratio > LARGEST_DISAGREEMENT:
+        found.append(f"the approaches' optimal sizes differ {ratio:.1f}x there")
+    return found
+
+
+def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
+    """Why this fit should not be asked for the loss of one run; empty when it may."""
+    found: list[str] = []
+    points = fit.points
+    asked = {
+        "FLOPs": (float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens)))), points.flops_P, FURTHEST),
+        "parameters": (parameters, points.parameters_P, FURTHEST_AXIS),
+        "tokens": (tokens, points.tokens_P, FURTHEST_AXIS),
+    }
+    for name, (value, fitted_P, furthest) in asked.items():
+        low, high = float(fitted_P.min()), float(fitted_P.max())
+        if not low / furthest <= value <= high * furthest:
+            found.append(f"{value:.3g} {name} lie over {furthest:.0f}x outside those fitted ({low:.3g}..{high:.3g})")
+    loss = loss_of_run(fit, parameters, tokens)
+    if not loss.width <= WIDEST_LOSS:
+        found.append(f"the interval of the loss is {loss.low:.4g}..{loss.high:.4g}, beyond {WIDEST_LOSS - 1:.0%}")
+    return found
+
+
+def refuse_wild(doubts: list[str]) -> None:
+    """ConfigError that lists the doubts, if there are any."""
+    if doubts:
+        raise ConfigError(
+            f"refusing to extrapolate: {'; '.join(doubts)}. Add runs nearer to it, or insist with --force"
+        )
+
+
+def _log_size(line: Line, log_flops: Array) -> Array:
+    """ln N* where every draw has its own ln C: all lines are straight in ln C."""
+    start = line.log_parameters(0.0)
+    return start + (line.log_parameters(1.0) - start) * log_flops
+
+
+def _loss(line: Line, log_flops: Array) -> Array:
+    if isinstance(line, LawLine):
+        n = _log_size(line, log_flops)
+        d = line.flops_law.log_tokens(log_flops, n)
+        return np.exp(log_loss(line.theta, n[..., None], d[..., None])[..., 0])
+    return line.loss(log_flops)
+
+
+def _log_flops_at(line: Line, flops_law: FlopsLaw, tokens: float, parameters: float) -> Array:
+    """ln C at which the line has these tokens or parameters."""
+    start = line.log_parameters(0.0)
+    power = line.log_parameters(1.0) - start
+    if parameters:
+        return (np.log(parameters) - start) / power
+    return (np.log(tokens) + np.log(flops_law.scale) + flops_law.power * start) / (1 - flops_law.power * power)

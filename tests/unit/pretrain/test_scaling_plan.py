@@ -1,0 +1,171 @@
+"""Plans: legal shapes, whole steps that meet their budget, and a sweep file that says the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import write_text
+from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from pretrain.scaling.costs import cost_of
+from pretrain.scaling.plan import (
+    make_sweep,
+    optimum_at_ratio,
+    plan_runs,
+    refuse_more_tokens,
+    with_vocabulary,
+)
+from pretrain.scaling.recipe import step_law, with_budget
+from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
+
+BASE = RunConfig(
+    name="books",
+    model=ModelConfig(vocab_size=8192, num_layers=12, d_model=768, num_heads=12, memory_length=512),
+    data=DataConfig(segment_length=512, lanes=64),
+)
+EXPERIMENT = """
+name: books
+model: {vocab_size: 8192, num_layers: 12, d_model: 768, num_heads: 12, memory_length: 512}
+data: {segment_length: 512, lanes: 64}
+"""
+
+
+def planned(**changes):
+    settings = {"num_sizes": 5, "spread": 1.6, "rule": "step-law", "seeds": (1,), **changes}
+    return plan_runs(BASE, (1e17, 1e18), optimum_at_ratio(BASE, 20), **settings)
+
+
+@pytest.mark.parametrize("target", [3e6, 2e7, 1.5e8, 1e9, 3e10])
+def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
+    run = nearest_shape(BASE, target)
+    model = run.model
+    assert cost_of(run).parameters == pytest.approx(target, rel=0.2)
+    assert model.head_width == 64
+    assert model.d_model == 64 * model.num_heads
+    assert model.num_layers == pytest.approx(max(1, model.d_model / 64), rel=0.45)
+
+
+def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
+    narrow = replace(
+        BASE, model=ModelConfig(vocab_size=256, d_model=96, num_heads=4, d_head=32, d_inner=256, num_layers=3)
+    )
+    model = nearest_shape(narrow, 1e7).model
+    assert model.d_model / model.num_heads == 24
+    assert model.d_head == 32
+    assert model.d_inner / model.d_model == pytest.approx(256 / 96, rel=0.02)
+
+
+def test_a_size_the_vocabulary_alone_exceeds_is_refused():
+    with pytest.raises(ConfigError, match=r"the nearest legal shape to 1e\+04 parameters has"):
+        refuse_far_shape(nearest_shape(BASE, 1e4), 1e4)
+
+
+def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
+    runs = planned(holdouts=(1e19,))
+    assert len(runs) == 11
+    for item in runs:
+        assert item.cost.flops == pytest.approx(item.budget, rel=0.01)
+        assert item.cost == cost_of(item.run)
+        assert item.run.optim.schedule.warmup_steps == pytest.approx(0.05 * item.run.optim.steps, abs=1)
+        assert item.run.optim.steps >= 50
+    assert [item.holdout for item in runs] == [False] * 10 + [True]
+
+
+def test_sizes_of_a_budget_are_spread_around_the_optimum():
+    runs = [item for item in planned() if item.budget == 1e18]
+    sizes = [item.cost.parameters for item in runs]
+    assert sizes == sorted(sizes)
+    middle = optimum_at_ratio(BASE, 20)(1e18)
+    assert sizes[2] == pytest.approx(middle, rel=0.1)
+    assert runs[2].cost.tokens / runs[2].cost.parameters == pytest.approx(20, rel=0.15)
+    for smaller, larger in pairwise(sizes):
+        assert larger / smaller == pytest.approx(1.6, rel=0.15)
+
+
+def test_seeds_repeat_every_cell_under_another_name():
+    runs = planned(seeds=(1, 2))
+    assert len({item.name for item in runs}) == len(runs) == 20
+    assert {item.run.seed for item in runs} == {1, 2}
+
+
+def test_rate_and_batch_follow_the_stated_rule():
+    rate, batch = step_law(1e9, 2e10)
+    assert rate == pytest.approx(1.79 * 1e9**-0.713 * 2e10**0.307)
+    assert batch == pytest.approx(0.58 * 2e10**0.571)
+    assert step_law(1e4, 1e9)[0] == 1e-2, "capped"
+    item = planned()[-1]
+    rate, batch = step_law(item.cost.body_parameters, item.cost.tokens)
+    assert item.run.optim.learning_rate == pytest.approx(rate, rel=1e-2)
+    assert item.cost.tokens_per_step == pytest.approx(batch, rel=1e-2)
+    for item in planned(rule="base"):
+        assert item.run.optim.learning_rate == BASE.optim.learning_rate
+        assert item.run.data.lanes == 64
+
+
+def test_lanes_divide_over_the_ranks():
+    assert all(item.run.data.lanes % 8 == 0 for item in planned(lanes_multiple=8))
+
+
+def test_what_cannot_be_planned_is_said():
+    with pytest.raises(ConfigError, match="does not decay the learning rate"):
+        plan_runs(
+            replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
+            (1e17,), optimum_at_ratio(BASE, 20), num_sizes=3, spread=1.6, rule="base", seeds=(1,),
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match="different legal shapes; use a larger --spread"):
+        planned(spread=1.001)
+    with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0 steps"):
+        with_budget(BASE, 1e13, "base")
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is not set and absent holds no corpus"):
+        with_vocabulary(replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent"))))
+
+
+def test_more_tokens_than_the_corpus_has_are_refused():
+    runs = planned()
+    most = max(item.cost.tokens for item in runs)
+    refuse_more_tokens(runs, most)
+    with pytest.raises(DataError, match=r"1 of 10 cells need more tokens than the corpus has .*; c1e18-"):
+        refuse_more_tokens(runs, most - 1)
+
+
+def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
+    experiment = tmp_path / "experiments" / "books.yaml"
+    experiment.parent.mkdir()
+    write_text(experiment, EXPERIMENT)
+    runs = planned(holdouts=(1e19,))
+    path = tmp_path / "sweeps" / "books.yaml"
+    write_sweep(path, make_sweep("books", experiment, BASE, runs, path.parent, ["a note"]))
+    sweep = read_sweep(path)
+    assert sweep.notes == ("a note",)
+    assert [config_of(cell, path) for cell in sweep.cells] == [item.run for item in runs]
+    assert sweep.cells[-1].holdout
+    assert sweep.cells[0].facts["flops"] == pytest.approx(runs[0].cost.flops)
+    assert not sweep.cells[0].experiment.is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "format: 2\nname: x\ncells: [{name: a, experiment: e.yaml}]\n",
+            "format=2, this version reads sweeps of format 1",
+        ),
+        ("format: 1\nname: x\ncells: []\n", "cells is empty"),
+        ("format: 1\nname: x\ncells: [{name: a, experiment: e}, {name: a, experiment: e}]\n", "'a' is there twice"),
+        ("format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n", "cannot be the name of a directory"),
+        (
+            "format: 1\nname: x\ncells: [{name: a, experiment: e, hold: true}]\n",
+            r"cells\[0\].*hold: unknown setting; did you mean 'holdout'",
+        ),
+    ],
+)
+def test_a_damaged_sweep_file_is_refused(tmp_path, text, said):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_sweep(path)

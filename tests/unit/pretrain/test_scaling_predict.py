@@ -1,0 +1,103 @@
+"""Forecasts, their intervals, and the questions a fit refuses to answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import ConfigError
+from pretrain.scaling.fit import fit_all
+from pretrain.scaling.law import log_loss, log_optimum
+from pretrain.scaling.points import make_points
+from pretrain.scaling.predict import (
+    doubts,
+    forecast,
+    loss_of_run,
+    near_optimal_band,
+    preferred,
+    refuse_wild,
+    run_doubts,
+)
+from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return fit_all(simulated(noise=0.001, seed=1), num_draws=200)
+
+
+def test_the_optimum_at_some_flops_is_the_laws_within_its_interval(fit):
+    n, d = log_optimum(HOFFMANN.theta, np.log(1e21), SIX_N)
+    least = float(np.exp(log_loss(HOFFMANN.theta, n[None], d[None])[0]))
+    found = forecast(preferred(fit), fit.flops_law, flops=1e21)
+    assert found.approach == "3 parametric"
+    assert found.flops.low == found.flops.high == pytest.approx(1e21)
+    for interval, true in ((found.parameters, np.exp(n)), (found.tokens, np.exp(d)), (found.loss, least)):
+        assert interval.low < true < interval.high
+        assert interval.value == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize("key", ["envelope", "isoflop", "parametric"])
+def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, key):
+    approach = preferred(fit, key)
+    at = forecast(approach, fit.flops_law, flops=3e20)
+    by_tokens = forecast(approach, fit.flops_law, tokens=at.tokens.value)
+    by_size = forecast(approach, fit.flops_law, parameters=at.parameters.value)
+    for found in (by_tokens, by_size):
+        assert found.flops.value == pytest.approx(3e20)
+        assert found.loss.value == pytest.approx(at.loss.value)
+        assert found.flops.low < 3e20 < found.flops.high
+    assert by_tokens.tokens.low == pytest.approx(by_tokens.tokens.high)
+    assert by_size.parameters.low == pytest.approx(by_size.parameters.high)
+
+
+def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose_more(fit):
+    law = fit.approach("parametric").line
+    low, high = near_optimal_band(fit, 1e20)
+    least = float(law.loss(np.log(1e20)))
+
+    def loss(size):
+        return float(np.exp(log_loss(law.theta, np.log(size), SIX_N.log_tokens(np.log(1e20), np.log(size)))))
+
+    for edge, beyond in ((low, low / 1.01), (high, high * 1.01)):
+        assert loss(edge) <= 1.01 * least < loss(beyond)
+
+
+def test_the_loss_of_a_single_run_has_an_interval(fit):
+    found = loss_of_run(fit, 2e9, 4e10)
+    assert found.low < HOFFMANN.loss(2e9, 4e10) < found.high
+    assert run_doubts(fit, 2e9, 4e10) == []
+
+
+def test_wild_extrapolation_is_refused_and_says_why(fit):
+    approach = preferred(fit)
+    refuse_wild(doubts(fit, 5e21, approach))
+    with pytest.raises(ConfigError, match=r"1e\+23 FLOPs are 1e\+03 times the largest run fitted.*--force"):
+        refuse_wild(doubts(fit, 1e23, approach))
+    with pytest.raises(ConfigError, match="below the smallest run"):
+        refuse_wild(doubts(fit, 1e15, approach))
+    with pytest.raises(ConfigError, match=r"3e\+12 parameters lie over 30x outside"):
+        refuse_wild(run_doubts(fit, 3e12, 1e10))
+
+
+def test_two_budgets_reach_less_far():
+    fit = fit_all(simulated(budgets=(1e18, 1e19, 2)), num_draws=50)
+    assert doubts(fit, 5e19, preferred(fit)) == []
+    assert any("over 10" in doubt for doubt in doubts(fit, 5e20, preferred(fit)))
+
+
+def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
+    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1), num_draws=200)
+    assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, preferred(noisy)))
+    points = simulated()
+    bent = points.loss_P * np.exp(0.02 * np.log(points.parameters_P / points.parameters_P.min()) ** 2)
+    differing = fit_all(make_points(points.parameters_P, points.tokens_P, bent, budget=points.budget_P), num_draws=50)
+    assert any("optimal sizes differ" in doubt for doubt in doubts(differing, 1e20, preferred(differing)))
+
+
+def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
+    rng = np.random.default_rng(0)
+    size_P, tokens_P = np.exp(rng.uniform(16, 21, 20)), np.exp(rng.uniform(20, 25, 20))
+    fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)), num_draws=20)
+    with pytest.raises(ConfigError, match="approach 'isoflop' is not available for these runs"):
+        preferred(fit, "isoflop")
