@@ -15,13 +15,14 @@ from torch import Tensor, nn
 class ReferenceAttention(nn.Module):
     """Post-norm residual attention; u and v come in as arguments, the mask is True where forbidden."""
 
-    def __init__(self, num_heads: int, d_model: int, d_head: int) -> None:
+    def __init__(self, num_heads: int, d_model: int, d_head: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.num_heads, self.d_head = num_heads, d_head
         self.qkv_net = nn.Linear(d_model, 3 * num_heads * d_head, bias=False)
         self.r_net = nn.Linear(d_model, num_heads * d_head, bias=False)
         self.o_net = nn.Linear(num_heads * d_head, d_model, bias=False)
         self.layer_norm = nn.LayerNorm(d_model)
+        self.drop = nn.Dropout(dropout)
         self.scale = 1 / math.sqrt(d_head)
 
     def forward(
@@ -40,7 +41,7 @@ class ReferenceAttention(nn.Module):
         scores_LCBN = scores_LCBN.float().masked_fill(mask_LC[:, :, None, None], -math.inf).type_as(scores_LCBN)
         weights_LCBN = torch.softmax(scores_LCBN, dim=1)
         attended_LBNH = torch.einsum("ijbn,jbnd->ibnd", weights_LCBN, value_CBNH)
-        return self.layer_norm(hidden_LBD + self.o_net(attended_LBNH.flatten(2)))
+        return self.layer_norm(hidden_LBD + self.drop(self.o_net(attended_LBNH.flatten(2))))
 
 
 def _shifted(scores_LCBN: Tensor) -> Tensor:

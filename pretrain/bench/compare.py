@@ -1,0 +1,91 @@
+"""Two ways of doing the same work, timed in turns in one process, and what their ratio is held against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TOLERANCE = 0.85  # a ratio may be this part of its goal before the bench fails: machines and neighbours differ
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`candidate` is to be `goal` times as fast as `baseline`; each call does the whole work once."""
+
+    name: str
+    goal: float
+    baseline: Callable[[], object]
+    candidate: Callable[[], object]
+    rounds: int
+    flops: float = 0.0  # that the candidate's matrix products need; 0: not counted
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each round of one comparison, in the order they were measured."""
+
+    name: str
+    goal: float
+    baseline_seconds: list[float]
+    candidate_seconds: list[float]
+    flops: float
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as fast the candidate was, round by round."""
+        return [a / b for a, b in zip(self.baseline_seconds, self.candidate_seconds, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(self.ratios)
+
+    @property
+    def passes(self) -> bool:
+        return self.ratio >= TOLERANCE * self.goal
+
+
+def measure(comparison: Comparison, clock: Callable[[], float] = time.perf_counter) -> Measurement:
+    """Time both sides in every round, one after the other, after one round that does not count.
+
+    The side that goes first changes from round to round, so that neither always meets the other's warm or dirty cache.
+    """
+    seconds: dict[str, list[float]] = {"baseline": [], "candidate": []}
+    sides = [("baseline", comparison.baseline), ("candidate", comparison.candidate)]
+    for index in range(comparison.rounds + 1):
+        for name, work in sides if index % 2 == 0 else sides[::-1]:
+            begin = clock()
+            work()
+            if index > 0:
+                seconds[name].append(clock() - begin)
+    return Measurement(comparison.name, comparison.goal, seconds["baseline"], seconds["candidate"], comparison.flops)
+
+
+def table(measurements: list[Measurement], flops_per_second: float) -> str:
+    """Measurements as a Markdown table; the floor is the time the matrix products alone would take."""
+    rows = [["comparison", "goal", "median", "min", "max", "reference ms", "ours ms", "floor ms", "verdict"]]
+    for each in measurements:
+        rows.append(
+            [
+                each.name,
+                f"{each.goal:.1f}x",
+                f"{each.ratio:.2f}x",
+                f"{min(each.ratios):.2f}x",
+                f"{max(each.ratios):.2f}x",
+                f"{1e3 * statistics.median(each.baseline_seconds):,.1f}",
+                f"{1e3 * statistics.median(each.candidate_seconds):,.1f}",
+                f"{1e3 * each.flops / flops_per_second:,.1f}" if each.flops else "-",
+                _verdict(each),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _verdict(measurement: Measurement) -> str:
+    if measurement.ratio >= measurement.goal:
+        return "reached"
+    return "close" if measurement.passes else "MISSED"
