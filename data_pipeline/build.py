@@ -18,16 +18,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_pipeline.build_journal import BuildJournal, FinishedShard, check_recipe, claimed_output, is_finished
-from data_pipeline.build_progress import Progress
 from data_pipeline.build_tokenizer import is_validation, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
-from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY
 from data_pipeline.documents import Document, Reject, SourceFile, list_sources, read_documents
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, sha256_of
-from data_pipeline.manifest import Manifest, ShardInfo
+from data_pipeline.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 from data_pipeline.mds import LARGEST_SAMPLE_OVERHEAD, write_index, write_shard
+from data_pipeline.progress import Progress
 from data_pipeline.tokenizer import Tokenizer
 
 REJECTS_NAME = "rejects.jsonl"
@@ -67,7 +67,7 @@ def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda li
         if is_finished(output):
             check_recipe(output, recipe)
             return _result(output, was_finished=True)
-        journal = BuildJournal(output, recipe)
+        journal = BuildJournal(output, recipe, max(source.modified for _, source in sources))
         report(f"tokenizer: {config.tokenizer.path or config.tokenizer.kind}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
@@ -86,9 +86,6 @@ def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict
 
 
 def _result(output: Path, was_finished: bool = False) -> BuildResult:
-    from data_pipeline.corpus import SPLITS
-    from data_pipeline.manifest import MANIFEST_NAME, read_manifest
-
     manifests = {split: read_manifest(output / split) for split in SPLITS if (output / split / MANIFEST_NAME).exists()}
     rejects = output / REJECTS_NAME
     return BuildResult(manifests, len(rejects.read_bytes().splitlines()) if rejects.exists() else 0, was_finished)

@@ -32,16 +32,18 @@ class FinishedShard:
 class BuildJournal:
     """One line per finished shard, each on disk before the next shard is begun; a torn last line is ignored."""
 
-    def __init__(self, output: Path, recipe: dict[str, Any]) -> None:
+    def __init__(self, output: Path, recipe: dict[str, Any], modified: int) -> None:
+        """`modified`: when the youngest input file was last written; later edits must not mix into a begun build."""
         self.output = output
         self.directory = output / BUILD_DIRECTORY
         self.shards: list[FinishedShard] = []
         self._path = self.directory / "journal.jsonl"
         self._recipe = recipe
+        self._header = {"recipe": recipe, "modified": modified}
         if self._path.exists():
             self._resume()
         else:
-            self._append({"recipe": recipe})
+            self._append(self._header)
 
     def _resume(self) -> None:
         lines = self._path.read_bytes().splitlines(keepends=True)
@@ -57,8 +59,8 @@ class BuildJournal:
             whole_bytes += len(line)
         os.truncate(self._path, whole_bytes)
         if not records:
-            return self._append({"recipe": self._recipe})
-        if records[0].get("recipe") != self._recipe:
+            return self._append(self._header)
+        if records[0] != self._header:
             raise ConfigError(
                 f"{self.output} holds an unfinished build from other text or settings; "
                 "go on with those, choose another output, or remove it"
@@ -109,7 +111,7 @@ def claimed_output(output: Path) -> Iterator[Path]:
         yield output
         return
     directory.mkdir(parents=True, exist_ok=True)
-    with open(output / ".build" / "lock", "w") as lock:
+    with open(directory / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -47,6 +47,7 @@ class SourceFile:
     name: str
     kind: Literal["text", "jsonl"]
     size: int
+    modified: int  # nanoseconds
 
 
 def list_sources(roots: tuple[Path, ...], config: CorpusConfig) -> list[SourceFile]:
@@ -79,7 +80,9 @@ def _source(path: Path, name: str, config: CorpusConfig) -> SourceFile:
     is_jsonl = config.format == "jsonl"
     if config.format == "auto":
         is_jsonl = _without_compression(name).endswith(JSONL_SUFFIXES)
-    return SourceFile(path, name, "jsonl" if is_jsonl else "text", path.stat().st_size)
+    status = path.stat()
+    printable = name.encode(errors="backslashreplace").decode()  # a file's name may be any bytes
+    return SourceFile(path, printable, "jsonl" if is_jsonl else "text", status.st_size, status.st_mtime_ns)
 
 
 def _without_compression(name: str) -> str:

@@ -22,6 +22,10 @@ class DataError(UserError):
     """A corpus, shard, manifest or tokenizer is missing, damaged or does not fit the run."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, damaged, or belongs to another run."""
+
+
 def exit_status_of(command: Callable[[], int]) -> int:
     """Run a command and turn what it raises into the exit status; errors a user can cause take one line on stderr."""
     try:

@@ -1,0 +1,195 @@
+"""`data-pipeline build | verify | inspect | audit`. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import ConfigError, DataError, exit_status_of
+
+# Flags of `build` and the settings they stand for, with the help of each.
+BUILD_FLAGS = {
+    "input": ("+", "files or folders of text or JSONL"),
+    "output": (None, "new directory for the corpus"),
+    "validation-input": ("+", "files or folders for the validation split"),
+    "validation-fraction": (None, "of the documents, chosen by a hash of their id"),
+    "format": (None, "auto, text (one document per file) or jsonl"),
+    "suffixes": ("+", "only files whose names end so"),
+    "text-field": (None, "of a JSONL record"),
+    "id-field": (None, "of a JSONL record"),
+    "max-rejects": (None, "unusable records before the build stops"),
+    "shard-bytes": (None, "size of a shard"),
+    "threads": (None, "for encoding"),
+    "vocab-size": (None, "of a tokenizer to train"),
+    "tokenizer": (None, "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model"),
+}
+NUMBER_FLAGS = {
+    "validation-fraction": "validation_fraction",
+    "max-rejects": "max_rejects",
+    "shard-bytes": "shard_bytes",
+    "threads": "threads",
+    "vocab-size": "tokenizer.vocab_size",
+}
+TOKENIZER_KINDS = ("unigram", "bpe", "bytes")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, or 2 after a line that says what the user can put right."""
+    options = _parser().parse_args(arguments)
+    return exit_status_of(lambda: options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
+    commands = parser.add_subparsers(required=True, metavar="build | verify | inspect | audit")
+    build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
+    build.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value")
+    for flag, (count, text) in BUILD_FLAGS.items():
+        build.add_argument(f"--{flag}", nargs=count, help=text)
+    build.set_defaults(run=_build)
+    verify = commands.add_parser("verify", help="read every byte and compare it with the manifest")
+    inspect = commands.add_parser("inspect", help="show sizes, tokenizer, a sample and how even the lanes are")
+    audit = commands.add_parser("audit", help="list what each lane reads at each step, without reading tokens")
+    for command, run in ((verify, _verify), (inspect, _inspect), (audit, _audit)):
+        command.add_argument("directory", type=Path, help="a corpus or one of its splits")
+        command.set_defaults(run=run)
+    for command in (inspect, audit):
+        command.add_argument("--lanes", type=int, default=16)
+        command.add_argument("--seed", type=int, default=1, help="of the run")
+    audit.add_argument("--segment-length", type=int, default=64)
+    audit.add_argument("--steps", type=_steps, default=range(1), metavar="FIRST:END", help="END is left out")
+    audit.add_argument("--ranks", type=int, default=1, help="also say which of so many ranks reads the lane")
+    audit.add_argument("--json", action="store_true", help="one JSON object per line")
+    return parser
+
+
+def _steps(text: str) -> range:
+    first, colon, end = text.partition(":")
+    try:
+        begin = int(first or 0)
+        return range(begin, int(end) if colon else begin + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected FIRST:END such as 0:200, or one step") from None
+
+
+def _build(options: argparse.Namespace) -> int:
+    config = _corpus_config(options)
+    from data_pipeline.build import build_corpus
+    from data_pipeline.progress import StatusLine
+
+    status = StatusLine()
+    result = build_corpus(config, status.show)
+    status.end()
+    if result.was_finished:
+        print(f"{config.output} is already built from this text with these settings")
+    for split, manifest in result.manifests.items():
+        print(
+            f"{split:<11}{manifest.documents:>12,} documents {manifest.tokens:>15,} tokens "
+            f"{len(manifest.shards):>7,} shards"
+        )
+    if result.rejects:
+        print(f"{result.rejects:,} unusable records were left out; see {config.output / 'rejects.jsonl'}")
+    return 0
+
+
+def _corpus_config(options: argparse.Namespace) -> Any:
+    """The settings: the YAML file, then `a.b=value`, then flags."""
+    from data_pipeline.config import CorpusConfig
+    from data_pipeline.config_loader import parse_config
+    from data_pipeline.yaml_files import merge, parse_override, read_tree
+
+    files = [text for text in options.settings if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(
+            f"found the settings files {', '.join(files)}, expected at most one; let one extend the other"
+        )
+    tree: dict[str, Any] = {}
+    if files:
+        tree = read_tree(Path(files[0]))
+    for text in options.settings:
+        if "=" in text:
+            merge(tree, parse_override(text))
+    merge(tree, _tree_of_flags(options))
+    if isinstance(tree.get("input"), str):
+        tree["input"] = [tree["input"]]
+    return parse_config(CorpusConfig, tree, source=files[0] if files else "data-pipeline build")
+
+
+def _tree_of_flags(options: argparse.Namespace) -> dict[str, Any]:
+    from data_pipeline.yaml_files import merge, parse_override
+
+    tree: dict[str, Any] = {}
+    for flag in BUILD_FLAGS:
+        name = flag.replace("-", "_")
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if flag in NUMBER_FLAGS:
+            merge(tree, parse_override(f"{NUMBER_FLAGS[flag]}={value}"))
+        elif flag == "tokenizer":
+            merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
+        else:
+            tree[name] = value
+    return tree
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from data_pipeline.progress import StatusLine
+    from data_pipeline.verify import splits_of, verify_split
+
+    problems = []
+    status = StatusLine()
+    for split in splits_of(options.directory):
+        problems += verify_split(split, status.show)
+    status.end()
+    if problems:
+        for problem in problems[:-1]:
+            print(problem)
+        raise DataError(problems[-1])
+    print(f"{options.directory}: every shard is what its manifest says")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from data_pipeline.verify import describe_split, splits_of
+
+    _check_positive(options, "lanes")
+    for split in splits_of(options.directory):
+        is_only_evaluated = split.name == "validation"
+        for line in describe_split(split, 0 if is_only_evaluated else options.lanes, options.seed):
+            print(line)
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from data_pipeline.audit import audit_steps
+    from data_pipeline.corpus import Corpus, split_directory
+
+    _check_positive(options, "lanes", "segment_length", "ranks")
+    if options.lanes % options.ranks:
+        raise ConfigError(
+            f"--lanes={options.lanes} does not divide over {options.ranks} ranks; use a multiple of {options.ranks}"
+        )
+    corpus = Corpus.open(split_directory(options.directory), check_hashes=False)
+    if not options.json:
+        print("step\tlane\tdocument\toffset\ttokens\tepoch" + ("\trank" if options.ranks > 1 else ""))
+    for piece in audit_steps(corpus, options.lanes, options.seed, options.segment_length, options.steps):
+        rank = piece.lane * options.ranks // options.lanes
+        if options.json:
+            print(json.dumps({**asdict(piece), "rank": rank}))
+            continue
+        document = piece.document if piece.document.isprintable() else json.dumps(piece.document)
+        columns = [piece.step, piece.lane, document, piece.offset, piece.tokens, piece.epoch]
+        print(*columns, *([rank] if options.ranks > 1 else []), sep="\t")
+    return 0
+
+
+def _check_positive(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)} must be positive")

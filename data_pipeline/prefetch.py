@@ -1,0 +1,74 @@
+"""Read ahead in one thread, so that a step does not wait for its data.
+
+Batches carry their own lane state, so what has been read ahead never shows in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """The items of `stream` in their order, up to `depth` of them ready before they are asked for.
+
+    What the stream raises is raised by the call that would have returned the item. `wait_seconds` is the time callers
+    have spent waiting.
+    """
+
+    def __init__(self, stream: Iterable[T], depth: int = 2) -> None:
+        self.wait_seconds = 0.0
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max(depth, 1))
+        self._stop = threading.Event()
+        self._ended: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, args=(iter(stream),), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: Iterator[T]) -> None:
+        while not self._stop.is_set():
+            try:
+                outcome: tuple[T | None, BaseException | None] = (next(stream), None)
+            except BaseException as error:  # handed to the consumer, who decides
+                outcome = (None, error)
+            self._put(outcome)
+            if outcome[1] is not None:
+                return
+
+    def _put(self, outcome: tuple[T | None, BaseException | None]) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(outcome, timeout=0.1)  # with a limit, so that close() is noticed
+                break
+            except queue.Full:
+                continue
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._ended is not None:
+            raise self._ended
+        began = time.perf_counter()
+        item, error = self._ready.get()
+        self.wait_seconds += time.perf_counter() - began
+        if error is not None:
+            self._ended = error
+            raise error
+        return item  # type: ignore[return-value]  (None only beside an error)
+
+    def close(self) -> None:
+        """Stop reading; asking for more afterwards ends the iteration."""
+        self._stop.set()
+        self._thread.join()
+        self._ended = self._ended or StopIteration()
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
