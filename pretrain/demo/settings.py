@@ -75,7 +75,7 @@ def make_settings(directory: Path, corpus: Path | None, steps: int) -> Settings:
         f"optim.steps={steps}",
         f"optim.schedule.warmup_steps={steps // 10}",
         f"checkpoint.interval={interval}",
-        f"evaluation.interval={2 * interval}",
+        f"evaluation.interval={4 * interval}",
         f"metrics.interval={max(1, min(5, interval // 4))}",
     )
     run = load_config(RunConfig, CONFIG, overrides)

@@ -18,13 +18,13 @@ TOPICS_FILE = "pydoc_data/topics.py"  # its entries are documents of their own
 FEWEST_CHARACTERS = 200
 FEWEST_BYTES = 2_000_000  # less teaches a model of this size to repeat it
 MOST_BYTES = 64_000_000  # more than the demo can read in its minutes
-LONGEST_CHARACTERS = 100_000  # of the user's documents: a lane should get several
+LONGEST_CHARACTERS = 40_000  # of a document: in so small a corpus each lane should get several
 
 Named = tuple[str, str]  # a document's name and text
 
 
 def standard_library() -> Iterator[Named]:
-    """Each source file of the standard library, without its tests, and each documentation topic."""
+    """Source files of the standard library, but for its tests and the longest ones, and documentation topics."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -35,7 +35,7 @@ def standard_library() -> Iterator[Named]:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
-        if len(text) >= FEWEST_CHARACTERS:
+        if FEWEST_CHARACTERS <= len(text) <= LONGEST_CHARACTERS:
             yield name.as_posix(), text
     yield from documentation_topics()
 
@@ -46,7 +46,7 @@ def documentation_topics() -> Iterator[Named]:
         from pydoc_data.topics import topics
     except ImportError:
         return
-    for name in sorted(topics):
+    for name in sorted(name for name, text in topics.items() if len(text) <= LONGEST_CHARACTERS):
         yield f"topics/{name}", topics[name].lstrip("\n")
 
 

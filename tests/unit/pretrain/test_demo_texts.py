@@ -11,11 +11,12 @@ from pretrain.demo import texts
 
 def test_the_standard_library_is_text_enough_without_its_tests():
     documents = dict(texts.standard_library())
-    assert "argparse.py" in documents
+    assert "textwrap.py" in documents
     assert "json/decoder.py" in documents
     assert not any(name.startswith(("test/", "site-packages/")) or "/tests/" in name for name in documents)
     assert sum(map(len, documents.values())) > texts.FEWEST_BYTES
-    assert documents["argparse.py"].startswith("# Author")
+    assert documents["textwrap.py"].startswith('"""Text wrapping')
+    assert max(map(len, documents.values())) <= texts.LONGEST_CHARACTERS
 
 
 def test_long_documents_are_cut_at_paragraphs_and_nothing_is_lost(monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from data_pipeline.build import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpus import Corpus
+from data_pipeline.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from pretrain.config import DataConfig, ModelConfig, RunConfig
 from pretrain.distributed import init_world, leave_world
@@ -52,9 +53,10 @@ def measured(scorer, corpus, **options) -> EvaluationResult:
     return evaluate(scorer, corpus, **{"memory_length": 16, "segment_length": 8, "num_lanes": 2, **options})
 
 
-def split_tokens(corpus: Corpus) -> torch.Tensor:
-    shards = (corpus.shard(index) for index in range(len(corpus.manifest.shards)))
-    return torch.tensor([int(token) for shard in shards for d in range(len(shard)) for token in shard.tokens(d)])
+def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
+    """The targets of one lane, as evaluation reads them."""
+    batches = list(EvaluationStream(corpus, 1, 8, range(1), max_tokens))
+    return torch.cat([torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches])
 
 
 def test_every_token_is_scored_once_whatever_the_lanes_and_segments(scorer, corpus):
@@ -64,7 +66,7 @@ def test_every_token_is_scored_once_whatever_the_lanes_and_segments(scorer, corp
 
 
 def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(scorer, corpus):
-    tokens_L = split_tokens(corpus)
+    tokens_L = targets_in_order(corpus)
     end = torch.tensor([corpus.manifest.end_id])
     inputs_BL = torch.cat([end, tokens_L[:-1]])[None]
     with torch.no_grad():
@@ -89,7 +91,7 @@ def test_bits_are_those_of_the_text(scorer, corpus):
 def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, corpus):
     part = measured(scorer, corpus, num_lanes=1, max_tokens=corpus.num_tokens // 2)
     assert 0 < part.tokens < corpus.num_tokens
-    text = Tokenizer.load(corpus.tokenizer_directory).decode(split_tokens(corpus)[: part.tokens].tolist())
+    text = Tokenizer.load(corpus.tokenizer_directory).decode(targets_in_order(corpus, part.tokens).tolist())
     bits = part.loss * part.tokens / math.log(2)
     # A character may be cut at the end.
     assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
