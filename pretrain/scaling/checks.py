@@ -61,6 +61,18 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
     return LeftOut(budget=float(budgets[-1]), law_error=law_error, optimum=optimum, measured=measured)
 
 
+def seed_spread(points: Points) -> float | None:
+    """The relative standard deviation of losses that differ only by their seed; None where no run was repeated."""
+    groups: dict[tuple[float, float], list[float]] = {}
+    for size, tokens, loss in zip(points.parameters_P, points.tokens_P, points.loss_P, strict=True):
+        groups.setdefault((float(size), float(tokens)), []).append(float(np.log(loss)))
+    repeated = [group for group in groups.values() if len(group) > 1]
+    if not repeated:
+        return None
+    squares = sum(np.var(group) * len(group) for group in repeated)
+    return float(np.sqrt(squares / sum(len(group) - 1 for group in repeated)))
+
+
 def _measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
     if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
         return None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.console import si
+from pretrain.scaling.checks import seed_spread
 from pretrain.scaling.fit import BEYOND, Fit, disagreement
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.lines import LEVEL, Interval, LawLine, interval
@@ -88,6 +89,8 @@ def fit_lines(fit: Fit) -> list[str]:
             "L(N, D) = E + A/N^alpha + B/D^beta: " + "  ".join(f"{name} {shown(law[name], 4)}" for name in law),
         ]
         lines.append(f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}")
+    if (spread := seed_spread(points)) is not None:
+        lines.append(f"losses that differ only by the seed spread by {spread:.3%} (standard deviation)")
     lines += check_lines(fit)
     excluded = [f"left out: {item.name}: {item.reason}" for item in points.excluded]
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)

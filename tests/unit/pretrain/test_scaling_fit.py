@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pretrain.scaling.bootstrap import pair_weights
+from pretrain.scaling.checks import seed_spread
 from pretrain.scaling.fit import disagreement, fit_all
 from pretrain.scaling.isoflop import fit_isoflop, isoflop_draws
 from pretrain.scaling.law import exponents, log_optimum
@@ -17,6 +18,7 @@ from pretrain.scaling.points import make_points
 from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
 
 LEVELS = (2.5, 97.5)
+COLUMNS = ("parameters_P", "tokens_P", "loss_P")
 FURTHER = float(np.log(1e21))  # ten times the largest simulated budget
 
 
@@ -122,6 +124,13 @@ def test_held_out_runs_are_predicted_and_never_fitted():
     for prediction in fit.holdouts:
         assert abs(prediction.error) < 0.01
         assert prediction.predicted.low < prediction.predicted.value < prediction.predicted.high
+
+
+def test_the_spread_between_seeds_is_measured_where_runs_were_repeated():
+    once, again = simulated(noise=0.004, seed=1), simulated(noise=0.004, seed=2)
+    assert seed_spread(once) is None
+    both = make_points(*(np.concatenate([getattr(x, name) for x in (once, again)]) for name in COLUMNS))
+    assert seed_spread(both) == pytest.approx(0.004, rel=0.2)
 
 
 def test_traps_are_named():
