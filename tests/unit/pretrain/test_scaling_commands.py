@@ -7,13 +7,16 @@ import csv
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import exit_status_of
 from data_pipeline.files import write_text
-from pretrain import scale
+from pretrain import scale, scaling
 from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.collect import read_curves
@@ -190,6 +193,13 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     for words in ("<h1>Books</h1>", "Three approaches side by side", "What it cost", "Left out", "held out"):
         assert words in page
     assert json.loads((out / "fit.json").read_text())["num_runs"] == 18
+
+
+def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
+    modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
+    for heavy, names in (("torch", modules), ("numpy", ["pretrain.scaling.sweep_file", "pretrain.scale"])):
+        code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(scaling.__path__[0]).parents[1])
 
 
 @pytest.mark.parametrize(
