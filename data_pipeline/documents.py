@@ -181,7 +181,7 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Ite
             while (line := file.readline(BLOCK_BYTES)) and not line.endswith(b"\n"):
                 pass
         elif line.strip():
-            yield _parse_record(line, place, config)
+            yield _parse_record(line.rstrip(b"\r\n"), place, config)
 
 
 def _parse_record(line: bytes, place: str, config: CorpusConfig) -> Document | Reject:

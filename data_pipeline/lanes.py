@@ -20,8 +20,9 @@ from data_pipeline.segment_batch import LaneCursor, SegmentBatch, check_value
 
 __all__ = ["EvaluationStream", "LaneCursor", "LaneStream", "SegmentBatch"]
 
-# Pieces are copied for this many tokens of a lane at once, so that a step costs a few array operations for all lanes.
+# Pieces are copied for so many tokens of a lane at once that a step costs a few array operations for all lanes.
 BLOCK_TOKENS = 8192
+BLOCK_SEGMENTS = 64  # at most: short segments need not be read far ahead
 
 
 class LaneStream:
@@ -95,7 +96,7 @@ class _BlockReader:
     def __init__(
         self, corpus: Corpus, plan: LanePlan, lanes: range, places: list[tuple[int, int]], segment_length: int
     ) -> None:
-        self.num_segments = max(1, BLOCK_TOKENS // segment_length)
+        self.num_segments = max(1, min(BLOCK_SEGMENTS, BLOCK_TOKENS // segment_length))
         self._segment_length = segment_length
         self._block_tokens = self.num_segments * segment_length
         self._corpus = corpus

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "engine.zero_stage",
     "engine.precision",
     "engine.activation_checkpointing",
+    "engine.attention_kernel",
     "engine.micro_batch_lanes",
     "engine.threads",
     "engine.deepspeed_extra*",
@@ -147,6 +148,13 @@ class RunDir:
             with replacing(self.metrics) as file:
                 file.writelines(kept)
         return len(lines) - len(kept)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole measurements, oldest first; a line that a crash cut short is passed over."""
+        if not self.metrics.exists():
+            return []
+        measurements = (_json_object(line) for line in self.metrics.read_bytes().splitlines())
+        return [measurement for measurement in measurements if measurement is not None]
 
     def append_ledger(self, event: dict[str, Any]) -> None:
         """Add one event, with the time, to the journal; on disk when this returns."""

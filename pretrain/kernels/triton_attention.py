@@ -45,7 +45,14 @@ def fused_relative_attention(
     Query, key, value and position share one dtype. Ask `unsupported_reason` of triton_support first.
     """
     inputs = Inputs(
-        query_BLHD, key_BKGD, value_BKGD, position_KHD, content_bias_HD, position_bias_HD, key_bias_BHK, distance_bias_KH
+        query_BLHD,
+        key_BKGD,
+        value_BKGD,
+        position_KHD,
+        content_bias_HD,
+        position_bias_HD,
+        key_bias_BHK,
+        distance_bias_KH,
     )
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
@@ -99,7 +106,13 @@ def _check(inputs: Inputs) -> None:
     assert key.shape == value.shape == (B, K, G, D), (query.shape, key.shape, value.shape)
     assert K >= L and H % G == 0, (query.shape, key.shape)
     assert (position is None) == (u is None) == (v is None), "positions, u and v come together"
-    for tensor, shape in ((position, (K, H, D)), (u, (H, D)), (v, (H, D)), (key_bias, (B, H, K)), (distance_bias, (K, H))):
+    for tensor, shape in (
+        (position, (K, H, D)),
+        (u, (H, D)),
+        (v, (H, D)),
+        (key_bias, (B, H, K)),
+        (distance_bias, (K, H)),
+    ):
         assert tensor is None or tensor.shape == shape, (tuple(tensor.shape), shape)
     assert key.dtype == value.dtype == query.dtype, (query.dtype, key.dtype, value.dtype)
     assert position is None or position.dtype == query.dtype, (query.dtype, position.dtype)

@@ -41,8 +41,8 @@ def key_gradient_kernel(
     group = (lane_group % VARIANT.num_groups).to(tl.int32)
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
-    key_tile = load_rows(keys + lane * key_lane + group * key_head, columns, key_row, exists, VARIANT)
-    value_tile = load_rows(values + lane * value_lane + group * value_head, columns, value_row, exists, VARIANT)
+    key_tile = load_rows(keys + lane * key_lane + group * key_head, j0, num_keys, key_row, COLUMNS, VARIANT)
+    value_tile = load_rows(values + lane * value_lane + group * value_head, j0, num_keys, value_row, COLUMNS, VARIANT)
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
@@ -60,13 +60,13 @@ def key_gradient_kernel(
         for i0 in range(first, last, ROWS):
             queries = i0 + tl.arange(0, ROWS)
             in_segment = queries < L
-            content_query = load_rows(content_queries + offset, queries, ROW, in_segment, VARIANT)
+            content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
             if VARIANT.has_position:
-                position_query = tl.trans(load_rows(position_queries + offset, queries, ROW, in_segment, VARIANT))
-                rows = columns - i0 + L
-                tile = load_positions(positions + head * VARIANT.head_width, rows - COLUMNS, num_keys, VARIANT)
+                position_query = tl.trans(load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT))
+                row0 = j0 - i0 + L
+                tile = load_positions(positions + head * VARIANT.head_width, row0 - COLUMNS, num_keys, VARIANT)
                 far = tl.dot(tile, position_query, input_precision=PRECISION)
-                tile = load_positions(positions + head * VARIANT.head_width, rows, num_keys, VARIANT)
+                tile = load_positions(positions + head * VARIANT.head_width, row0, num_keys, VARIANT)
                 near = tl.dot(tile, position_query, input_precision=PRECISION)
                 scores = window_of_rows(far, near, COLUMNS - 1 - tl.arange(0, ROWS), COLUMNS, ROWS)
                 scores = tl.dot(key_tile, tl.trans(content_query), scores, input_precision=PRECISION)
@@ -83,11 +83,12 @@ def key_gradient_kernel(
             lowest, highest = visible_keys(queries, first_key, L, M, window)
             visible = (columns[:, None] >= lowest[None, :]) & (columns[:, None] <= highest[None, :])
             weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0)
-            output_gradient = load_rows(output_gradients + offset, queries, ROW, in_segment, VARIANT)
+            output_gradient = load_rows(output_gradients + offset, i0, L, ROW, ROWS, VARIANT)
             weight_gradient = tl.dot(value_tile, tl.trans(output_gradient), input_precision=PRECISION)
             kept_weights = weights
             if VARIANT.drop_threshold:
-                kept = kept_pairs(dropout_key, head, queries[None, :], columns[:, None], VARIANT)
+                a = tl.arange(0, ROWS)[None, :]
+                kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[:, None], VARIANT)
                 kept_weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
                 weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
             value_gradient = tl.dot(
@@ -103,8 +104,8 @@ def key_gradient_kernel(
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)
     offset = (lane * num_keys * VARIANT.num_groups + group) * VARIANT.head_width
     KEY_ROW: tl.constexpr = VARIANT.num_groups * VARIANT.head_width
-    store_rows(key_gradients + offset, columns, KEY_ROW, exists, key_gradient * VARIANT.scale, VARIANT)
-    store_rows(value_gradients + offset, columns, KEY_ROW, exists, value_gradient, VARIANT)
+    store_rows(key_gradients + offset, j0, num_keys, KEY_ROW, key_gradient * VARIANT.scale, COLUMNS, VARIANT)
+    store_rows(value_gradients + offset, j0, num_keys, KEY_ROW, value_gradient, COLUMNS, VARIANT)
 
 
 @triton.jit
@@ -119,10 +120,10 @@ def content_bias_kernel(keys, score_sums, content_sums, key_lane, key_row, key_h
     tile_index = tl.program_id(0) % num_tiles
     lane_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     group = lane_head % VARIANT.num_heads // VARIANT.heads_per_group
-    columns = tile_index * COLUMNS + tl.arange(0, COLUMNS)
-    exists = columns < num_keys
+    j0 = tile_index * COLUMNS
+    columns = j0 + tl.arange(0, COLUMNS)
     keys += lane_head // VARIANT.num_heads * key_lane + group * key_head
-    tile = load_rows(keys, columns, key_row, exists, VARIANT)
-    score_sum = tl.load(score_sums + lane_head * num_keys + columns, mask=exists, other=0.0)
+    tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
+    score_sum = tl.load(score_sums + lane_head * num_keys + columns, mask=columns < num_keys, other=0.0)
     total = tl.sum(score_sum[:, None] * tile.to(tl.float32), 0) * VARIANT.scale
     tl.store(content_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), total)

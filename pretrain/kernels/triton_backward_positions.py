@@ -16,6 +16,7 @@ from pretrain.kernels.triton_tiles import (
     kept_pairs,
     load_positions,
     load_rows,
+    load_rows_around,
     store_rows,
     visible_keys,
     window_of_rows,
@@ -23,14 +24,13 @@ from pretrain.kernels.triton_tiles import (
 
 
 @triton.jit
-def _skewed_product(pointer, rows, row_stride, num_rows, query, VARIANT: tl.constexpr):
+def _skewed_product(pointer, first, row_stride, num_rows, query, VARIANT: tl.constexpr):
     """Keys (or values) times queries, [position rows, queries]."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
-    tile = load_rows(pointer, rows, row_stride, (rows >= 0) & (rows < num_rows), VARIANT)
+    tile = load_rows_around(pointer, first, num_rows, row_stride, COLUMNS, VARIANT)
     upper = tl.dot(tile, query, input_precision=VARIANT.precision)
-    rows += COLUMNS
-    tile = load_rows(pointer, rows, row_stride, (rows >= 0) & (rows < num_rows), VARIANT)
+    tile = load_rows_around(pointer, first + COLUMNS, num_rows, row_stride, COLUMNS, VARIANT)
     lower = tl.dot(tile, query, input_precision=VARIANT.precision)
     return window_of_rows(upper, lower, tl.arange(0, ROWS), COLUMNS, ROWS)
 
@@ -45,11 +45,11 @@ def _score_gradient(
     num_keys = M + L
     queries = i0 + tl.arange(0, VARIANT.rows)
     exists = queries < L
-    first_columns = p0 - (L - 1) + i0 + tl.arange(0, VARIANT.columns)
-    scores = _skewed_product(keys, first_columns, key_row, num_keys, tl.trans(content_query), VARIANT)
+    j0 = p0 - (L - 1) + i0
+    scores = _skewed_product(keys, j0, key_row, num_keys, tl.trans(content_query), VARIANT)
     if VARIANT.has_position:
         scores = tl.dot(position_tile, tl.trans(position_query), scores, input_precision=VARIANT.precision)
-    columns = first_columns[:, None] + tl.arange(0, VARIANT.rows)[None, :]
+    columns = j0 + tl.arange(0, VARIANT.columns)[:, None] + tl.arange(0, VARIANT.rows)[None, :]
     scores = biased_scores(
         scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys, queries[None, :], columns, L,
         num_keys, VARIANT,
@@ -58,9 +58,10 @@ def _score_gradient(
     lowest, highest = visible_keys(queries, first_key, L, M, window)
     visible = (columns >= lowest[None, :]) & (columns <= highest[None, :])
     weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0)
-    weight_gradient = _skewed_product(values, first_columns, value_row, num_keys, tl.trans(output_gradient), VARIANT)
+    weight_gradient = _skewed_product(values, j0, value_row, num_keys, tl.trans(output_gradient), VARIANT)
     if VARIANT.drop_threshold:
-        kept = kept_pairs(dropout_key, head, queries[None, :], columns, VARIANT)
+        rows = tl.arange(0, VARIANT.rows)[None, :]
+        kept = kept_pairs(dropout_key, head, i0, rows, 0, columns, VARIANT)
         weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
     delta = tl.load(deltas + lane_head * L + queries, mask=exists, other=0.0)
     return weights * (weight_gradient - delta[None, :])
@@ -86,7 +87,7 @@ def position_gradient_kernel(
     share = tl.program_id(0) // (num_tiles * VARIANT.num_heads)
     group = head // VARIANT.heads_per_group
     rows = p0 + tl.arange(0, COLUMNS)
-    position_tile = load_positions(positions + head * VARIANT.head_width, rows, num_keys, VARIANT)
+    position_tile = load_positions(positions + head * VARIANT.head_width, p0, num_keys, VARIANT)
     position_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     bias_gradient = tl.zeros([COLUMNS], dtype=tl.float32)
     first_lane = share * B // num_shares
@@ -110,11 +111,11 @@ def position_gradient_kernel(
             is_seen = farthest >= num_keys - p0 - COLUMNS  # the distance of the tile's last row
         if is_seen:
             offset = lane * L * ROW + head * VARIANT.head_width
-            content_query = load_rows(content_queries + offset, queries, ROW, exists, VARIANT)
+            content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
             position_query = content_query
             if VARIANT.has_position:
-                position_query = load_rows(position_queries + offset, queries, ROW, exists, VARIANT)
-            output_gradient = load_rows(output_gradients + offset, queries, ROW, exists, VARIANT)
+                position_query = load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
+            output_gradient = load_rows(output_gradients + offset, i0, L, ROW, ROWS, VARIANT)
             dropout_key = tl.zeros([], dtype=tl.int64)
             if VARIANT.drop_threshold:
                 dropout_key = tl.load(dropout_keys + lane)
@@ -132,7 +133,7 @@ def position_gradient_kernel(
                 )  # fmt: skip
     if VARIANT.has_position:
         out = position_gradients + share.to(tl.int64) * num_keys * ROW + head * VARIANT.head_width
-        store_rows(out, rows, ROW, rows < num_keys, position_gradient * VARIANT.scale, VARIANT)
+        store_rows(out, p0, num_keys, ROW, position_gradient * VARIANT.scale, COLUMNS, VARIANT)
     if VARIANT.has_distance_bias:
         out = distance_bias_gradients + (share * VARIANT.num_heads + head) * num_keys
         tl.store(out + rows, bias_gradient, mask=rows < num_keys)

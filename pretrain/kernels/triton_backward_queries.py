@@ -25,7 +25,7 @@ from pretrain.kernels.triton_tiles import (
 
 @triton.jit
 def _add_position_part(
-    query_gradient, left, right, position_query, positions, position_gradients, rows, num_keys, VARIANT: tl.constexpr
+    query_gradient, left, right, position_query, positions, position_gradients, first, num_keys, VARIANT: tl.constexpr
 ):
     """The query gradient with the part of one tile of position rows; with adds_positions their own gradient goes out."""
     ROWS: tl.constexpr = VARIANT.rows
@@ -33,14 +33,16 @@ def _add_position_part(
     PRECISION: tl.constexpr = VARIANT.precision
     score_gradient = window_of_columns(left, right, tl.arange(0, ROWS) % COLUMNS + 1, ROWS, COLUMNS)
     score_gradient = score_gradient.to(position_query.dtype)
-    tile = load_positions(positions, rows, num_keys, VARIANT)
+    tile = load_positions(positions, first, num_keys, VARIANT)
     query_gradient = tl.dot(score_gradient, tile, query_gradient, input_precision=PRECISION)
     if VARIANT.adds_positions:
-        added = tl.dot(tl.trans(score_gradient), position_query, input_precision=PRECISION) * VARIANT.scale
-        columns = tl.arange(0, VARIANT.padded_width)
-        mask = ((rows >= 0) & (rows < num_keys))[:, None] & (columns < VARIANT.head_width)[None, :]
-        addresses = position_gradients + rows[:, None] * (VARIANT.num_heads * VARIANT.head_width) + columns[None, :]
-        tl.atomic_add(addresses, added, mask=mask, sem="relaxed")
+        # Transposed, the product reads both factors from shared memory and leaves registers alone.
+        added = tl.dot(tl.trans(position_query), score_gradient, input_precision=PRECISION) * VARIANT.scale
+        ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
+        r = tl.arange(0, COLUMNS)[None, :]
+        d = tl.arange(0, VARIANT.padded_width)[:, None]
+        mask = (r < num_keys - first) & (r >= -first) & (d < VARIANT.head_width)
+        tl.atomic_add(position_gradients + first * ROW + (r * ROW + d), added, mask=mask, sem="relaxed")
     return query_gradient
 
 
@@ -77,12 +79,12 @@ def query_gradient_kernel(
 
     queries = i0 + tl.arange(0, ROWS)
     exists = queries < L
-    output_gradient = load_rows(output_gradients + offset, queries, ROW, exists, VARIANT)
-    output = load_rows(outputs + offset, queries, ROW, exists, VARIANT)
+    output_gradient = load_rows(output_gradients + offset, i0, L, ROW, ROWS, VARIANT)
+    output = load_rows(outputs + offset, i0, L, ROW, ROWS, VARIANT)
     delta = tl.sum(output.to(tl.float32) * output_gradient.to(tl.float32), 1)
     tl.store(deltas + lane_head * L + queries, delta, mask=exists)
     log_sum = tl.load(log_sums + lane_head * L + queries, mask=exists, other=0.0)
-    content_query = load_rows(content_queries + offset, queries, ROW, exists, VARIANT)
+    content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
     first_key = tl.zeros([ROWS], dtype=tl.int32)
     lowest_first = 0
     if VARIANT.has_starts:
@@ -97,16 +99,15 @@ def query_gradient_kernel(
 
     query_gradient = tl.zeros([ROWS, PADDED], dtype=tl.float32)
     if VARIANT.has_position:
-        position_query = load_rows(position_queries + offset, queries, ROW, exists, VARIANT)
-        rows = first - i0 + L + tl.arange(0, COLUMNS)
-        left, before = position_tiles(position_query, positions, rows, num_keys, VARIANT)
+        position_query = load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
+        left, before = position_tiles(position_query, positions, first - i0 + L, num_keys, VARIANT)
         gradient_left = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         gradient_before = gradient_left
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
-        key_tile = load_rows(keys, columns, key_row, columns < num_keys, VARIANT)
+        key_tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
         if VARIANT.has_position:
-            tile = load_positions(positions, columns - i0 + L, num_keys, VARIANT)
+            tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
             right = lower_half_of(before, near, VARIANT)
             scores = window_of_columns(left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS)
@@ -120,10 +121,11 @@ def query_gradient_kernel(
         )
         visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
         weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[:, None]), 0.0)
-        value_tile = load_rows(values, columns, value_row, columns < num_keys, VARIANT)
+        value_tile = load_rows(values, j0, num_keys, value_row, COLUMNS, VARIANT)
         weight_gradient = tl.dot(output_gradient, tl.trans(value_tile), input_precision=PRECISION)
         if VARIANT.drop_threshold:
-            kept = kept_pairs(dropout_key, head, queries[:, None], columns[None, :], VARIANT)
+            a = tl.arange(0, ROWS)[:, None]
+            kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
         score_gradient = weights * (weight_gradient - delta[:, None])
         query_gradient = tl.dot(score_gradient.to(key_tile.dtype), key_tile, query_gradient, input_precision=PRECISION)
@@ -134,24 +136,34 @@ def query_gradient_kernel(
                 gradient_right = lower_half_of(score_gradient, gradient_before, VARIANT)
             query_gradient = _add_position_part(
                 query_gradient, gradient_left, gradient_right, position_query, positions, position_gradients,
-                columns - i0 + L - ROWS, num_keys, VARIANT,
+                j0 - i0 + L - ROWS, num_keys, VARIANT,
             )  # fmt: skip
             gradient_left = gradient_right
             gradient_before = score_gradient
     if VARIANT.has_position:
         nothing = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        rows = tl.maximum(last, first) - i0 + L - ROWS + tl.arange(0, COLUMNS)
+        row0 = tl.maximum(last, first) - i0 + L - ROWS
         if ROWS != COLUMNS:
             gradient_right = lower_half_of(nothing, gradient_before, VARIANT)
             query_gradient = _add_position_part(
-                query_gradient, gradient_left, gradient_right, position_query, positions, position_gradients, rows,
+                query_gradient, gradient_left, gradient_right, position_query, positions, position_gradients, row0,
                 num_keys, VARIANT,
             )  # fmt: skip
             gradient_left = gradient_right
-            rows += COLUMNS
+            row0 += COLUMNS
         query_gradient = _add_position_part(
-            query_gradient, gradient_left, nothing, position_query, positions, position_gradients, rows, num_keys, VARIANT
+            query_gradient,
+            gradient_left,
+            nothing,
+            position_query,
+            positions,
+            position_gradients,
+            rows,
+            num_keys,
+            VARIANT,
         )
     query_gradient *= VARIANT.scale
-    store_rows(query_gradients + offset, queries, ROW, exists, query_gradient, VARIANT)
-    tl.store(query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), tl.sum(query_gradient, 0))
+    store_rows(query_gradients + offset, i0, L, ROW, query_gradient, ROWS, VARIANT)
+    tl.store(
+        query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), tl.sum(query_gradient, 0)
+    )

@@ -32,17 +32,17 @@ def biased_scores(scores, key_biases, distance_biases, queries, keys, num_querie
 
 
 @triton.jit
-def position_tiles(position_query, positions, rows, num_keys, VARIANT: tl.constexpr):
-    """Product tiles that precede the one of `rows`: the left half of its window, and the one that follows that.
+def position_tiles(position_query, positions, first, num_keys, VARIANT: tl.constexpr):
+    """Product tiles that precede the one of position rows from `first` on: the left half of its window, and the one that follows that.
 
     Where a tile has twice as many queries as keys, its lower half lags by one tile of position rows.
     """
     COLUMNS: tl.constexpr = VARIANT.columns
-    tile = load_positions(positions, rows - COLUMNS, num_keys, VARIANT)
+    tile = load_positions(positions, first - COLUMNS, num_keys, VARIANT)
     before = tl.dot(position_query, tl.trans(tile), input_precision=VARIANT.precision)
     if VARIANT.rows == VARIANT.columns:
         return before, before
-    tile = load_positions(positions, rows - 2 * COLUMNS, num_keys, VARIANT)
+    tile = load_positions(positions, first - 2 * COLUMNS, num_keys, VARIANT)
     long_before = tl.dot(position_query, tl.trans(tile), input_precision=VARIANT.precision)
     return lower_half_of(long_before, before, VARIANT), before
 
@@ -70,9 +70,9 @@ def _visit_keys(
     num_keys = M + L
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
-        key_tile = load_rows(keys, columns, key_row, columns < num_keys, VARIANT)
+        key_tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
         if VARIANT.has_position:
-            tile = load_positions(positions, columns - i0 + L, num_keys, VARIANT)
+            tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
             right = lower_half_of(before, near, VARIANT)
             scores = window_of_columns(left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS)
@@ -97,9 +97,10 @@ def _visit_keys(
         maximum = new_maximum
         total = total * decay + tl.sum(weights, 1)
         if VARIANT.drop_threshold:
-            kept = kept_pairs(dropout_key, head, queries[:, None], columns[None, :], VARIANT)
+            a = tl.arange(0, ROWS)[:, None]
+            kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
-        value_tile = load_rows(values, columns, value_row, columns < num_keys, VARIANT)
+        value_tile = load_rows(values, j0, num_keys, value_row, COLUMNS, VARIANT)
         output = tl.dot(weights.to(value_tile.dtype), value_tile, output * decay[:, None], input_precision=PRECISION)
     return output, total, maximum, left, before
 
@@ -126,7 +127,7 @@ def forward_kernel(
 
     queries = i0 + tl.arange(0, ROWS)
     exists = queries < L
-    content_query = load_rows(content_queries + offset, queries, ROW, exists, VARIANT)
+    content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
     first_key = tl.zeros([ROWS], dtype=tl.int32)
     lowest_first = 0
     highest_first = 0
@@ -155,9 +156,8 @@ def forward_kernel(
     before = total
     positions += head * VARIANT.head_width
     if VARIANT.has_position:
-        position_query = load_rows(position_queries + offset, queries, ROW, exists, VARIANT)
-        rows = first - i0 + L + tl.arange(0, COLUMNS)
-        left, before = position_tiles(position_query, positions, rows, num_keys, VARIANT)
+        position_query = load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
+        left, before = position_tiles(position_query, positions, first - i0 + L, num_keys, VARIANT)
     state = (output, total, maximum, left, before)
     for part in tl.static_range(3):
         begin = first if part == 0 else (whole if part == 1 else ragged)
@@ -170,5 +170,5 @@ def forward_kernel(
         )  # fmt: skip
     output, total, maximum, left, before = state
     denominator = tl.where(total == 0.0, 1.0, total)
-    store_rows(outputs + offset, queries, ROW, exists, output / denominator[:, None], VARIANT)
+    store_rows(outputs + offset, i0, L, ROW, output / denominator[:, None], ROWS, VARIANT)
     tl.store(log_sums + lane_head * L + queries, maximum + tl.log2(denominator), mask=exists)

@@ -141,12 +141,20 @@ def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def launch_backward(
-    inputs: Inputs, options: Options, output_BLHD: Tensor, log_sums_BHL: Tensor, output_gradient_BLHD: Tensor,
-    *, needs_position: bool, needs_distance_bias: bool,
+    inputs: Inputs,
+    options: Options,
+    output_BLHD: Tensor,
+    log_sums_BHL: Tensor,
+    output_gradient_BLHD: Tensor,
+    *,
+    needs_position: bool,
+    needs_distance_bias: bool,
 ) -> Inputs:
     """The gradients of all inputs, those of positions and distance biases only where needed."""
     call = Call(inputs, options)
-    call.arguments.update(output_gradients=output_gradient_BLHD, log_sums=log_sums_BHL, deltas=torch.empty_like(log_sums_BHL))
+    call.arguments.update(
+        output_gradients=output_gradient_BLHD, log_sums=log_sums_BHL, deltas=torch.empty_like(log_sums_BHL)
+    )
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
     query_gradient, query_sum_HD, position_gradient = _launch_queries(call, output_BLHD, adds_positions)
     key_gradient, value_gradient, score_sums_BHK = _launch_keys(call)
@@ -158,7 +166,13 @@ def launch_backward(
         u_gradient = call.sum_keys(score_sums_BHK)
         v_gradient = query_sum_HD - u_gradient  # queries hear through keys and positions: what is not u's is v's
     gradients = Inputs(
-        query_gradient, key_gradient, value_gradient, position_gradient, u_gradient, v_gradient, score_sums_BHK,
+        query_gradient,
+        key_gradient,
+        value_gradient,
+        position_gradient,
+        u_gradient,
+        v_gradient,
+        score_sums_BHK,
         distance_bias_gradient,
     )
     return Inputs(*(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True)))

@@ -32,5 +32,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int
     capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}; the kernel's tiles are chosen for {known}"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}; the kernel's tiles are chosen for {known}"
+        )
     return None

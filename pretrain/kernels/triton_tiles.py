@@ -23,33 +23,47 @@ PHILOX_ROUNDS = tl.constexpr(7)  # passes BigCrush (Salmon et al. 2011); triton'
 
 
 @triton.jit
-def load_rows(pointer, rows, row_stride, valid, VARIANT: tl.constexpr):
-    """Rows of one head as a tile; zero where not valid and in the padding of its width."""
+def load_rows(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+    """Rows first, ..., first + SIZE - 1 of one head as a tile; zero from `num_rows` on and in the padding of its width."""
+    return _load(pointer, first, tl.arange(0, SIZE) < num_rows - first, row_stride, SIZE, VARIANT)
+
+
+@triton.jit
+def load_rows_around(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+    """As `load_rows` where `first` may be negative; rows before 0 are zero too."""
+    r = tl.arange(0, SIZE)
+    return _load(pointer, first, (r < num_rows - first) & (r >= -first), row_stride, SIZE, VARIANT)
+
+
+@triton.jit
+def _load(pointer, first, valid, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+    # One scalar holds where the tile is, so that the addresses in it are that scalar plus constants of the thread.
     PADDED: tl.constexpr = VARIANT.padded_width
     columns = tl.arange(0, PADDED)
     mask = valid[:, None]
     if VARIANT.head_width != VARIANT.padded_width:
         mask = mask & (columns[None, :] < VARIANT.head_width)
-    return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
+    addresses = pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    return tl.load(addresses, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(pointer, rows, row_stride, valid, tile, VARIANT: tl.constexpr):
-    """The valid rows of a tile without their padding, rounded to the destination's type."""
-    PADDED: tl.constexpr = VARIANT.padded_width
-    columns = tl.arange(0, PADDED)
-    mask = valid[:, None]
-    if VARIANT.head_width != VARIANT.padded_width:
-        mask = mask & (columns[None, :] < VARIANT.head_width)
-    addresses = pointer + rows[:, None] * row_stride + columns[None, :]
-    tl.store(addresses, tile.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_positions(positions, rows, num_keys, VARIANT: tl.constexpr):
-    """Position rows of one head; rows outside [0, num_keys) count as zero."""
+def load_positions(positions, first, num_keys, VARIANT: tl.constexpr):
+    """Position rows of one head, as many as the tile has columns; rows outside [0, num_keys) are zero."""
     row_stride: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
-    return load_rows(positions, rows, row_stride, (rows >= 0) & (rows < num_keys), VARIANT)
+    return load_rows_around(positions, first, num_keys, row_stride, VARIANT.columns, VARIANT)
+
+
+@triton.jit
+def store_rows(pointer, first, num_rows, row_stride, tile, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+    """A tile without its padding to rows first, ..., first + SIZE - 1, rounded to the type of the destination."""
+    PADDED: tl.constexpr = VARIANT.padded_width
+    columns = tl.arange(0, PADDED)
+    mask = (tl.arange(0, SIZE) < num_rows - first)[:, None]
+    if VARIANT.head_width != VARIANT.padded_width:
+        mask = mask & (columns[None, :] < VARIANT.head_width)
+    addresses = pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    tl.store(addresses, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -100,8 +114,17 @@ def visible_keys(queries, first_keys, num_queries, num_memory, window):
 
 
 @triton.jit
-def kept_pairs(key, head, queries, keys, VARIANT: tl.constexpr):
-    """Where dropout keeps a weight: a function of (key of the lane, head, query, key) alone, whatever the tile."""
-    pairs = queries * 0 + keys
-    bits, _, _, _ = tl.philox(key, pairs, queries + keys * 0, pairs * 0 + head, pairs * 0, n_rounds=PHILOX_ROUNDS)
-    return (bits >> 16).to(tl.int32) >= VARIANT.drop_threshold
+def kept_pairs(key, head, i0, rows, j0, columns, VARIANT: tl.constexpr):
+    """Where dropout keeps the weight of query i0 + row and key j0 + column; i0 and j0 are multiples of the tile's size.
+
+    A function of (key of the lane, head, query, key) alone, whatever the tile. One draw of Philox serves the eight pairs
+    that differ in bit 3 of the query or bits 3 and 4 of the key. A thread holds several of them in the layout of a tensor
+    core's accumulator, and since the bits are taken from rows and columns, the compiler sees it and draws once.
+    """
+    query = (i0 & ~8) + (rows & ~8) + columns * 0
+    column = (j0 & ~24) + (columns & ~24) + rows * 0
+    word0, word1, word2, word3 = tl.philox(key, column, query, query * 0 + head, query * 0, n_rounds=PHILOX_ROUNDS)
+    is_odd = ((j0 | columns) & 8) != 0
+    word = tl.where(((j0 | columns) & 16) != 0, tl.where(is_odd, word3, word2), tl.where(is_odd, word1, word0))
+    bits = tl.where(((i0 | rows) & 8) != 0, word >> 16, word & 0xFFFF)
+    return bits.to(tl.int32) >= VARIANT.drop_threshold

@@ -6,8 +6,14 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
+
 from data_pipeline.build import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.corpus import Corpus
+from data_pipeline.files import sha256_of
+from data_pipeline.manifest import Manifest, ShardInfo
+from data_pipeline.mds import write_shard
 
 SUBJECTS = [
     "the river",
@@ -68,3 +74,31 @@ def make_tiny_corpus(directory: Path, *, documents: int = 60, seed: int = 0, voc
     )
     build_corpus(config)
     return directory
+
+
+def write_numbered_corpus(directory: Path, shards: list[list[int]]) -> Corpus:
+    """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order of storage.
+
+    A token's value thus says where it is from. Only the text is missing: shards and manifest are the real ones.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    infos, first = [], 0
+    for number, lengths in enumerate(shards):
+        path = directory / f"shard.{number:05d}.mds"
+        documents = []
+        for length in lengths:
+            documents.append((f"document {first}", np.arange(first, first + length, dtype=np.uint32)))
+            first += length
+        write_shard(path, documents, directory / "scratch")
+        size = path.stat().st_size
+        infos.append(
+            ShardInfo(path.name, len(lengths), sum(lengths), max(lengths), size, sha256_of(path), 0, 0),
+        )
+    Manifest(dtype="uint32", tokenizer="none", end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)).write(directory)
+    return Corpus.open(directory)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below `directory` with its bytes."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}

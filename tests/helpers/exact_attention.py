@@ -59,13 +59,21 @@ def exact_attention(
 
 
 def kept_weights(keys: list[int], num_heads: int, num_queries: int, num_keys: int, threshold: int) -> Tensor:
-    """[B, H, L, K], 1 where dropout keeps a weight: the upper 16 bits of Philox at (key, query, head) reach the threshold."""
+    """[B, H, L, K], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
+
+    Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without them query and key are
+    the counter.
+    """
     key, head, query, column = np.meshgrid(
-        np.array(keys, dtype=np.uint64), *(np.arange(n, dtype=np.uint64) for n in (num_heads, num_queries, num_keys)),
+        np.array(keys, dtype=np.uint64),
+        *(np.arange(size, dtype=np.uint64) for size in (num_heads, num_queries, num_keys)),
         indexing="ij",
     )
-    words = philox_4x32((column, query, head, np.zeros_like(head)), (key & WORD, key >> np.uint64(32)), rounds=7)
-    return torch.from_numpy(((words[0] >> np.uint64(16)) >= threshold).astype(np.float64))
+    counter = (column - column // 8 % 4 * 8, query - query // 8 % 2 * 8, head, np.zeros_like(head))
+    words = np.stack(philox_4x32(counter, (key & WORD, key >> np.uint64(32)), rounds=7))
+    word = np.take_along_axis(words, (column // 8 % 4)[None].astype(np.int64), axis=0)[0]
+    bits = np.where(query // 8 % 2 == 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
+    return torch.from_numpy((bits >= threshold).astype(np.float64))
 
 
 def philox_4x32(counter: tuple, key: tuple, rounds: int) -> tuple:

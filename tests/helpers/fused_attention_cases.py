@@ -78,7 +78,17 @@ CASES: dict[str, Case] = {
     "dropout, wide, deterministic": Case(B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True),
     "dropout of grouped queries": Case(B=3, H=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
     "everything": Case(
-        B=2, H=4, G=2, L=41, M=29, D=24, max_distance=33, documents=2, dropout=0.2, key_bias=True, distance_bias=True,
+        B=2,
+        H=4,
+        G=2,
+        L=41,
+        M=29,
+        D=24,
+        max_distance=33,
+        documents=2,
+        dropout=0.2,
+        key_bias=True,
+        distance_bias=True,
         wide=True,
     ),
     "float16": Case(B=2, L=37, M=23, dtype=torch.float16),
@@ -90,15 +100,21 @@ def errors_of(case: Case) -> dict[str, float]:
     """Relative errors (2-norm) of the output and of every gradient."""
     generator = torch.Generator().manual_seed(case.L * 1000 + case.M)
     exact_inputs = [
-        None if tensor is None else tensor.to(case.dtype).double().requires_grad_() for tensor in _inputs(case, generator)
+        None if tensor is None else tensor.to(case.dtype).double().requires_grad_()
+        for tensor in _inputs(case, generator)
     ]
     documents_BK = _documents(case, generator) if case.documents else None
     gradient_BLHD = torch.randn(case.B, case.L, case.H, case.D, generator=generator).to(case.dtype)
     threshold = round(case.dropout * 65536)
     keep = kept_weights(_words(case.B), case.H, case.L, case.L + case.M, threshold) if threshold else None
     exact = exact_attention(
-        *exact_inputs[:6], key_bias_BHK=exact_inputs[6], distance_bias_KH=exact_inputs[7], documents_BK=documents_BK,
-        max_distance=case.max_distance, keep_BHLK=keep, dropout=threshold / 65536,
+        *exact_inputs[:6],
+        key_bias_BHK=exact_inputs[6],
+        distance_bias_KH=exact_inputs[7],
+        documents_BK=documents_BK,
+        max_distance=case.max_distance,
+        keep_BHLK=keep,
+        dropout=threshold / 65536,
     )
     exact.backward(gradient_BLHD.double())
     inputs = [None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs]
@@ -125,8 +141,14 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) 
         position_gradient=Tile(size, 2 * size if case.wide else size),
     )
     return fused_relative_attention(
-        *inputs[:6], key_bias_BHK=inputs[6], distance_bias_KH=inputs[7], max_distance=case.max_distance,
-        documents_BK=documents_BK, dropout=case.dropout, deterministic=case.deterministic, tiles=tiles,
+        *inputs[:6],
+        key_bias_BHK=inputs[6],
+        distance_bias_KH=inputs[7],
+        max_distance=case.max_distance,
+        documents_BK=documents_BK,
+        dropout=case.dropout,
+        deterministic=case.deterministic,
+        tiles=tiles,
         dropout_keys_B=torch.tensor(LANE_KEYS[: case.B]) if case.dropout else None,
     )
 

@@ -1,0 +1,41 @@
+# Everything runs from the project's own environment in .venv; `make help` lists what there is.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+unexport PYTHONDONTWRITEBYTECODE
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help venv demo check test golden
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+venv: $(STAMP)  ## the environment in .venv, from the lock
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.10; say which one to use: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps -e .
+	@echo "compiling bytecode once, so that every later start is quick"
+	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1
+	@touch $@
+
+demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evaluate, sample, report
+	pretrain demo
+
+check: $(STAMP)  ## format, lint and types
+	ruff format --check .
+	ruff check .
+	pyright
+
+test: $(STAMP)  ## the whole suite
+	python -m pytest -q
+
+golden: $(STAMP)  ## compare with recorded results of the original, where they are at hand
+	pretrain golden ../shared/golden/*.npz

@@ -1,0 +1,158 @@
+"""Checkpoint directories: how one comes to count, how it is checked, and which is the newest good one. Torch-free.
+
+    RUN/checkpoints/step-00000100/
+        engine-00000.safetensors   fragments of weights and moments, one file per rank
+        state-00000.safetensors    lane memories and random-number state, one file per rank
+        rank-00000.json            what this rank wrote: sizes, SHA-256, its lanes and their cursor; written after both
+        index.json                 everything above joined, and what the run was
+        COMPLETE                   SHA-256 of index.json; written last, then the directory gets its name
+
+Nothing is published before every file is on disk, so a crash at any moment leaves the older checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import CheckpointError
+from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
+
+FORMAT = 1
+MARKER = "COMPLETE"
+INDEX = "index.json"
+STEP_NAME = re.compile(r"step-(\d{8})")
+WAIT_FOR_RANKS_SECONDS = 600.0
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies once it counts."""
+    return root / f"step-{step:08d}"
+
+
+def partial_directory(root: Path, step: int, attempt: str) -> Path:
+    """Where it is written; named by the attempt, so that a rank left over from another attempt can not add to it."""
+    return root / f".partial-{step:08d}-{attempt}"
+
+
+def rank_file(kind: str, rank: int) -> str:
+    """The name of one rank's file of a kind: engine, state or rank."""
+    return f"{kind}-{rank:05d}.{'json' if kind == 'rank' else 'safetensors'}"
+
+
+def steps_on_disk(root: Path) -> list[int]:
+    """Steps of all published checkpoints, damaged ones included, oldest first."""
+    if not root.is_dir():
+        return []
+    matches = (STEP_NAME.fullmatch(entry.name) for entry in root.iterdir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint whose files were found whole."""
+
+    directory: Path
+    index: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.index["step"])
+
+
+def publish(partial: Path, final: Path, index: dict[str, Any], num_ranks: int) -> None:
+    """Wait for every rank's list of files, write index and marker, and give the directory its name (rank 0 only)."""
+    reports = [_wait_for_json(partial / rank_file("rank", rank)) for rank in range(num_ranks)]
+    files = {name: entry for report in reports for name, entry in report["files"].items()}
+    write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
+    write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
+    if final.exists():  # only a refused one can be in the way: a good one would have been resumed from
+        shutil.rmtree(final)
+    partial.rename(final)
+    fsync_directory(final.parent)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and hash of a finished file, as the index keeps them."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def verify(directory: Path) -> Checkpoint:
+    """Read and check a whole checkpoint; raises CheckpointError naming the first file that is not as it was written."""
+    marker, index_path = directory / MARKER, directory / INDEX
+    if not marker.is_file():
+        raise CheckpointError(f"{directory}: no {MARKER} marker, so it was never finished; it cannot be used")
+    if not index_path.is_file():
+        raise CheckpointError(f"{index_path}: missing; the checkpoint cannot be used")
+    if sha256_of(index_path) != marker.read_text().strip():
+        raise CheckpointError(f"{index_path}: does not match its {MARKER} marker; the checkpoint cannot be used")
+    index = json.loads(index_path.read_text())
+    if index["format"] != FORMAT:
+        raise CheckpointError(f"{index_path}: format {index['format']}, this version reads format {FORMAT}")
+    for name, expected in index["files"].items():
+        _check_file(directory / name, expected)
+    return Checkpoint(directory, index)
+
+
+def newest_good(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies; each one passed over is said by name. None if there is none at all.
+
+    Raises CheckpointError if there are checkpoints and none of them is good: starting afresh would lose the run.
+    """
+    steps = steps_on_disk(root)
+    for step in reversed(steps):
+        try:
+            return verify(step_directory(root, step))
+        except CheckpointError as error:
+            say(f"checkpoint refused: {error}")
+    if steps:
+        raise CheckpointError(
+            f"{root}: none of its {len(steps)} checkpoints is good; repair or remove them, or use a new run directory"
+        )
+    return None
+
+
+def remove_partial(root: Path) -> None:
+    """Clear away what crashed saves left behind (rank 0, before the first save of an attempt)."""
+    for entry in root.glob(".partial-*"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def prune(root: Path, keep_last: int) -> list[int]:
+    """Remove all but the newest `keep_last` checkpoints; returns the steps removed. The marker goes first."""
+    removed = steps_on_disk(root)[:-keep_last]
+    for step in removed:
+        directory = step_directory(root, step)
+        (directory / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(directory)
+    return removed
+
+
+def rank_reports(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each rank wrote, in rank order."""
+    yield from index["ranks"]
+
+
+def _check_file(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; the checkpoint cannot be used")
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, {expected['bytes']} were written; the checkpoint cannot be used")
+    if sha256_of(path) != expected["sha256"]:
+        raise CheckpointError(f"{path}: its contents changed since it was written; the checkpoint cannot be used")
+
+
+def _wait_for_json(path: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + WAIT_FOR_RANKS_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{path}: its rank did not finish writing within {WAIT_FOR_RANKS_SECONDS:.0f} s")
+        time.sleep(0.005)
+    return json.loads(path.read_text())

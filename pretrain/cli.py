@@ -1,0 +1,69 @@
+"""`pretrain train | evaluate | generate | describe | golden | verify-resume | demo`: finds the command, runs it.
+
+Each command is a module with `add_arguments(parser)` and `run(arguments) -> exit status`. Only the module of the command
+that was asked for is imported: importing torch takes seconds, and `describe` and `--help` need none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from data_pipeline.errors import UserError, exit_status_of
+from data_pipeline.yaml_files import did_you_mean
+
+# name -> (module, what it does)
+COMMANDS = {
+    "train": ("pretrain.train", "train or resume one run (one rank's program; 'launcher local' starts several)"),
+    "evaluate": ("pretrain.evaluate", "loss, perplexity and bits per character, with memories of several lengths"),
+    "generate": ("pretrain.generate", "sample text from a checkpoint"),
+    "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
+    "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),
+    "verify-resume": (
+        "pretrain.verify_resume",
+        "kill a run, resume it, and compare it bitwise with an uninterrupted one",
+    ),
+    "bench": ("pretrain.bench.command", "measure the speeds the project promises, as ratios in one run"),
+    "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of the command line; returns its exit status."""
+    return exit_status_of(lambda: _dispatch(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def usage() -> str:
+    """What `pretrain --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: pretrain COMMAND ...",
+            "",
+            "Pretrain Transformer-XL language models, with exact memory and exact resume.",
+            "",
+            *lines,
+            "",
+            "'pretrain COMMAND --help' says more about one of them.",
+        ]
+    )
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"'pretrain {name}' is no command{did_you_mean(name, list(COMMANDS))}")
+    module_name, summary = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"pretrain {name}", description=f"{summary[0].upper()}{summary[1:]}.")
+    module.add_arguments(parser)
+    return module.run(parser.parse_intermixed_args(rest))

@@ -1,0 +1,240 @@
+"""DeepSpeed ZeRO 0 to 3 behind the Engine protocol; the only module that imports deepspeed.
+
+It reads internals of DeepSpeed 0.19.8 (`fragments`): the version is pinned, and tests check every stage against plain
+torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.lanes import SegmentBatch
+from pretrain.config import RunConfig
+from pretrain.distributed import World
+from pretrain.engine import (
+    Fragment,
+    Memory,
+    StepResult,
+    batch_tensors,
+    clip_gradients,
+    create_moments,
+    dropout_stream,
+    evaluate_module,
+    replicated_fragment,
+)
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.optim import build_adamw
+
+
+def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
+    """DeepSpeed's JSON, derived from the run; `engine.deepspeed_extra` is merged last and may not contradict it."""
+    derived: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": run.data.lanes // (world_size * accumulation_steps),
+        "gradient_accumulation_steps": accumulation_steps,
+        # Without ZeRO in fp32 DeepSpeed clips but does not report the norm, so there the engine does both.
+        "gradient_clipping": 0.0 if _is_plain(run) else run.optim.clip_norm,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": run.engine.zero_stage,
+            # On, it replaces torch.nn.functional.linear for the whole process and shifts bf16 results between stages.
+            "memory_efficient_linear": False,
+        },
+    }
+    if run.engine.precision == "bf16":
+        derived["bf16"] = {"enabled": True}
+        if run.engine.zero_stage > 0:  # stage 0 cannot accumulate in another type than the weights'
+            derived["data_types"] = {"grad_accum_dtype": "fp32"}
+            derived["communication_data_type"] = "fp32"
+    return _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
+
+
+class DeepSpeedEngine:
+    """The model under ZeRO (Rajbhandari et al. 2020): stage 1 shards the moments, 2 also gradients, 3 also weights."""
+
+    def __init__(self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int) -> None:
+        deepspeed = _import_deepspeed(world.device)
+        self.world = world
+        self._run = run
+        self._accumulation_steps = accumulation_steps
+        self._slots_done = 0
+        initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        optimizer = build_adamw(module, run.optim)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=deepspeed_config(run, world.world_size, accumulation_steps)
+        )
+        self.module: nn.Module = self._engine.module
+        self.module.train()
+        self._names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._start_from(initial)
+
+    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+        tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
+        dropout = dropout_stream(self._run, slot, step)
+        nll_BL, memory = self._engine(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        loss = nll_BL.mean()
+        self._engine.backward(loss)
+        self._slots_done += 1
+        if self._slots_done < self._accumulation_steps:
+            self._engine.step()  # counts the micro-batch; updates nothing before the boundary
+        assert memory is not None
+        return loss.detach(), memory
+
+    def step(self, learning_rate: float) -> StepResult:
+        assert self._slots_done == self._accumulation_steps, "step() before every slot has run"
+        self._slots_done = 0
+        for group in self._base_optimizer.param_groups:
+            group["lr"] = learning_rate
+        plain_norm = clip_gradients(self.module, self._run.optim) if _is_plain(self._run) else None
+        self._engine.step()
+        norm = plain_norm if plain_norm is not None else self._engine.get_global_grad_norm()
+        return StepResult(grad_norm=norm, skipped=not self._engine.was_step_applied())
+
+    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+        return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
+
+    def optimizer_step_count(self) -> int:
+        return int(next(iter(self._base_optimizer.state.values()))["step"])
+
+    def fragments(self) -> Iterator[Fragment]:
+        stage = self._run.engine.zero_stage
+        if stage == 3:
+            return self._fragments_of_stage_3()
+        if stage > 0:
+            return self._fragments_of_stages_1_and_2()
+        return self._fragments_of_stage_0()
+
+    def after_load(self, step_count: int) -> None:
+        for state in self._base_optimizer.state.values():
+            state["step"].fill_(step_count)
+        self._write_weights_from_masters()
+
+    @property
+    def _base_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self._optimizer, "optimizer", self._optimizer)
+
+    def _start_from(self, initial: Mapping[str, Tensor]) -> None:
+        """Give the fp32 masters the initial weights unrounded, and undo the step some stages take while they set up."""
+        for fragment in self.fragments():
+            whole = initial[fragment.name].view(-1)
+            count = fragment.values["weight"].numel()
+            fragment.values["weight"].copy_(whole[fragment.start : fragment.start + count])
+            fragment.values["exp_avg"].zero_()
+            fragment.values["exp_avg_sq"].zero_()
+        self.after_load(step_count=0)
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._base_optimizer.state[master]
+        create_moments(state, master.data)
+        return state
+
+    def _fragments_of_stage_0(self) -> Iterator[Fragment]:
+        for weight, master in self._weights_and_masters():
+            yield replicated_fragment(self._names[id(weight)], master.data, self._moments(master), self.world)
+
+    def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Stage 0: in fp32 a parameter is its own master; in bf16 DeepSpeed keeps fp32 copies in the same order."""
+        if _is_plain(self._run):
+            for parameter in self.module.parameters():
+                yield parameter, parameter
+        else:
+            for weights, masters in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+                yield from zip(weights, masters, strict=True)
+
+    def _fragments_of_stages_1_and_2(self) -> Iterator[Fragment]:
+        """Each rank holds a slice of every group's flat vector; `_hp_mapping` says what of a weight lies in it."""
+        flat = getattr(self._optimizer, "bit16_groups", None) or self._optimizer.bf16_groups
+        masters = getattr(self._optimizer, "single_partition_of_fp32_groups", None)
+        masters = masters if masters is not None else self._optimizer.fp32_groups_flat_partition
+        for weights, master in zip(flat, masters, strict=True):
+            moments = self._moments(master)
+            for weight in weights:
+                mapping = weight._hp_mapping
+                if mapping is None:  # lies wholly on other ranks
+                    continue
+                place, count = mapping.get_hp_fragment_address().start, mapping.get_hp_fragment_address().numel
+                values = _narrowed(master.data, moments, place, count)
+                yield Fragment(self._names[id(weight)], mapping.lp_fragment_address.start, values, owned=True)
+
+    def _fragments_of_stage_3(self) -> Iterator[Fragment]:
+        """Each rank holds one slice of every weight, padded to equal length; the padding is no part of a fragment."""
+        rank = self.world.rank
+        for weights, master in zip(
+            self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            moments = self._moments(master)
+            place = 0
+            for weight in weights:
+                part = weight.partition_numel()
+                start = rank * part
+                count = max(0, min(part, weight.ds_numel - start))
+                if count:
+                    values = _narrowed(master.data, moments, place, count)
+                    yield Fragment(self._names[id(weight)], start, values, owned=True)
+                place += part
+
+    def _write_weights_from_masters(self) -> None:
+        stage = self._run.engine.zero_stage
+        if stage == 3:
+            self._write_stage_3_weights()
+        elif stage > 0:
+            self._optimizer.update_lp_params()
+        elif not _is_plain(self._run):
+            for weight, master in self._weights_and_masters():
+                weight.data.copy_(master.data)
+
+    def _write_stage_3_weights(self) -> None:
+        optimizer = self._optimizer
+        optimizer.checkpoint_event_prologue()
+        for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+            optimizer.fp16_partitioned_groups_flat[group].data.copy_(master.data)
+            pieces = optimizer.unflatten(
+                optimizer.fp16_partitioned_groups_flat[group], optimizer.fp16_partitioned_groups[group]
+            )
+            for weight, piece in zip(optimizer.fp16_partitioned_groups[group], pieces, strict=True):
+                weight.data = piece.data
+        optimizer.checkpoint_event_epilogue()
+
+
+def _is_plain(run: RunConfig) -> bool:
+    """ZeRO 0 in fp32: DeepSpeed runs the optimizer as it is, without a wrapper of its own."""
+    return run.engine.zero_stage == 0 and run.engine.precision == "fp32"
+
+
+def _narrowed(master: Tensor, moments: dict[str, Tensor], place: int, count: int) -> dict[str, Tensor]:
+    whole = {"weight": master, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+    return {key: value.narrow(0, place, count) for key, value in whole.items()}
+
+
+def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
+    merged = dict(derived)
+    for key, value in extra.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value, f"{where}.{key}")
+        elif key in merged and merged[key] != value:
+            raise ConfigError(
+                f"{where}.{key}={value!r} contradicts {merged[key]!r}, which follows from the run's settings; remove it"
+            )
+        else:
+            merged[key] = value
+    return merged
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed quietly, without compiling its shared-memory operator (only an inference call uses it)."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    return deepspeed

@@ -1,0 +1,128 @@
+"""The ranks of a run and the few collectives the loop itself needs. Rank variables are read here and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from data_pipeline.errors import ConfigError, UserError
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is. `device` is the accelerator of `local_rank`, or the CPU where there is none."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_from_environment(environment: Mapping[str, str]) -> World:
+    """Read the rank variables: RANK, WORLD_SIZE, LOCAL_RANK, else Slurm's, else one process alone."""
+    try:
+        if "RANK" in environment:
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            local_rank = int(environment.get("LOCAL_RANK", "0"))
+        elif "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment and "MASTER_ADDR" in environment:
+            rank, world_size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+            local_rank = int(environment["SLURM_LOCALID"])
+        else:
+            rank, world_size, local_rank = 0, 1, 0
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"the rank variables are incomplete ({error}); set RANK, WORLD_SIZE and LOCAL_RANK") from None
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank, world_size, local_rank, device)
+
+
+def init_world() -> World:
+    """Join the other ranks; collectives on CPU tensors go over gloo, those on a GPU over NCCL."""
+    world = world_from_environment(os.environ)
+    if world.world_size > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; start ranks with 'launcher local'"
+        )
+    # DeepSpeed reads these even for one process.
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.world_size), LOCAL_RANK=str(world.local_rank))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        return world
+    options: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size, "timeout": COLLECTIVE_TIMEOUT}
+    if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        options["store"] = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options)
+    return world
+
+
+def leave_world() -> None:
+    """Close the process group, so that no rank is left waiting for one that ended."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank as soon as it is true on one. A few bytes over gloo: the accelerator does not wait."""
+    if dist.get_world_size() == 1:
+        return flag
+    value = torch.tensor([int(flag)], dtype=torch.int32)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, on every rank; `tensor` itself is left as it is."""
+    total = tensor.clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def from_main_rank(value: T) -> T:
+    """What rank 0 passes, on every rank; a small picklable value."""
+    if dist.get_world_size() == 1:
+        return value
+    holder: list[Any] = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+@contextlib.contextmanager
+def raise_together() -> Iterator[None]:
+    """Run the block on every rank; if a UserError ended it on any, every rank raises the first one."""
+    problem: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        problem = error
+    problems: list[Any] = [problem]
+    if dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise found
+
+
+def gather_errors(error: str) -> list[str]:
+    """The non-empty texts of all ranks, in rank order, on every rank: how ranks agree that something failed."""
+    texts: list[Any] = [error]
+    if dist.get_world_size() > 1:
+        texts = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, error)
+    return [text for text in texts if text]

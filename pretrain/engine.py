@@ -1,0 +1,208 @@
+"""What the loop needs from whatever trains the model, and a plain-torch engine that shows what it must compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.lanes import SegmentBatch
+from pretrain.config import OptimConfig, RunConfig
+from pretrain.distributed import World, sum_over_ranks
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.optim import build_adamw
+
+Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update did. `grad_norm` is the global norm before clipping; it stays on the device until it is read."""
+
+    grad_norm: Tensor | float | None
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A run of one parameter's elements, [start, start + n), as this rank holds them.
+
+    `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to them changes the
+    engine. `owned` is False where another rank writes the same elements to the checkpoint.
+    """
+
+    name: str
+    start: int
+    values: dict[str, Tensor]
+    owned: bool
+
+
+class Engine(Protocol):
+    """A model, its optimizer, and how both are spread over the ranks."""
+
+    world: World
+    module: nn.Module
+
+    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+        """Add the gradient of the slot's mean loss; returns that loss, detached, and the next segment's memory."""
+        ...
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Average the gradients over slots and ranks, clip, update, and clear them."""
+        ...
+
+    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+        """Negative log-likelihood per token [B, L] in fp32 without gradient or dropout, and the next memory."""
+        ...
+
+    def fragments(self) -> Iterator[Fragment]:
+        """This rank's part of weights and moments; together the ranks hold every element."""
+        ...
+
+    def optimizer_step_count(self) -> int:
+        """Updates applied so far, as Adam's bias correction counts them."""
+        ...
+
+    def after_load(self, step_count: int) -> None:
+        """Make everything derived from the fragments agree with them after they were written to."""
+        ...
+
+
+def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and document starts of a slot on the device."""
+
+    def moved(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return moved(slot.tokens_BL), moved(slot.targets_BL), moved(slot.starts_BL)
+
+
+def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStream | None:
+    """The masks of this step for these lanes, or None when the model drops nothing."""
+    if run.model.dropout == 0.0 and run.model.attention_dropout == 0.0:
+        return None
+    return DropoutStream(seed=run.seed, step=step, lanes=list(slot.lanes))
+
+
+def evaluate_module(
+    module: nn.Module, batch: SegmentBatch, memory: Memory | None, memory_length: int, device: torch.device
+) -> tuple[Tensor, Memory]:
+    """One segment forward in evaluation mode; the module is left in the mode it was in."""
+    tokens_BL, targets_BL, starts_BL = batch_tensors(batch, device)
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        nll_BL, memory = module(tokens_BL, targets_BL, memory, starts_BL, memory_length=memory_length)
+    module.train(was_training)
+    assert memory is not None
+    return nll_BL, memory
+
+
+class TorchEngine:
+    """Plain torch: whole model and optimizer on every rank, gradients averaged by one all-reduce per parameter.
+
+    It is the yardstick for the other engine and runs without DeepSpeed. In bf16 the master weights, the moments and the
+    accumulated gradients are fp32, as they are there.
+    """
+
+    def __init__(self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int) -> None:
+        self.world = world
+        self._run = run
+        self._accumulation_steps = accumulation_steps
+        self._master = module.to(world.device)
+        self._master.train()
+        self.module: nn.Module = self._master
+        if run.engine.precision == "bf16":
+            self.module = TransformerXL(
+                self._master.config, run.engine.activation_checkpointing, run.engine.attention_kernel
+            ).to(world.device)
+            self.module.to(torch.bfloat16)
+            self._copy_master_to_module()
+        self._optimizer = build_adamw(self._master, run.optim)
+        self._create_moments()
+
+    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+        tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
+        dropout = dropout_stream(self._run, slot, step)
+        nll_BL, memory = self.module(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        loss = nll_BL.mean()
+        (loss / self._accumulation_steps).backward()
+        if self.module is not self._master:
+            self._move_gradients_to_master()
+        assert memory is not None
+        return loss.detach(), memory
+
+    def step(self, learning_rate: float) -> StepResult:
+        for parameter in self._master.parameters():
+            if parameter.grad is not None and self.world.world_size > 1:
+                parameter.grad = sum_over_ranks(parameter.grad) / self.world.world_size
+        grad_norm = clip_gradients(self._master, self._run.optim)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self.module is not self._master:
+            self._copy_master_to_module()
+        return StepResult(grad_norm=grad_norm, skipped=False)
+
+    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+        return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
+
+    def fragments(self) -> Iterator[Fragment]:
+        for name, parameter in self._master.named_parameters():
+            yield replicated_fragment(name, parameter.data, self._optimizer.state[parameter], self.world)
+
+    def optimizer_step_count(self) -> int:
+        return int(next(iter(self._optimizer.state.values()))["step"])
+
+    def after_load(self, step_count: int) -> None:
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step_count)
+        if self.module is not self._master:
+            self._copy_master_to_module()
+
+    def _create_moments(self) -> None:
+        for parameter in self._master.parameters():
+            create_moments(self._optimizer.state[parameter], parameter)
+
+    def _copy_master_to_module(self) -> None:
+        with torch.no_grad():
+            for low, high in zip(self.module.parameters(), self._master.parameters(), strict=True):
+                low.copy_(high)
+
+    def _move_gradients_to_master(self) -> None:
+        for low, high in zip(self.module.parameters(), self._master.parameters(), strict=True):
+            if low.grad is not None:
+                gradient = low.grad.float()
+                high.grad = gradient if high.grad is None else high.grad + gradient
+                low.grad = None
+
+
+def create_moments(state: dict[str, Tensor], parameter: Tensor) -> None:
+    """Give Adam its state before the first step, so that a checkpoint can be read into it."""
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def replicated_fragment(name: str, weight: Tensor, state: dict[str, Tensor], world: World) -> Fragment:
+    """A parameter that every rank holds whole; the ranks take turns in writing them, by name."""
+    values = {
+        "weight": weight.view(-1),
+        "exp_avg": state["exp_avg"].view(-1),
+        "exp_avg_sq": state["exp_avg_sq"].view(-1),
+    }
+    return Fragment(name, 0, values, owned=sum(name.encode()) % world.world_size == world.rank)
+
+
+def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
+    """Scale the gradients down to `clip_norm` if they are longer; returns the norm before."""
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    limit = optim.clip_norm or float("inf")
+    return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

@@ -1,0 +1,108 @@
+"""`pretrain verify-resume`: proof, on the user's own configuration, that a killed run equals an undisturbed one.
+
+Three starts of real ranks: one to the end; one that SIGKILLs itself after a step, between two checkpoints; one that
+goes on from what the second left on disk. Then every loss and every byte of the final state is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError, UserError
+from pretrain import checkpoint_files as files
+from pretrain.config import RunConfig, accumulation_steps
+from pretrain.faults import VARIABLE as FAULT_VARIABLE
+from pretrain.local_ranks import RankGroup, failure_in_words
+from pretrain.run_dir import RunDir
+
+EXIT_DIFFERENT = 1
+START_SECONDS = 600.0
+KILLED = -9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `pretrain verify-resume`."""
+    parser.add_argument("config", type=Path, help="experiment file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="length of the run (default %(default)s)")
+    parser.add_argument("--kill-at", type=int, default=7, help="every rank is SIGKILLed after it (default %(default)s)")
+    parser.add_argument("--work-dir", type=Path, help="keep the runs here (default: a temporary directory, removed)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare a killed and resumed run with an undisturbed one; 0 if identical, 1 if not."""
+    if not 1 <= arguments.kill_at < arguments.steps:
+        raise ConfigError(f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}")
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    accumulation_steps(config, arguments.ranks)  # refused here rather than by every rank
+    work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    try:
+        problems = _prove(arguments, work)
+    finally:
+        if arguments.work_dir is None:
+            shutil.rmtree(work, ignore_errors=True)
+    if problems:
+        from pretrain.compare import summary
+
+        print(f"different: {len(problems)} differences\n{summary(problems)}")
+        return EXIT_DIFFERENT
+    print(f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors and random numbers")
+    return 0
+
+
+def _prove(arguments: argparse.Namespace, work: Path) -> list[str]:
+    from pretrain.compare import differing_losses, differing_state
+
+    undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
+    for run_dir in (undisturbed, killed):
+        if run_dir.exists():
+            raise ConfigError(f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir")
+    _say(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, undisturbed")
+    _start(arguments, undisturbed, fault="")
+    _say(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
+    _start(arguments, killed, fault=f"sigkill@{arguments.kill_at}")
+    steps = files.steps_on_disk(killed.checkpoints)
+    _say(f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}")
+    _start(arguments, killed, fault="")
+    ends = [files.verify(files.step_directory(each.checkpoints, arguments.steps)) for each in (undisturbed, killed)]
+    return differing_losses(undisturbed, killed) + differing_state(*ends)
+
+
+def _start(arguments: argparse.Namespace, run_dir: RunDir, fault: str) -> None:
+    """One start of all ranks; raises UserError with the failing rank's last lines unless it ends as it should."""
+    command = [sys.executable, "-m", "pretrain", "train", str(arguments.config), *_overrides(arguments)]
+    command += ["--run-dir", str(run_dir.path)]
+    group = RankGroup(
+        command, arguments.ranks, run_dir.path.parent / f"{run_dir.path.name}-logs", environment={FAULT_VARIABLE: fault}
+    )
+    with group:
+        statuses = group.wait(timeout=START_SECONDS)
+    if fault and KILLED not in statuses:
+        raise UserError(f"no rank was killed: {failure_in_words(statuses, group.logs) or 'the run had already ended'}")
+    if not fault and any(statuses):
+        raise UserError(failure_in_words(statuses, group.logs))
+
+
+def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
+    # The last checkpoint before the kill lies one step back, so that resuming has something to redo.
+    interval = max(1, arguments.kill_at - 1)
+    return [
+        *arguments.overrides,
+        f"optim.steps={arguments.steps}",
+        f"checkpoint.interval={interval}",
+        "checkpoint.keep_last=3",
+        f"evaluation.interval={max(1, arguments.steps // 4)}",
+        "evaluation.max_tokens=2000",
+        "metrics.tensorboard=false",
+    ]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,111 @@
+"""One rank of the engine tests: trains every cell of a matrix in turn, so that torch and DeepSpeed are imported once.
+
+    python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
+
+Each cell names settings, where to stop, and optionally a directory of checkpoints to go on from. Rank 0 writes
+OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import LaneStream
+from pretrain.checkpoint import Checkpointer
+from pretrain.config import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    accumulation_steps,
+    lanes_of_rank,
+)
+from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
+from pretrain.schedule import learning_rate_at
+from pretrain.state import TrainState
+from pretrain.train import build_engine
+
+
+def run_of_cell(corpus: Path, settings: dict[str, Any]) -> RunConfig:
+    """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine."""
+    return RunConfig(
+        seed=5,
+        model=ModelConfig(
+            vocab_size=257,
+            num_layers=2,
+            d_model=32,
+            num_heads=2,
+            memory_length=12,
+            dropout=0.1,
+            attention_dropout=0.1,
+            norm_position="pre",
+        ),
+        data=DataConfig(path=corpus, lanes=8, segment_length=8),
+        optim=OptimConfig(
+            steps=20, learning_rate=3e-3, weight_decay=0.1, clip_norm=0.5, schedule=ScheduleConfig(warmup_steps=5)
+        ),
+        engine=EngineConfig(
+            deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **settings
+        ),
+        checkpoint=CheckpointConfig(interval=10, keep_last=9),
+    )
+
+
+def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
+    """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`."""
+    run = run_of_cell(corpus, cell["engine"])
+    if cell.get("dropout") is False:
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
+    engine = build_engine(run, world)
+    num_slots = accumulation_steps(run, world.world_size)
+    state = None
+    if "resume" in cell:
+        state = Checkpointer(run, output / cell["resume"], world, "resume").restore_latest(engine)
+        assert state is not None, f"no checkpoint in {cell['resume']}"
+    state = state or TrainState.fresh(num_slots)
+    lanes = lanes_of_rank(run, world.rank, world.world_size)
+    stream = LaneStream(
+        Corpus.open(corpus / "train"), run.data.lanes, run.seed, run.data.segment_length, lanes, state.cursor
+    )
+    checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"])
+    losses, norms = {}, {}
+    while state.step < cell["until"]:
+        batch = next(stream)
+        total = torch.zeros((), dtype=torch.float64)
+        for slot, part in enumerate(batch.split(num_slots)):
+            loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
+            total += loss.double() / num_slots
+        result = engine.step(learning_rate_at(run.optim, state.step))
+        state.step += 1
+        state.cursor = batch.cursor
+        losses[state.step] = (sum_over_ranks(total).item() / world.world_size).hex()
+        norms[state.step] = float(result.grad_norm if result.grad_norm is not None else -1.0).hex()
+        assert not result.skipped
+        if state.step in cell["save_at"]:
+            checkpointer.save(engine, state)
+    return {"losses": losses, "norms": norms}
+
+
+def main() -> None:
+    corpus, output, cells = (Path(argument) for argument in sys.argv[1:4])
+    torch.set_num_threads(1)
+    world = init_world()
+    for cell in json.loads(cells.read_text()):
+        result = train_cell(corpus, output, cell, world)
+        if world.is_main:
+            (output / f"{cell['name']}.json").write_text(json.dumps(result))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Every ZeRO stage, precision and kind of activation checkpointing against plain torch on one process, and resumption.
+
+All cells train in one group of two ranks, then three more on one rank go on from what two ranks saved.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain import checkpoint_files as files
+from pretrain.compare import differing_state, summary
+from pretrain.local_ranks import RankGroup, failure_in_words
+
+STEPS = 20
+HALF = 10
+STAGES = (0, 1, 2, 3)
+# bf16: the two engines round gradients at different places (DeepSpeed sums them over ranks in fp32 from bf16 values).
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+
+Results = dict[str, dict[str, dict[int, float]]]
+
+
+def engine_settings(stage: int, precision: str, checkpointing: str, micro: int = 4) -> dict[str, Any]:
+    return {
+        "zero_stage": stage,
+        "precision": precision,
+        "activation_checkpointing": checkpointing,
+        "micro_batch_lanes": micro,
+    }
+
+
+def cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "engine": engine, "until": STEPS, "save_at": [STEPS], **more}
+
+
+def whole_and_resumed(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same run twice: in one go, and to the half, then on from the checkpoint there."""
+    return [
+        cell(f"{name}-whole", engine),
+        cell(f"{name}-half", engine, until=HALF, save_at=[HALF]),
+        cell(f"{name}-resumed", engine, resume=f"{name}-half"),
+    ]
+
+
+MATRIX = {
+    f"zero{stage}-{precision}-{checkpointing}": engine_settings(stage, precision, checkpointing, micro=2)
+    for stage in STAGES
+    for precision, checkpointing in (("fp32", "none"), ("fp32", "full"), ("bf16", "none"), ("bf16", "full"))
+}
+
+
+def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
+    path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
+    path.write_text(json.dumps(cells))
+    command = [sys.executable, "-m", "tests.helpers.engine_worker", str(corpus), str(output), str(path)]
+    with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
+        statuses = group.wait(timeout=280)
+    assert not any(statuses), failure_in_words(statuses, group.logs)
+
+
+@pytest.fixture(scope="session")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def results(tiny_corpus: Path, output: Path) -> Results:
+    """Losses and norms by cell and step: plain torch on one rank, everything else on two."""
+    on_two = [each for name, settings in MATRIX.items() for each in whole_and_resumed(name, settings)]
+    train_cells(tiny_corpus, output, on_two, num_ranks=2)
+    plain = [
+        cell(f"torch-{precision}", {"kind": "torch", **engine_settings(1, precision, "none", micro=0)})
+        for precision in ("fp32", "bf16")
+    ]
+    fewer = [
+        cell(f"zero{stage}-on-one", engine_settings(stage, "fp32", "none"), resume=f"zero{origin}-fp32-none-half")
+        for stage, origin in ((0, 3), (3, 1), (1, 2))
+    ]
+    train_cells(tiny_corpus, output, plain + fewer, num_ranks=1)
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + plain + fewer}
+
+
+def read_result(path: Path) -> dict[str, dict[int, float]]:
+    tree = json.loads(path.read_text())
+    return {key: {int(step): float.fromhex(value) for step, value in steps.items()} for key, steps in tree.items()}
+
+
+def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
+    assert left.keys() <= right.keys()
+    return max(abs(left[step] - right[step]) for step in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_each_cell_agrees_with_plain_torch_on_one_process(results: Results, name: str) -> None:
+    precision = name.split("-")[1]
+    plain, whole = results[f"torch-{precision}"], results[f"{name}-whole"]
+    assert len(whole["losses"]) == STEPS
+    assert largest_difference(whole["losses"], plain["losses"]) < TOLERANCE[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MATRIX if "fp32" in name])
+def test_gradient_norms_agree_with_plain_torch(results: Results, name: str) -> None:
+    """A gradient that is wrong by a factor leaves Adam's losses nearly as they are, but not its norm."""
+    assert largest_difference(results[f"{name}-whole"]["norms"], results["torch-fp32"]["norms"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: Path, name: str) -> None:
+    whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
+    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
+    assert {**half["norms"], **resumed["norms"]} == whole["norms"]
+    ends = [files.verify(files.step_directory(output / f"{name}-{part}", STEPS)) for part in ("whole", "resumed")]
+    problems = differing_state(*ends)
+    assert not problems, summary(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero0-on-one", "zero3-on-one", "zero1-on-one"])
+def test_another_world_size_and_stage_go_on_with_the_same_losses(results: Results, name: str) -> None:
+    assert largest_difference(results[name]["losses"], results["zero1-fp32-none-whole"]["losses"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_changes_no_bit(results: Results) -> None:
+    for stage in STAGES:
+        none, full = (results[f"zero{stage}-fp32-{kind}-whole"] for kind in ("none", "full"))
+        assert none == full

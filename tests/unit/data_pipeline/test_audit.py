@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from data_pipeline.cli import main
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import LaneStream
+from tests.helpers.corpora import write_numbered_corpus
+
+NUM_LANES, LENGTH, STEPS = 8, 16, 60
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    lengths = np.random.default_rng(2).integers(1, 50, (5, 40))
+    return write_numbered_corpus(tmp_path_factory.mktemp("audited"), lengths.tolist())
+
+
+def audited(capsys, corpus, *extra):
+    command = ["audit", str(corpus.directory), f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}", "--json", *extra]
+    assert main(command) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within_one_lane(corpus, capsys):
+    read: dict[tuple, list] = defaultdict(list)  # (epoch, shard, document) -> what was read, in order
+    last_step = STEPS * 6
+    for piece in audited(capsys, corpus, f"--steps=0:{last_step}"):
+        read[piece["epoch"], piece["shard"], piece["index"]].append(piece)
+    whole = {
+        (shard.path, index): int(length)
+        for number, shard in enumerate(corpus.manifest.shards)
+        for index, length in enumerate(corpus.document_lengths(number))
+    }
+    for epoch in (0, 1):
+        assert {key[1:] for key in read if key[0] == epoch} == set(whole)
+        for document, length in whole.items():
+            pieces = read[(epoch, *document)]
+            assert len({piece["lane"] for piece in pieces}) == 1, "a document is read by one lane"
+            steps = [piece["step"] for piece in pieces]
+            assert steps == list(range(steps[0], steps[0] + len(steps))), "in consecutive steps"
+            ends = np.cumsum([piece["tokens"] for piece in pieces])
+            assert [piece["offset"] for piece in pieces] == [0, *ends[:-1].tolist()], "from its begin, without a gap"
+            assert ends[-1] == length, "to its end"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_its_lines_are_what_the_ranks_really_read(corpus, capsys, world_size):
+    lines = audited(capsys, corpus, f"--steps=0:{STEPS}", "--seed=7", f"--ranks={world_size}")
+    numbers = {shard.path: number for number, shard in enumerate(corpus.manifest.shards)}
+    expected: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for piece in lines:
+        tokens = corpus.shard(numbers[piece["shard"]]).tokens(piece["index"], piece["offset"], piece["tokens"])
+        expected[piece["step"], piece["lane"]] += tokens.tolist()
+        assert piece["document"] == corpus.shard(numbers[piece["shard"]]).document_id(piece["index"])
+    per_rank = NUM_LANES // world_size
+    for rank in range(world_size):
+        lanes = range(rank * per_rank, (rank + 1) * per_rank)
+        assert {piece["lane"] for piece in lines if piece["rank"] == rank} == set(lanes)
+        stream = LaneStream(corpus, NUM_LANES, 7, LENGTH, lanes)
+        for step in range(STEPS):
+            batch = next(stream)
+            for lane, tokens_L in zip(lanes, batch.tokens_BL, strict=True):
+                assert expected[step, lane] == tokens_L.tolist()
+
+
+def test_later_steps_alone_are_the_end_of_the_whole_list(corpus, capsys):
+    whole = audited(capsys, corpus, "--steps=0:500")
+    assert audited(capsys, corpus, "--steps=490:500") == [piece for piece in whole if piece["step"] >= 490]
+
+
+def test_it_reads_no_tokens(corpus, tmp_path, capsys):
+    """Every token zeroed on disk, nothing else: the audit is the same."""
+    lines = audited(capsys, corpus, "--steps=0:50")
+    lengths = [corpus.document_lengths(number).tolist() for number in range(5)]
+    copy = write_numbered_corpus(tmp_path, lengths)
+    for number, shard in enumerate(copy.manifest.shards):
+        reader = copy.shard(number)
+        content = bytearray((tmp_path / shard.path).read_bytes())
+        for begin, length in zip(reader.token_begins.tolist(), reader.lengths.tolist(), strict=True):
+            content[begin : begin + 4 * length] = bytes(4 * length)
+        (tmp_path / shard.path).write_bytes(content)
+    assert audited(capsys, copy, "--steps=0:50") == lines
+
+
+def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
+    assert main(["audit", str(corpus.directory), "--lanes=2", "--segment-length=4", "--steps=3:5", "--ranks=2"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split("\t") == ["step", "lane", "document", "offset", "tokens", "epoch", "rank"]
+    assert {line.split("\t")[0] for line in lines} == {"3", "4"}
+    assert sum(int(line.split("\t")[4]) for line in lines) == 2 * 2 * 4

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from data_pipeline.corpus import Corpus, split_directory
+from data_pipeline.errors import DataError
+from data_pipeline.lanes import LaneStream
+from data_pipeline.manifest import Manifest
+from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Corpus:
+    return write_numbered_corpus(tmp_path, [[30] * 10] * 4)
+
+
+def read_an_epoch(corpus: Corpus) -> None:
+    stream = LaneStream(Corpus.open(corpus.directory), 2, 1, 8, range(2))
+    for _ in range(corpus.num_tokens // 16 + 2):
+        next(stream)
+
+
+def test_reading_names_a_shard_in_which_one_bit_flipped(corpus):
+    read_an_epoch(corpus)
+    path = corpus.directory / "shard.00002.mds"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"shard\.00002\.mds is damaged: its SHA-256 is [0-9a-f]{16}, the manifest says"
+    ):
+        read_an_epoch(corpus)
+
+
+def test_reading_names_a_truncated_shard(corpus):
+    path = corpus.directory / "shard.00001.mds"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"shard\.00001\.mds has \d+ bytes, the manifest says"):
+        read_an_epoch(corpus)
+
+
+def test_opening_names_a_missing_shard(corpus):
+    (corpus.directory / "shard.00003.mds").unlink()
+    with pytest.raises(DataError, match=r"shard\.00003\.mds is missing"):
+        Corpus.open(corpus.directory)
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    Manifest(dtype="uint16", tokenizer="x", end_id=0, vocab_size=300, shards=()).write(tmp_path)
+    with pytest.raises(DataError, match="lists no shards; the split is empty"):
+        Corpus.open(tmp_path)
+
+
+def test_no_more_than_a_few_shards_stay_open(tmp_path):
+    corpus = write_numbered_corpus(tmp_path, [[5] * 4] * 40)
+    for index in range(40):
+        corpus.shard(index)
+    assert len(corpus._open) == 16
+    assert 39 in corpus._open
+
+
+def test_commands_find_the_training_split_of_a_corpus(tmp_path):
+    directory = make_tiny_corpus(tmp_path / "corpus")
+    assert split_directory(directory) == directory / "train"
+    assert split_directory(directory / "validation") == directory / "validation"
+    assert Corpus.open(directory / "train").num_bytes > Corpus.open(directory / "validation").num_bytes > 1000

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import EvaluationStream
+from tests.helpers.corpora import write_numbered_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    lengths = np.random.default_rng(1).integers(1, 60, (4, 17))
+    return write_numbered_corpus(tmp_path_factory.mktemp("validation"), lengths.tolist())
+
+
+def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
+    """All valid targets of all ranks; checks what holds for every batch on the way."""
+    targets, batches = [], set()
+    per_rank = num_lanes // world_size
+    for rank in range(world_size):
+        stream = EvaluationStream(
+            corpus, num_lanes, segment_length, range(rank * per_rank, (rank + 1) * per_rank), max_tokens
+        )
+        before_B = np.full(per_rank, corpus.manifest.end_id)
+        count = 0
+        for batch in stream:
+            count += 1
+            assert batch.tokens_BL[:, 0].tolist() == before_B.tolist()
+            assert np.array_equal(batch.tokens_BL[:, 1:], batch.targets_BL[:, :-1])
+            before_B = batch.targets_BL[:, -1]
+            targets += batch.targets_BL[batch.valid_BL].tolist()
+        assert count == len(stream)
+        batches.add(count)
+    assert len(batches) == 1, "ranks that evaluate different numbers of batches wait for each other for ever"
+    return targets
+
+
+@pytest.mark.parametrize("num_lanes", [4, 8, 32, 128])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_token_is_a_target_exactly_once(corpus, num_lanes, world_size):
+    assert sorted(evaluated(corpus, num_lanes, world_size)) == list(range(corpus.num_tokens))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100, 1001])
+def test_a_limit_takes_the_same_tokens_whatever_the_lanes(corpus, max_tokens):
+    targets = [sorted(evaluated(corpus, lanes, 1, max_tokens)) for lanes in (1, 3, 8)]
+    assert len(targets[0]) == max_tokens
+    assert targets[0] == targets[1] == targets[2]
+
+
+def test_starts_mark_the_inputs_that_begin_a_document_or_the_stream(corpus):
+    firsts = {int(corpus.shard(unit).tokens(d)[0]) for unit in range(4) for d in range(17)}
+    for number, batch in enumerate(EvaluationStream(corpus, 2, 7, range(2))):
+        assert batch.valid_BL is not None
+        inputs_known_BL = np.pad(batch.valid_BL[:, :-1], ((0, 0), (1, 0)), constant_values=number > 0)
+        expected_BL = np.isin(batch.tokens_BL, sorted(firsts)) & inputs_known_BL
+        if number == 0:
+            expected_BL[:, 0] = True
+        rows = batch.valid_BL.any(axis=1)  # a finished lane's first input is a real token or padding
+        assert np.array_equal(batch.starts_BL[rows], expected_BL[rows])
+
+
+def test_each_lane_begins_with_a_document_and_the_end_of_document_token_in_front(corpus):
+    firsts = {int(corpus.shard(unit).tokens(d)[0]) for unit in range(4) for d in range(17)}
+    batch = next(EvaluationStream(corpus, 8, 7, range(8)))
+    assert set(batch.tokens_BL[:, 0].tolist()) == {corpus.manifest.end_id}
+    assert set(batch.targets_BL[:, 0].tolist()) <= firsts

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.lanes import LaneCursor, LaneStream
+from data_pipeline.permutation import key_of, permutation, sort_order
+from tests.helpers.corpora import write_numbered_corpus
+
+NUM_LANES = 8
+SEED = 5
+
+
+def expected_lanes(shards: list[list[int]], num_lanes: int, epochs: int) -> list[list[int]]:
+    """Each lane's tokens, written down one document after the other from the definition in the design."""
+    begins = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
+    total = begins[-1]
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    for epoch in range(epochs):
+        place = 0
+        for unit in permutation(len(shards), key_of(SEED, "units", epoch)).tolist():
+            for document in sort_order(len(shards[unit]), key_of(SEED, "documents", epoch, unit)).tolist():
+                first = begins[unit] + sum(shards[unit][:document])
+                length = shards[unit][document]
+                lane = next(i for i in range(num_lanes) if place < (i + 1) * total // num_lanes)
+                lanes[lane] += range(first, first + length)
+                place += length
+    return lanes
+
+
+@st.composite
+def sessions(draw):
+    """Runs of one training: each a world size and the number of steps until it was interrupted."""
+    return draw(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 90)), min_size=2, max_size=5))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shards=st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=20), min_size=3, max_size=8),
+    segment_length=st.integers(1, 17),
+    sessions=sessions(),
+)
+def test_any_interruptions_and_world_sizes_read_every_token_once_per_epoch_in_lane_order(
+    shards, segment_length, sessions
+):
+    assume(sum(map(sum, shards)) // NUM_LANES >= max(map(max, shards)))
+    starts = np.cumsum([0] + [length for shard in shards for length in shard])
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = write_numbered_corpus(Path(directory), shards)
+        read: list[list[int]] = [[] for _ in range(NUM_LANES)]
+        ahead: dict[int, int] = {}  # the last target of each lane: its next token
+        cursor = None
+        for world_size, steps in sessions:
+            per_rank = NUM_LANES // world_size
+            cursors = []
+            for rank in range(world_size):
+                lanes = range(rank * per_rank, (rank + 1) * per_rank)
+                stream = LaneStream(corpus, NUM_LANES, SEED, segment_length, lanes, cursor)
+                batches = [next(stream) for _ in range(steps + 2)]  # two steps whose work is lost
+                for batch in batches[:steps]:
+                    assert np.array_equal(batch.starts_BL, np.isin(batch.tokens_BL, starts))
+                    for lane, tokens_L, targets_L in zip(lanes, batch.tokens_BL, batch.targets_BL, strict=True):
+                        assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
+                        assert ahead.get(lane, tokens_L[0]) == tokens_L[0]
+                        read[lane] += tokens_L.tolist()
+                        ahead[lane] = targets_L[-1]
+                cursors.append(batches[steps - 1].cursor)
+            cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
+    num_tokens = len(read[0])
+    epochs = 2 + num_tokens * NUM_LANES // int(starts[-1]) * 3
+    for lane, expected in enumerate(expected_lanes(shards, NUM_LANES, epochs)):
+        assert read[lane] == expected[:num_tokens]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    lengths = np.random.default_rng(0).integers(1, 40, (6, 30))
+    return write_numbered_corpus(tmp_path_factory.mktemp("corpus"), lengths.tolist())
+
+
+def test_state_belongs_to_the_batch_in_hand_though_more_was_read(corpus):
+    stream = LaneStream(corpus, 4, SEED, 8, range(4))
+    batches = [next(stream) for _ in range(200)]
+    for step in (0, 62, 63, 64, 65, 198):
+        resumed = LaneStream(corpus, 4, SEED, 8, range(4), batches[step].cursor)
+        assert np.array_equal(next(resumed).tokens_BL, batches[step + 1].tokens_BL)
+
+
+def test_resuming_with_another_segment_length_goes_on_at_the_same_token(corpus):
+    batch = next(LaneStream(corpus, 4, SEED, 8, range(4)))
+    resumed = next(LaneStream(corpus, 4, SEED, 3, range(4), batch.cursor))
+    assert np.array_equal(resumed.tokens_BL[:, 0], batch.targets_BL[:, -1])
+
+
+def test_slots_are_consecutive_lanes_of_the_batch(corpus):
+    batch = next(LaneStream(corpus, 8, SEED, 8, range(2, 8)))
+    slots = batch.split(3)
+    assert [slot.lanes for slot in slots] == [range(2, 4), range(4, 6), range(6, 8)]
+    assert np.array_equal(np.concatenate([slot.tokens_BL for slot in slots]), batch.tokens_BL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 6}, "has seed=6, this run has 5"),
+        ({"num_lanes": 16}, "has num_lanes=16, this run has 4"),
+        ({"manifest_hash": "f00"}, "has manifest_hash=f00, this run has "),
+        ({"positions_B": np.array([8, 8, 9, 8])}, "lane 2 at epoch 0, position 9: the corpus gives the check value"),
+        ({"checks_B": np.array([1, 2, 3, 4], np.uint64)}, "lane 0 .* has 0000000000000001"),
+        ({"positions_B": np.array([8, 8, 8, 10**6])}, "position 1000000 does not exist|position 999992"),
+    ],
+)
+def test_a_cursor_of_other_data_is_refused_with_both_values(corpus, change, message):
+    cursor = replace(next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor, **change)
+    with pytest.raises(DataError, match=message):
+        LaneStream(corpus, 4, SEED, 8, range(4), cursor)
+
+
+def test_changed_tokens_under_the_same_manifest_hash_are_noticed_on_resume(corpus, tmp_path):
+    cursor = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor
+    lengths = [corpus.document_lengths(unit).tolist() for unit in range(6)]
+    other = write_numbered_corpus(tmp_path, [lengths[1], lengths[0], *lengths[2:]])
+    with pytest.raises(DataError, match="check value"):
+        LaneStream(other, 4, SEED, 8, range(4), replace(cursor, manifest_hash=other.manifest.hash))
+
+
+def test_cursors_join_in_any_order_and_refuse_gaps_and_strangers(corpus):
+    whole = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor
+    parts = [next(LaneStream(corpus, 4, SEED, 8, range(i, i + 1))).cursor for i in (2, 0, 3, 1)]
+    assert LaneCursor.join(parts) == whole
+    assert whole.take(range(1, 3)) == LaneCursor.join([parts[0], parts[3]])
+    with pytest.raises(DataError, match="lanes 0-0 and 2-2 do not follow"):
+        LaneCursor.join(parts[:2])
+    with pytest.raises(DataError, match="different runs"):
+        LaneCursor.join([parts[1], replace(parts[3], seed=9)])
+    with pytest.raises(DataError, match="holds lanes 2-2, expected lanes 2-3"):
+        parts[0].take(range(2, 4))
+
+
+@pytest.mark.parametrize("damage", [{"format": 99}, {"checks": ["zz"] * 4}, {"epochs": [0]}, {"positions": None}])
+def test_a_damaged_cursor_is_refused(corpus, damage):
+    tree = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor.to_tree()
+    with pytest.raises(DataError, match="lane cursor"):
+        LaneCursor.from_tree({**tree, **damage})
+
+
+def test_lanes_outside_the_run_are_refused(corpus):
+    with pytest.raises(ConfigError, match="lanes 4 to 4 are not among the 4 lanes"):
+        LaneStream(corpus, 4, SEED, 8, range(4, 5))
+
+
+def test_more_lanes_than_documents_are_refused(corpus):
+    with pytest.raises(DataError, match=r"too few for 500 lanes.*use at most \d+ lanes"):
+        LaneStream(corpus, 500, SEED, 8, range(500))
+
+
+def test_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
+    import tracemalloc
+
+    peaks = []
+    for number, num_shards in enumerate((4, 40)):
+        corpus = write_numbered_corpus(tmp_path / str(number), [[500] * 40] * num_shards)
+        tracemalloc.start()
+        stream = LaneStream(corpus, 2, SEED, 64, range(2))
+        for _ in range(20000 * 4 // 128):
+            next(stream)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 40 * 1000, "a thousand bytes a shard is far more than its place in the plan"

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.lanes import LaneStream
+from data_pipeline.prefetch import Prefetcher
+from tests.helpers.corpora import write_numbered_corpus
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.001)
+
+
+def test_the_state_is_that_of_the_batch_handed_out_though_others_were_read_ahead(tmp_path):
+    corpus = write_numbered_corpus(tmp_path, [[30] * 20] * 4)
+    plain = LaneStream(corpus, 2, 1, 8, range(2))
+    with Prefetcher(LaneStream(corpus, 2, 1, 8, range(2)), depth=4) as ahead:
+        for _ in range(3):
+            expected, batch = next(plain), next(ahead)
+            wait_until(lambda: ahead._ready.full())
+            assert np.array_equal(batch.tokens_BL, expected.tokens_BL)
+            assert batch.cursor == expected.cursor
+        resumed = LaneStream(corpus, 2, 1, 8, range(2), batch.cursor)
+        assert np.array_equal(next(resumed).tokens_BL, next(plain).tokens_BL)
+
+
+def test_an_error_of_the_reader_reaches_the_consumer_in_its_place_and_again():
+    def failing():
+        yield 1
+        raise DataError("shard x is damaged")
+
+    with Prefetcher(failing()) as ahead:
+        assert next(ahead) == 1
+        for _ in range(2):
+            with pytest.raises(DataError, match="shard x"):
+                next(ahead)
+
+
+def test_a_finite_stream_ends():
+    with Prefetcher(range(5)) as ahead:
+        assert list(ahead) == [0, 1, 2, 3, 4]
+
+
+def test_it_reads_no_more_than_its_depth_ahead():
+    read = []
+
+    def counting():
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    with Prefetcher(counting(), depth=2) as ahead:
+        wait_until(lambda: ahead._ready.full())
+        time.sleep(0.02)
+        assert len(read) == 3  # two ready, one in hand
+
+
+def test_waiting_is_counted_and_closing_stops_a_reader_that_waits():
+    def slow():
+        while True:
+            time.sleep(0.02)
+            yield 0
+
+    before = threading.active_count()
+    ahead = Prefetcher(slow())
+    next(ahead)
+    assert 0.01 < ahead.wait_seconds < 5
+    ahead.close()
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(ahead)

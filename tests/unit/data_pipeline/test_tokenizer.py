@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer, train_tokenizer
+from tests.helpers.corpora import make_text
+
+KINDS = ["bytes", "bpe", "unigram"]
+
+
+def texts_for_training() -> list[str]:
+    generator = random.Random(4)
+    return [make_text(generator, 12) + "\n\n  indented:\n\treturn 0\n" for _ in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    return {kind: train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training()) for kind in KINDS}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=200))
+def test_decoding_gives_the_text_back_and_no_token_is_the_end(tokenizers, kind, text):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_id not in ids
+    assert ids.dtype == np.uint16
+    assert (ids < tokenizer.vocab_size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_space_and_lines_survive(tokenizers, kind):
+    text = "  def f(x):\n\n\n\t return x  \r\n \n"
+    assert tokenizers[kind].decode(tokenizers[kind].encode(text)) == text
+    end = tokenizers[kind].end_id
+    assert tokenizers[kind].decode([end, *tokenizers[kind].encode("a b"), end, 10**6]) == "a b"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_texts_on_threads_give_what_one_at_a_time_gives(tokenizers, kind):
+    texts = ["", *texts_for_training()]
+    many = tokenizers[kind].encode_many(texts, num_threads=3)
+    assert [ids.tolist() for ids in many] == [tokenizers[kind].encode(text).tolist() for text in texts]
+
+
+def test_cutting_a_long_text_at_newlines_changes_no_token(tokenizers):
+    line = " ".join(texts_for_training()).replace("\n", " ")[:5000]
+    text = "\n".join([line] * 40) + "\n\n\n" + line
+    assert len(text) > 4 * CUT_CHARACTERS
+    tokenizer = tokenizers["bpe"]
+    assert tokenizer.encode(text).tolist() == tokenizer._processor.encode(text)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_training_is_repeatable(tokenizers, kind):
+    again = train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training())
+    assert again.fingerprint == tokenizers[kind].fingerprint
+    other = train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training()[1:])
+    assert other.fingerprint != again.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_loads_as_the_same(tokenizers, kind, tmp_path):
+    tokenizers[kind].save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.fingerprint == tokenizers[kind].fingerprint
+    assert (loaded.kind, loaded.vocab_size, loaded.end_id) == (
+        kind,
+        tokenizers[kind].vocab_size,
+        tokenizers[kind].end_id,
+    )
+
+
+def test_a_sentencepiece_model_from_elsewhere_is_used_as_it_is(tokenizers, tmp_path):
+    path = tmp_path / "m.model"
+    path.write_bytes(tokenizers["bpe"].model)
+    assert Tokenizer.load(path).encode("the river").tolist() == tokenizers["bpe"].encode("the river").tolist()
+    path.write_bytes(b"not a model")
+    with pytest.raises(DataError, match="is no SentencePiece model"):
+        Tokenizer.load(path)
+
+
+def test_an_altered_model_is_refused(tokenizers, tmp_path):
+    tokenizers["bpe"].save(tmp_path)
+    content = bytearray((tmp_path / "tokenizer.model").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(DataError, match="is damaged: its model has fingerprint"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_size_that_fits():
+    with pytest.raises(ConfigError, match=r"vocab_size=30000 .*set it to at most \d+") as caught:
+        train_tokenizer("unigram", 30000, texts_for_training())
+    fitting = int(str(caught.value).split("at most ")[1].split(",")[0])
+    assert train_tokenizer("unigram", fitting, texts_for_training()).vocab_size == fitting
+    with pytest.raises(ConfigError, match=r"vocab_size=30000"):
+        train_tokenizer("bpe", 30000, texts_for_training())
+
+
+def test_wide_vocabularies_take_wider_tokens(tokenizers):
+    tokenizer = Tokenizer("bytes")
+    assert tokenizer.dtype == "uint16"
+    tokenizer.vocab_size = (1 << 16) + 1
+    assert tokenizer.dtype == "uint32"
