@@ -1,7 +1,7 @@
 """`pretrain train | evaluate | generate | describe | golden | verify-resume | demo`: finds the command, runs it.
 
-Each command is a module with `add_arguments(parser)` and `run(arguments) -> exit status`. Only the module of the command
-that was asked for is imported: importing torch takes seconds, and `describe` and `--help` need none of it.
+Each command is a module with `add_arguments(parser)` and `run(arguments) -> exit status`. Only the module of the
+command that was asked for is imported: importing torch takes seconds, and `describe` and `--help` need none of it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMMANDS = {
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",
     ),
     "bench": ("pretrain.bench.command", "measure the speeds the project promises, as ratios in one run"),
+    "scale": ("pretrain.scale", "scaling-law experiments: plan, collect, fit, predict, report"),
     "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
 }
 

@@ -65,7 +65,7 @@ def init_world() -> World:
         return world
     options: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size, "timeout": COLLECTIVE_TIMEOUT}
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        options["store"] = dist.HashStore()
+        options["store"] = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options)
     return world
 

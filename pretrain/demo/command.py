@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="where all goes (default %(default)s)"
     )
     parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="length of the training (default: about 90 s)"
+        "--steps", type=int, default=0, metavar="N", help="length of the training (default: about a minute)"
     )
     parser.add_argument("--fresh", action="store_true", help="begin anew instead of keeping what is finished")
 

@@ -73,7 +73,7 @@ def make_settings(directory: Path, corpus: Path | None, steps: int) -> Settings:
     overrides = (
         f"data.path={(directory / 'data').resolve()}",
         f"optim.steps={steps}",
-        f"optim.schedule.warmup_steps={steps // 10}",
+        f"optim.schedule.warmup_steps={steps // 4}",
         f"checkpoint.interval={interval}",
         f"evaluation.interval={4 * interval}",
         f"metrics.interval={max(1, min(5, interval // 4))}",

@@ -82,9 +82,11 @@ def groups(
     rows = list(even_parts(num_queries, tiling.rows))
     pairs = max(1, tiling.scores // (rows[0].stop * num_keys))  # of a head and a lane
     per_key = num_heads // num_key_heads
+    # Lanes with documents of their own stay apart: a tile reads from the first key that any of its lanes needs.
+    most_lanes = num_lanes if first is None or len(first) == 1 else 1
+    lanes_list = list(even_parts(num_lanes, min(most_lanes, pairs)))
     # Heads that share their keys add to the same gradient, one after the other.
-    heads_per_tile = max(1, pairs // num_lanes) if per_key == 1 else 1
-    lanes_list = list(even_parts(num_lanes, min(num_lanes, pairs)))
+    heads_per_tile = max(1, pairs // most_lanes) if per_key == 1 else 1
     corner = torch.full((rows[0].stop, rows[0].stop), float("-inf"), dtype=dtype).triu_(1)
     blocks = [
         tuple(_block(part, num_keys - num_queries, _of_lanes(first, lanes), corner) for part in rows)

@@ -24,7 +24,7 @@ from pretrain.kernels.triton_tiles import (
 def key_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
     query_ends, output_gradients, log_sums, deltas, key_gradients, value_gradients, score_sums,
-    key_lane, key_row, key_head, value_lane, value_row, value_head, L, M, window,
+    key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """key_gradients and value_gradients [B, K, G, D]; score_sums [B, H, K], each key's sum of the gradients of its scores."""
@@ -41,8 +41,8 @@ def key_gradient_kernel(
     group = (lane_group % VARIANT.num_groups).to(tl.int32)
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
-    key_tile = load_rows(keys + lane * key_lane + group * key_head, j0, num_keys, key_row, COLUMNS, VARIANT)
-    value_tile = load_rows(values + lane * value_lane + group * value_head, j0, num_keys, value_row, COLUMNS, VARIANT)
+    key_tile = load_rows(keys + lane * key_lane + group * VARIANT.key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
+    value_tile = load_rows(values + lane * value_lane + group * VARIANT.value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
@@ -109,7 +109,7 @@ def key_gradient_kernel(
 
 
 @triton.jit
-def content_bias_kernel(keys, score_sums, content_sums, key_lane, key_row, key_head, num_keys, VARIANT: tl.constexpr):
+def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARIANT: tl.constexpr):
     """content_sums [B, H, tiles, padded D]: each tile of keys' part of the gradient of u, the keys weighted with score_sums.
 
     It reads the keys once more, but inside the kernel above the sum over its tile would cost registers all along.
@@ -122,8 +122,8 @@ def content_bias_kernel(keys, score_sums, content_sums, key_lane, key_row, key_h
     group = lane_head % VARIANT.num_heads // VARIANT.heads_per_group
     j0 = tile_index * COLUMNS
     columns = j0 + tl.arange(0, COLUMNS)
-    keys += lane_head // VARIANT.num_heads * key_lane + group * key_head
-    tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
+    keys += lane_head // VARIANT.num_heads * key_lane + group * VARIANT.key_head
+    tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
     score_sum = tl.load(score_sums + lane_head * num_keys + columns, mask=columns < num_keys, other=0.0)
     total = tl.sum(score_sum[:, None] * tile.to(tl.float32), 0) * VARIANT.scale
     tl.store(content_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), total)

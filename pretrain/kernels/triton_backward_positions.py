@@ -38,7 +38,7 @@ def _skewed_product(pointer, first, row_stride, num_rows, query, VARIANT: tl.con
 @triton.jit
 def _score_gradient(
     p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient, first_key,
-    keys, values, key_biases, distance_biases, dropout_key, log_sums, deltas, key_row, value_row, L, M, window,
+    keys, values, key_biases, distance_biases, dropout_key, log_sums, deltas, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the scores of position rows p0 + c and queries i0 + a."""
@@ -46,7 +46,7 @@ def _score_gradient(
     queries = i0 + tl.arange(0, VARIANT.rows)
     exists = queries < L
     j0 = p0 - (L - 1) + i0
-    scores = _skewed_product(keys, j0, key_row, num_keys, tl.trans(content_query), VARIANT)
+    scores = _skewed_product(keys, j0, VARIANT.key_row, num_keys, tl.trans(content_query), VARIANT)
     if VARIANT.has_position:
         scores = tl.dot(position_tile, tl.trans(position_query), scores, input_precision=VARIANT.precision)
     columns = j0 + tl.arange(0, VARIANT.columns)[:, None] + tl.arange(0, VARIANT.rows)[None, :]
@@ -58,7 +58,7 @@ def _score_gradient(
     lowest, highest = visible_keys(queries, first_key, L, M, window)
     visible = (columns >= lowest[None, :]) & (columns <= highest[None, :])
     weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0)
-    weight_gradient = _skewed_product(values, j0, value_row, num_keys, tl.trans(output_gradient), VARIANT)
+    weight_gradient = _skewed_product(values, j0, VARIANT.value_row, num_keys, tl.trans(output_gradient), VARIANT)
     if VARIANT.drop_threshold:
         rows = tl.arange(0, VARIANT.rows)[None, :]
         kept = kept_pairs(dropout_key, head, i0, rows, 0, columns, VARIANT)
@@ -71,7 +71,7 @@ def _score_gradient(
 def position_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
     output_gradients, log_sums, deltas, position_gradients, distance_bias_gradients,
-    key_lane, key_row, key_head, value_lane, value_row, value_head, B, L, M, window, num_shares,
+    key_lane, value_lane, B, L, M, window, num_shares,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """position_gradients [num_shares, K, H, D] and distance_bias_gradients [num_shares, H, K], float32: each share of
@@ -121,8 +121,8 @@ def position_gradient_kernel(
                 dropout_key = tl.load(dropout_keys + lane)
             score_gradient = _score_gradient(
                 p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient, first_key,
-                keys + lane * key_lane + group * key_head, values + lane * value_lane + group * value_head, key_biases,
-                distance_biases, dropout_key, log_sums, deltas, key_row, value_row, L, M, window, VARIANT,
+                keys + lane * key_lane + group * VARIANT.key_head, values + lane * value_lane + group * VARIANT.value_head, key_biases,
+                distance_biases, dropout_key, log_sums, deltas, L, M, window, VARIANT,
             )  # fmt: skip
             if VARIANT.has_distance_bias:
                 bias_gradient += tl.sum(score_gradient, 1)

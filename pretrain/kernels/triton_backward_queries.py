@@ -50,7 +50,7 @@ def _add_position_part(
 def query_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
     outputs, output_gradients, log_sums, deltas, query_gradients, query_sums, position_gradients,
-    key_lane, key_row, key_head, value_lane, value_row, value_head, L, M, window,
+    key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """query_gradients [B, L, H, D]; query_sums [B, H, tiles, padded D], their sums over the rows of each tile; deltas
@@ -70,8 +70,8 @@ def query_gradient_kernel(
     group = head // VARIANT.heads_per_group
     num_keys = M + L
     offset = lane * L * ROW + head * VARIANT.head_width
-    keys += lane * key_lane + group * key_head
-    values += lane * value_lane + group * value_head
+    keys += lane * key_lane + group * VARIANT.key_head
+    values += lane * value_lane + group * VARIANT.value_head
     positions += head * VARIANT.head_width
     position_gradients += head * VARIANT.head_width
     key_biases += lane_head * num_keys
@@ -105,7 +105,7 @@ def query_gradient_kernel(
         gradient_before = gradient_left
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
-        key_tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
+        key_tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
         if VARIANT.has_position:
             tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
@@ -121,7 +121,7 @@ def query_gradient_kernel(
         )
         visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
         weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[:, None]), 0.0)
-        value_tile = load_rows(values, j0, num_keys, value_row, COLUMNS, VARIANT)
+        value_tile = load_rows(values, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
         weight_gradient = tl.dot(output_gradient, tl.trans(value_tile), input_precision=PRECISION)
         if VARIANT.drop_threshold:
             a = tl.arange(0, ROWS)[:, None]
@@ -158,7 +158,7 @@ def query_gradient_kernel(
             position_query,
             positions,
             position_gradients,
-            rows,
+            row0,
             num_keys,
             VARIANT,
         )

@@ -59,7 +59,7 @@ def lower_half_of(lower, upper, VARIANT: tl.constexpr):
 @triton.jit
 def _visit_keys(
     first, last, state, content_query, position_query, queries, i0, lowest, highest, dropout_key, head,
-    keys, values, positions, key_biases, distance_biases, key_row, value_row, L, M,
+    keys, values, positions, key_biases, distance_biases, L, M,
     IS_MASKED: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles of [first, last)."""
@@ -70,7 +70,7 @@ def _visit_keys(
     num_keys = M + L
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
-        key_tile = load_rows(keys, j0, num_keys, key_row, COLUMNS, VARIANT)
+        key_tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
         if VARIANT.has_position:
             tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
@@ -100,7 +100,7 @@ def _visit_keys(
             a = tl.arange(0, ROWS)[:, None]
             kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
-        value_tile = load_rows(values, j0, num_keys, value_row, COLUMNS, VARIANT)
+        value_tile = load_rows(values, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
         output = tl.dot(weights.to(value_tile.dtype), value_tile, output * decay[:, None], input_precision=PRECISION)
     return output, total, maximum, left, before
 
@@ -108,7 +108,7 @@ def _visit_keys(
 @triton.jit
 def forward_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
-    outputs, log_sums, key_lane, key_row, key_head, value_lane, value_row, value_head, L, M, window,
+    outputs, log_sums, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """outputs [B, L, H, D] and log_sums [B, H, L], the base-2 logarithms of the softmax's denominators."""
@@ -164,8 +164,8 @@ def forward_kernel(
         end = whole if part == 0 else (ragged if part == 1 else last)
         state = _visit_keys(
             begin, end, state, content_query, position_query, queries, i0, lowest, highest, dropout_key, head,
-            keys + lane * key_lane + group * key_head, values + lane * value_lane + group * value_head, positions,
-            key_biases + lane_head * num_keys, distance_biases + head * num_keys, key_row, value_row, L, M,
+            keys + lane * key_lane + group * VARIANT.key_head, values + lane * value_lane + group * VARIANT.value_head, positions,
+            key_biases + lane_head * num_keys, distance_biases + head * num_keys, L, M,
             part != 1, VARIANT,
         )  # fmt: skip
     output, total, maximum, left, before = state

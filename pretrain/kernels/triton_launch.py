@@ -75,8 +75,8 @@ class Call:
             "distance_biases": absent if distance_bias is None else (distance_bias.float().T / scale).contiguous(),
             "first_keys": absent if self.options.first_keys_BL is None else self.options.first_keys_BL,
             "dropout_keys": absent if self.options.dropout_keys_B is None else self.options.dropout_keys_B,
-            **dict(zip(("key_lane", "key_row", "key_head"), key.stride(), strict=False)),
-            **dict(zip(("value_lane", "value_row", "value_head"), value.stride(), strict=False)),
+            "key_lane": key.stride(0),
+            "value_lane": value.stride(0),
             "L": self.L,
             "M": self.K - self.L,
             "window": self.options.window,
@@ -87,6 +87,10 @@ class Call:
             num_heads=self.H,
             num_groups=self.G,
             head_width=self.D,
+            key_row=self.inputs.key_BKGD.stride(1),
+            key_head=self.inputs.key_BKGD.stride(2),
+            value_row=self.inputs.value_BKGD.stride(1),
+            value_head=self.inputs.value_BKGD.stride(2),
             rows=tile.rows,
             columns=tile.columns,
             has_position=self.inputs.position_KHD is not None,
@@ -116,7 +120,7 @@ class Call:
         key = self.inputs.key_BKGD
         with self._device():
             content_bias_kernel[(num_tiles * self.B * self.H,)](
-                key, score_sums_BHK, sums_BHTP, *key.stride()[:3], self.K, VARIANT=self.variant(SUM_TILE)
+                key, score_sums_BHK, sums_BHTP, key.stride(0), self.K, VARIANT=self.variant(SUM_TILE)
             )
         return sums_BHTP.sum((0, 2))[:, : self.D]
 

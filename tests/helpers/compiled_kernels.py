@@ -30,7 +30,7 @@ FLOAT32_POINTERS = {
 }
 INT32_POINTERS = {"first_keys", "query_ends"}
 # What the launcher sees as multiples of 16 when segment and memory are the usual powers of two.
-EVEN_INTEGERS = {"key_lane", "key_row", "key_head", "value_lane", "value_row", "value_head", "L", "M", "window"}
+EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window"}
 ODD_INTEGERS = {"B", "num_shares"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": dict(has_starts=True),
@@ -84,6 +84,10 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
         num_heads=NUM_HEADS,
         num_groups=NUM_HEADS,
         head_width=head_width,
+        key_row=2 * NUM_HEADS * head_width,
+        key_head=head_width,
+        value_row=2 * NUM_HEADS * head_width,
+        value_head=head_width,
         rows=tile.rows,
         columns=tile.columns,
         has_position=True,

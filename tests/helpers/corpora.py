@@ -14,6 +14,7 @@ from data_pipeline.corpus import Corpus
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.mds import write_shard
+from data_pipeline.tokenizer import Tokenizer
 
 SUBJECTS = [
     "the river",
@@ -102,3 +103,32 @@ def contents(directory: Path) -> dict[str, bytes]:
     """Every file below `directory` with its bytes."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def config_of(tmp_path: Path, texts: list[str], **settings) -> CorpusConfig:
+    """Settings that build `texts` into `tmp_path / "out"`."""
+    source = write_jsonl(tmp_path / "in" / "x.jsonl", texts)
+    settings = {"validation_fraction": 0.2, "shard_bytes": 3000, "threads": 1, **settings}
+    settings.setdefault("tokenizer", TokenizerConfig(kind="bytes"))
+    return CorpusConfig(input=(source,), output=tmp_path / "out", **settings)
+
+
+def some_texts(count: int = 80, seed: int = 0) -> list[str]:
+    """Short documents, the same every time."""
+    generator = random.Random(seed)
+    return [make_text(generator, generator.randint(1, 12)) for _ in range(count)]
+
+
+def documents_of(directory: Path) -> dict[str, str]:
+    """The text of every document, decoded from the shards."""
+    corpus = Corpus.open(directory)
+    tokenizer = Tokenizer.load(corpus.tokenizer_directory)
+    found = {}
+    for number in range(len(corpus.manifest.shards)):
+        shard = corpus.shard(number)
+        for document in range(len(shard)):
+            tokens = shard.tokens(document)
+            assert tokens[-1] == tokenizer.end_id
+            assert (tokens[:-1] != tokenizer.end_id).all()
+            found[shard.document_id(document)] = tokenizer.decode(tokens)
+    return found
