@@ -219,6 +219,17 @@ def test_keys_outside_every_window_are_not_read() -> None:
     assert torch.equal(fast(case, inputs), expected)
 
 
+def test_keys_of_documents_that_ended_before_the_segment_are_not_read() -> None:
+    query, position, content_bias, position_bias, *parts = inputs_of(Case(lanes=2, queries=6, memory=10), torch.float32)
+    documents = torch.zeros(2, 16, dtype=torch.int32)
+    documents[0, 9:], documents[1, 3:] = 1, 4
+    expected = relative_attention(query, parts, position, content_bias, position_bias, documents_BK=documents)
+    with torch.no_grad():
+        parts[0][0, :9], parts[0][1, :3] = float("nan"), float("nan")
+    found = relative_attention(query, parts, position, content_bias, position_bias, documents_BK=documents)
+    assert torch.equal(found, expected)
+
+
 def test_no_query_depends_on_later_tokens() -> None:
     case = CASES["plain"]
     inputs = inputs_of(case, torch.float32)
