@@ -68,12 +68,20 @@ def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda li
             check_recipe(output, recipe)
             return _result(output, was_finished=True)
         journal = BuildJournal(output, recipe, max(source.modified for _, source in sources))
-        report(f"tokenizer: {config.tokenizer.path or config.tokenizer.kind}")
+        report(f"tokenizer: {_tokenizer_plan(config)}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
         _write_splits(config, sources, tokenizer, journal, report)
         journal.finish()
         return _result(output)
+
+
+def _tokenizer_plan(config: CorpusConfig) -> str:
+    settings = config.tokenizer
+    if settings.path or settings.kind == "bytes":
+        return str(settings.path or "bytes")
+    megabytes = settings.training_bytes / 1e6
+    return f"training {settings.kind} with {settings.vocab_size:,} pieces on at most {megabytes:g} MB of the text"
 
 
 def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Builds that are killed, find the disk full, or meet each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.build import build_corpus
+from data_pipeline.cli import main
+from data_pipeline.config import TokenizerConfig
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import sha256_of
+from data_pipeline.manifest import MANIFEST_NAME
+from tests.helpers.corpora import config_of, contents, documents_of, some_texts
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes that have imported streaming already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["streaming", "data_pipeline.build", "data_pipeline.cli"])
+    return context
+
+
+def many_texts() -> list[str]:
+    return some_texts(1500, seed=9)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, processes, kind):
+    tokenizer = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bytes" else 350)
+    whole = config_of(tmp_path / "whole", many_texts(), shard_bytes=5000, tokenizer=tokenizer)
+    build_corpus(whole)
+    config = replace(whole, output=tmp_path / "killed")
+    generator = random.Random(kind)
+    num_shards = len(list(whole.output.glob("*/*.mds")))
+    kills = 0
+    for target in (0, 2, num_shards // 4, num_shards // 2, num_shards // 2 + 1, num_shards * 3 // 4):
+        process = processes.Process(target=build_corpus, args=(config,))
+        process.start()
+        while process.is_alive() and len(list(config.output.glob("*/*.mds"))) < target:
+            time.sleep(0.001)
+        time.sleep(generator.random() * 0.02)
+        process.kill()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+        assert not list(config.output.rglob(MANIFEST_NAME)) or process.exitcode == 0
+        tear_last_line(config.output / ".build" / "journal.jsonl")
+    assert kills >= 5
+    build_corpus(config)
+    assert contents(config.output) == contents(whole.output)
+
+
+def tear_last_line(journal: Path) -> None:
+    """What a power cut in the middle of an append leaves."""
+    if journal.exists() and journal.read_bytes().count(b"\n") > 1:
+        with open(journal, "ab") as file:
+            file.write(b'{"info": {"characters": 12')
+
+
+def test_an_unfinished_build_refuses_other_settings_and_edited_text(tmp_path, processes):
+    config = config_of(tmp_path, many_texts(), shard_bytes=5000)
+    process = processes.Process(target=build_corpus, args=(config,))
+    process.start()
+    while len(list(config.output.glob("*/*.mds"))) < 3:
+        time.sleep(0.001)
+        assert process.is_alive()
+    with pytest.raises(ConfigError, match="another build is writing to"):
+        build_corpus(config)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
+        build_corpus(replace(config, shard_bytes=6000))
+    os.utime(config.input[0], ns=(1, 1))
+    with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
+        build_corpus(config)
+
+
+def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> None:
+    """Run the command with files limited to `limit` bytes, which makes the kernel refuse writes half way."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with open(errors, "w") as sys.stderr:
+        status = main(arguments)
+    os._exit(status)
+
+
+@pytest.mark.parametrize("limit", [20_000, 1_000])  # in the middle of a shard; in the journal
+def test_a_write_that_the_disk_refuses_gives_one_line_and_the_same_command_goes_on(tmp_path, processes, limit):
+    config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.1)
+    arguments = ["build", f"--input={config.input[0]}", f"--output={config.output}", "--tokenizer=bytes"]
+    arguments += ["--shard-bytes=50000", "--validation-fraction=0.1"]
+    process = processes.Process(target=build_with_little_room, args=(arguments, limit, tmp_path / "errors"))
+    process.start()
+    process.join()
+    lines = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error")]
+    assert process.exitcode == 2
+    assert len(lines) == 1
+    assert "File too large" in lines[0]
+    assert str(config.output) in lines[0]
+    assert not list(config.output.rglob(MANIFEST_NAME))
+    assert main(arguments) == 0
+    assert documents_of(config.output / "train").keys() < {f"d{n}" for n in range(1500)}
+
+
+def can_mount() -> bool:
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+FULL_DISK = """
+set -u
+mount -t tmpfs -o size=300k tmpfs "$1"
+"$2" -m data_pipeline build --input "$3" --output "$1/out" --tokenizer bytes --shard-bytes 50000 2>"$4"
+echo "status $?"
+find "$1" -name manifest.json
+mount -o remount,size=50m "$1"
+"$2" -m data_pipeline build --input "$3" --output "$1/out" --tokenizer bytes --shard-bytes 50000 2>/dev/null
+echo "status $?"
+sha256sum "$1/out/train/manifest.json"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small disk")
+def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_path):
+    config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.01)
+    build_corpus(config)
+    (tmp_path / "small").mkdir()
+    errors = tmp_path / "errors"
+    command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", tmp_path / "small", sys.executable]
+    done = subprocess.run([*command, config.input[0], errors], capture_output=True, text=True)
+    lines = [line for line in errors.read_text().splitlines() if "batch" not in line]
+    assert [line for line in lines if line.startswith("error")] == lines[-1:]
+    assert "No space left on device; free some space and run the same command again" in lines[-1]
+    first, second, checksum = [line for line in done.stdout.splitlines() if line.startswith("status") or " /" in line]
+    assert (first, second) == ("status 2", "status 0"), "and no manifest in between"
+    assert checksum.split()[0] == sha256_of(config.output / "train" / MANIFEST_NAME)

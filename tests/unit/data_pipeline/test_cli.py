@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from data_pipeline.cli import main
+from data_pipeline.corpus import Corpus
+from tests.helpers.corpora import contents, make_tiny_corpus, some_texts, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_tiny_corpus(tmp_path_factory.mktemp("cli") / "corpus")
+
+
+def run(capsys, *arguments):
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_config_file_its_overrides_and_flags_are_laid_over_each_other(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "x.jsonl", some_texts())
+    (tmp_path / "base.yaml").write_text("shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n")
+    (tmp_path / "c.yaml").write_text(f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n")
+    output = tmp_path / "out"
+    status, out, _ = run(
+        capsys, "build", tmp_path / "c.yaml", "shard_bytes=2000", "threads=1", "--output", output,
+        "--validation-fraction", "1e-1",
+    )  # fmt: skip
+    assert status == 0
+    corpus = Corpus.open(output / "train")
+    assert corpus.manifest.vocab_size == 320
+    assert max(shard.size for shard in corpus.manifest.shards) < 2500
+    assert 60 < corpus.num_documents < 80
+    assert f"{corpus.num_documents} documents" in out
+
+
+def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path, capsys):
+    for number, text in enumerate(some_texts(20)):
+        (tmp_path / "in" / f"{number}.md").parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{number}.md").write_text(text)
+    build = ["build", "--input", tmp_path / "in", "--suffixes", ".md", "--validation-fraction=0"]
+    trained = [*build, "--output", tmp_path / "a", "--tokenizer=bpe", "--vocab-size=320"]
+    assert run(capsys, *trained)[0] == 0
+    assert run(capsys, *build, "--output", tmp_path / "b", "--tokenizer", tmp_path / "a" / "tokenizer")[0] == 0
+    assert contents(tmp_path / "a" / "train") == contents(tmp_path / "b" / "train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "--output=o"], "input"),
+        (["build", "--input=nowhere", "--output=o"], "input nowhere does not exist; give a file or folder of text"),
+        (["build", "nowhere.yaml"], "nowhere.yaml"),
+        (["build", "--input=i", "--output=o", "shard_byte=3"], "did you mean"),
+        (["build", "--input=i", "--output=o", "--threads=many"], "threads"),
+        (["build", "--input=i", "--output=o", "--tokenizer=bpx"], "bpx is no tokenizer"),
+        (["build", "--input=i", "--output=o", "--validation-fraction=2"], "must be at least 0 and below 1"),
+        (["verify", "nowhere"], "nowhere does not exist; build the corpus"),
+        (["inspect", "i"], "has no manifest.json"),
+        (["audit", "nowhere", "--lanes=4"], "nowhere does not exist"),
+    ],
+)
+def test_a_mistake_of_the_user_takes_one_line_and_status_2_and_leaves_nothing(
+    tmp_path, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "i").mkdir()
+    (tmp_path / "i" / "a.txt").write_text("some text")
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert out == ""
+    assert list(contents(tmp_path)) == ["i/a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lanes=6", "--ranks=4"], "--lanes=6 does not divide over 4 ranks; use a multiple of 4"),
+        (["--lanes=0"], "--lanes=0 must be positive"),
+        (["--lanes=4000"], "tokens are too few for 4000 lanes"),
+    ],
+)
+def test_lanes_that_cannot_be_are_refused(corpus, capsys, arguments, message):
+    status, _, err = run(capsys, "audit", corpus, *arguments)
+    assert status == 2
+    assert message in err
+
+
+def test_steps_that_are_no_range_are_refused(corpus, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["audit", str(corpus), "--steps=all"])
+    assert caught.value.code == 2
+    assert "found 'all', expected FIRST:END" in capsys.readouterr().err
+
+
+def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
+    status, out, _ = run(capsys, "inspect", corpus, "--lanes=4")
+    assert status == 0
+    train = Corpus.open(corpus / "train")
+    for part in (
+        f"{train.num_tokens:,}",
+        f"{train.num_bytes:,} bytes",
+        "bytes, 257 ids",
+        "4 of ",
+        train.manifest.hash[:16],
+    ):
+        assert part in out
+    assert "waited for" in out or "carried" in out or "followed" in out
+    assert out.count("  sample") == 2
+    assert out.count("  lanes") == 1, "a validation split is not cut into the run's lanes"
+
+
+def test_verify_passes_a_sound_corpus_and_its_splits(corpus, capsys):
+    for directory in (corpus, corpus / "train"):
+        status, out, _ = run(capsys, "verify", directory)
+        assert status == 0
+        assert "every shard is what its manifest says" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("train/shard.00001.mds", lambda c: c[:-1] + bytes([c[-1] ^ 1]), "shard.00001.mds is damaged: its SHA-256"),
+        ("train/shard.00000.mds", lambda c: c[:-3], "shard.00000.mds has"),
+        ("validation/shard.00000.mds", None, "shard.00000.mds is missing"),
+        ("train/manifest.json", lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1), "was changed after"),
+        ("tokenizer/tokenizer.json", None, "is no tokenizer"),
+        ("tokenizer/tokenizer.json", lambda c: c.replace(b"bytes", b"bpe"), "missing"),
+    ],
+)
+def test_verify_names_what_is_damaged(tmp_path, capsys, name, damage, message):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    content = (corpus / name).read_bytes()
+    (corpus / name).unlink()
+    if damage:
+        assert damage(content) != content
+        (corpus / name).write_bytes(damage(content))
+    status, out, err = run(capsys, "verify", corpus)
+    assert status == 2
+    assert message in err
+    assert "every shard" not in out
+
+
+def test_verify_lists_every_damaged_shard(tmp_path, capsys):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    for number in (0, 2, 3):
+        path = corpus / "train" / f"shard.{number:05d}.mds"
+        path.write_bytes(path.read_bytes()[:-1])
+    _, out, err = run(capsys, "verify", corpus)
+    assert [number for number in range(6) if f"shard.{number:05d}.mds has" in out + err] == [0, 2, 3]
+
+
+def test_the_command_starts_at_once_and_imports_nothing_heavy():
+    code = (
+        "import sys; from data_pipeline.cli import main\n"
+        "try: main(['audit', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'torch', 'streaming', 'sentencepiece', 'pydantic', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--segment-length" in done.stdout
+    assert time.monotonic() - began < 3  # 0.05 s on an idle machine
+
+
+def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from data_pipeline.lanes import LaneStream; from data_pipeline.corpus import Corpus\n"
+        "import data_pipeline.build, data_pipeline.verify, data_pipeline.audit, data_pipeline.prefetch\n"
+        f"next(LaneStream(Corpus.open(Path({str(corpus / 'train')!r})), 2, 1, 8, range(2))).cursor\n"
+        "sys.exit(bool({'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
