@@ -17,17 +17,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_pipeline.build_journal import BuildJournal, FinishedShard, check_recipe, claimed_output, is_finished
+from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
 from data_pipeline.build_tokenizer import is_validation, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY
 from data_pipeline.documents import Document, Reject, SourceFile, list_sources, read_documents
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_file, sha256_of
-from data_pipeline.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
-from data_pipeline.mds import LARGEST_SAMPLE_OVERHEAD, write_index, write_shard
+from data_pipeline.files import fsync_file, naming
+from data_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from data_pipeline.progress import Progress
+from data_pipeline.split_writer import SplitWriter
 from data_pipeline.tokenizer import Tokenizer
 
 REJECTS_NAME = "rejects.jsonl"
@@ -110,7 +110,7 @@ def _write_splits(
     writers = {split: SplitWriter(split, config.shard_bytes, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
-    with open(rejects_path, "wb") as rejects_file:
+    with naming(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = _RejectList(rejects_file, config.max_rejects, rejects_path)
         jobs = _jobs(config, sources, rejects, progress)
         new_jobs = (job for job in jobs if not writers[job.split].has_already())
@@ -166,75 +166,6 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-class SplitWriter:
-    """Puts documents into shards of at most `shard_bytes`, one document at least, in the order in which they come."""
-
-    def __init__(self, split: str, shard_bytes: int, tokenizer: Tokenizer, journal: BuildJournal) -> None:
-        self.split = split
-        self._shard_bytes = shard_bytes
-        self._tokenizer = tokenizer
-        self._journal = journal
-        self._directory = journal.output / split
-        self._directory.mkdir(exist_ok=True)
-        self.shards = [shard for shard in journal.shards if shard.split == split]
-        self._documents_to_skip = sum(shard.info.documents for shard in self.shards)
-        self._start_shard()
-
-    def has_already(self) -> bool:
-        """Whether the next document of this split lies in a shard that was finished before a restart."""
-        self._documents_to_skip -= 1
-        return self._documents_to_skip >= 0
-
-    def _start_shard(self) -> None:
-        self._pending: list[tuple[str, np.ndarray]] = []
-        self._bytes = self._text_bytes = self._characters = 0
-
-    def add(self, document: Document, ids: np.ndarray) -> None:
-        """Take a document; OSError when a full shard could not be written."""
-        tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
-        size = tokens.nbytes + len(document.id.encode()) + LARGEST_SAMPLE_OVERHEAD
-        if self._pending and self._bytes + size > self._shard_bytes:
-            self.flush()
-        self._pending.append((document.id, tokens))
-        self._bytes += size
-        self._text_bytes += len(document.text.encode())
-        self._characters += len(document.text)
-
-    def flush(self) -> None:
-        """Write the documents at hand as a shard."""
-        if not self._pending:
-            return
-        path = self._directory / f"shard.{len(self.shards):05d}.mds"
-        entry = write_shard(path, self._pending, self._journal.directory / "scratch")
-        lengths = [len(tokens) for _, tokens in self._pending]
-        info = ShardInfo(
-            path=path.name,
-            documents=len(lengths),
-            tokens=sum(lengths),
-            longest_document=max(lengths),
-            size=path.stat().st_size,
-            sha256=sha256_of(path),
-            text_bytes=self._text_bytes,
-            characters=self._characters,
-        )
-        shard = FinishedShard(self.split, info, entry)
-        self._journal.record(shard)
-        self.shards.append(shard)
-        self._start_shard()
-
-    def finish(self) -> None:
-        """Make the split whole: its index, then its manifest."""
-        write_index(self._directory, [shard.index_entry for shard in self.shards])
-        manifest = Manifest(
-            dtype=self._tokenizer.dtype,
-            tokenizer=self._tokenizer.fingerprint,
-            end_id=self._tokenizer.end_id,
-            vocab_size=self._tokenizer.vocab_size,
-            shards=tuple(shard.info for shard in self.shards),
-        )
-        manifest.write(self._directory)
 
 
 class _RejectList:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import write_json
+from data_pipeline.files import naming, write_json
 from data_pipeline.manifest import MANIFEST_NAME, ShardInfo
 
 BUILD_DIRECTORY = ".build"  # gone when the build is finished
+DONE_DIRECTORY = ".build-done"
 RECIPE_NAME = "build.json"  # how a finished corpus was made
 
 
@@ -85,18 +86,17 @@ class BuildJournal:
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:
-        try:
-            with open(self._path, "ab") as file:
-                file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        with naming(self._path), open(self._path, "ab") as file:
+            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self) -> None:
         """Leave nothing but the corpus and its recipe."""
         write_json(self.output / RECIPE_NAME, self._recipe)
-        shutil.rmtree(self.directory)
+        # Renamed first: a directory that lost only its journal would look like a build that has not begun.
+        self.directory.rename(self.output / DONE_DIRECTORY)
+        shutil.rmtree(self.output / DONE_DIRECTORY)
 
 
 @contextlib.contextmanager
@@ -108,6 +108,7 @@ def claimed_output(output: Path) -> Iterator[Path]:
     if output.exists() and any(output.iterdir()) and not directory.exists() and not is_finished(output):
         raise ConfigError(f"output {output} is not empty and holds no corpus; choose a new directory")
     if is_finished(output):
+        shutil.rmtree(output / DONE_DIRECTORY, ignore_errors=True)
         yield output
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import BinaryIO, Literal
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import naming
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -94,7 +95,7 @@ def _without_compression(name: str) -> str:
 def read_documents(source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
     """Every record of a file in its order. DataError when the file itself cannot be read to its end."""
     try:
-        with open_decompressed(source.path) as file:
+        with naming(source.path), open_decompressed(source.path) as file:
             yield from (_read_text if source.kind == "text" else _read_jsonl)(file, source, config)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{source.path} is damaged or cut off ({error}); fetch it again or take it out") from None

@@ -14,15 +14,27 @@ HASH_BLOCK_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the OSErrors of the block `path` as their file where they name none, as those of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` when the block ends well; else nothing stays."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        with naming(path):
+            with open(beside, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
             beside.unlink()

@@ -106,6 +106,10 @@ class LanePlan:
         """Tokens that the lane reads in that epoch."""
         return self.lane_begin(epoch, lane + 1) - self.lane_begin(epoch, lane)
 
+    def lane_lengths(self, epoch: int) -> np.ndarray:
+        """Tokens that each lane reads in that epoch: int64 [N]."""
+        return np.diff([self.lane_begin(epoch, lane) for lane in range(self.num_lanes + 1)])
+
     def locate(self, lane: int, token: int) -> tuple[int, int]:
         """(epoch, position in the lane's share of that epoch) of the lane's token number `token` since the start."""
         epoch = 0
@@ -189,14 +193,12 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
     """
     share = plan.num_tokens // plan.num_lanes
     at_most = max(1, plan.num_tokens // max(longest_document, 1))
-    if share < longest_document:
-        for lane in range(plan.num_lanes):
-            if not plan.lane_length(0, lane):
-                raise DataError(
-                    f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest document has "
-                    f"{longest_document} tokens and lane {lane} would be empty; use at most {at_most} lanes, "
-                    "more text, or shorter documents"
-                )
+    if share < longest_document and not (lengths := plan.lane_lengths(0)).all():
+        raise DataError(
+            f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest document has "
+            f"{longest_document} tokens and lane {int(np.argmin(lengths))} would be empty; "
+            f"use at most {at_most} lanes, more text, or shorter documents"
+        )
     if share < COMFORTABLE_RATIO * longest_document:
         comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
         fewer = f"; up to {comfortable} lanes would be even" if comfortable else ""

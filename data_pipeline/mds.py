@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_directory, fsync_file, write_json
+from data_pipeline.files import fsync_directory, fsync_file, naming, write_json
 
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
 SAMPLE_HEAD_BYTES = 8  # the sizes of id and tokens
@@ -33,7 +33,7 @@ def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch
 
     shutil.rmtree(scratch, ignore_errors=True)
     columns = {"id": "str", "tokens": f"ndarray:{documents[0][1].dtype}"}
-    try:
+    with naming(path):
         writer = MDSWriter(out=str(scratch), columns=columns, hashes=["xxh64"], size_limit=None)
         for document_id, tokens in documents:
             writer.write({"id": document_id, "tokens": tokens})
@@ -43,8 +43,6 @@ def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch
         written = scratch / entry["raw_data"]["basename"]
         fsync_file(written)
         written.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
     fsync_directory(path.parent)
     shutil.rmtree(scratch)
     entry["raw_data"]["basename"] = path.name

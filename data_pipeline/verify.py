@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from data_pipeline.corpus import SPLITS, Corpus, check_shard, split_directory
 from data_pipeline.errors import DataError
 from data_pipeline.lane_plan import check_lanes
@@ -79,6 +77,6 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
 def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:
     plan = plan_of(corpus, num_lanes, seed)
     advice = check_lanes(plan, corpus.manifest.longest_document)
-    lengths = np.array([plan.lane_length(0, lane) for lane in range(num_lanes)])
+    lengths = plan.lane_lengths(0)
     spread = f"{num_lanes} of {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.0f} (epoch 0)"
     return f"{spread}; {advice}" if advice else spread

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,3 +150,32 @@ def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_p
     first, second, checksum = [line for line in done.stdout.splitlines() if line.startswith("status") or " /" in line]
     assert (first, second) == ("status 2", "status 0"), "and no manifest in between"
     assert checksum.split()[0] == sha256_of(config.output / "train" / MANIFEST_NAME)
+
+
+@pytest.mark.parametrize("moment", ["the index", "the manifests", "the recipe", "cleaning up"])
+def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(tmp_path, monkeypatch, moment):
+    class Stopped(BaseException):
+        """Like a kill: nothing in the code handles it."""
+
+    def stop(*arguments, **settings):
+        raise Stopped
+
+    config = config_of(tmp_path, some_texts())
+    build_corpus(replace(config, output=tmp_path / "whole"))
+    steps = {
+        "the index": "data_pipeline.split_writer.write_index",
+        "the manifests": "data_pipeline.manifest.write_json",
+        "the recipe": "data_pipeline.build_journal.write_json",
+        "cleaning up": "data_pipeline.build_journal.shutil.rmtree",
+    }
+    with monkeypatch.context() as patched:
+        # Only the last call: shards are written by way of rmtree too.
+        if moment == "cleaning up":
+            real = shutil.rmtree
+            patched.setattr(steps[moment], lambda path, **k: stop() if path.name == ".build-done" else real(path, **k))
+        else:
+            patched.setattr(steps[moment], stop)
+        with pytest.raises(Stopped):
+            build_corpus(config)
+    build_corpus(config)
+    assert contents(config.output) == contents(tmp_path / "whole")
