@@ -28,8 +28,9 @@ from pretrain.console import evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
 from pretrain.run_dir import RunDir
+from pretrain.scaling.costs import cost_of
 from pretrain.state import TrainState
-from pretrain.throughput import measured_matmul_peak, memory_in_use_gib, training_flops_per_token
+from pretrain.throughput import measured_matmul_peak, memory_in_use_gib
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -63,7 +64,7 @@ class Metrics:
         self._tensorboard: SummaryWriter | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
-        self._flops_per_token = training_flops_per_token(run)
+        self._flops_per_token = cost_of(run).flops_per_token
         own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
         self._peak = float(sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device)))
         if world.is_main:

@@ -1,12 +1,10 @@
-"""How fast a run is, against what its machine can do: floating-point operations per token and a measured peak."""
+"""What the machine can do and what a run takes of it."""
 
 from __future__ import annotations
 
 import time
 
 import torch
-
-from pretrain.config import RunConfig
 
 MEASURE_SECONDS = 0.2
 MATRIX_WIDTHS = {"cpu": 768, "cuda": 8192}
@@ -30,19 +28,6 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype, seconds: floa
         _wait_for(device)
         best = min(best, time.perf_counter() - begin)
     return 2.0 * width**3 / best
-
-
-def training_flops_per_token(run: RunConfig) -> float:
-    """Operations of one token's forward and backward pass; the backward pass costs twice the forward one."""
-    model = run.model
-    keys = model.memory_length + run.data.segment_length
-    heads_width = model.num_heads * model.head_width
-    projections = 4 * model.d_model * heads_width + 2 * model.d_model * model.inner_width
-    # Memory rows are projected to keys and values as well, and so are the positions, once per segment.
-    remembered = 2 * model.d_model * heads_width * model.memory_length / run.data.segment_length
-    attention = 3 * heads_width * keys  # content scores, position scores, weighted values
-    head = model.vocab_size * model.embedding_width
-    return 3 * 2 * (model.num_layers * (projections + remembered + attention) + head)
 
 
 def memory_in_use_gib(device: torch.device) -> float:

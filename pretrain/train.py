@@ -93,11 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what follows from the corpus: the vocabulary size."""
+    """Fill in what follows from the corpus, the vocabulary size; refuse a corpus that cannot fill the lanes."""
     from data_pipeline.corpus import Corpus
+    from data_pipeline.lanes import LaneStream
     from data_pipeline.tokenizer import Tokenizer
 
     corpus = Corpus.open(config.data.path / "train")
+    LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, range(1))
     vocab_size = Tokenizer.load(corpus.tokenizer_directory).vocab_size
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
@@ -173,6 +175,8 @@ def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault
     corpus = Corpus.open(config.data.path / "train")
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
+    if stream.advice and world.is_main:
+        print(stream.advice, flush=True)
     with Prefetcher(stream) as prefetcher:
         metrics = Metrics(config, run_dir, world, state, prefetcher)
         evaluate = training_evaluator(config, engine)

@@ -13,7 +13,7 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import build_adamw
-from pretrain.throughput import training_flops_per_token
+from pretrain.scaling.costs import cost_of
 
 LANES = 8
 GOALS = {128: (1.5, 4), 512: (3.0, 2)}  # segment = memory -> ratio, rounds
@@ -42,7 +42,7 @@ def _comparison(length: int, goal: float, rounds: int) -> Comparison:
         baseline=_built_at_first_call(lambda: _reference(run, tokens_BT)),
         candidate=_built_at_first_call(lambda: _ours(run, tokens_BT)),
         rounds=rounds,
-        flops=training_flops_per_token(run) * run.tokens_per_step,
+        flops=cost_of(run).flops_per_token * run.tokens_per_step,
     )
 
 

@@ -104,7 +104,8 @@ def _check(inputs: Inputs) -> None:
     B, L, H, D = query.shape
     K, G = key.shape[1:3]
     assert key.shape == value.shape == (B, K, G, D), (query.shape, key.shape, value.shape)
-    assert K >= L and H % G == 0, (query.shape, key.shape)
+    assert K >= L, (query.shape, key.shape)
+    assert H % G == 0, (query.shape, key.shape)
     assert (position is None) == (u is None) == (v is None), "positions, u and v come together"
     for tensor, shape in (
         (position, (K, H, D)),

@@ -27,7 +27,7 @@ def key_gradient_kernel(
     key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """key_gradients and value_gradients [B, K, G, D]; score_sums [B, H, K], each key's sum of the gradients of its scores."""
+    """Gradients of keys and values [B, K, G, D]; score_sums [B, H, K], each key's score gradients, summed."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -41,8 +41,12 @@ def key_gradient_kernel(
     group = (lane_group % VARIANT.num_groups).to(tl.int32)
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
-    key_tile = load_rows(keys + lane * key_lane + group * VARIANT.key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-    value_tile = load_rows(values + lane * value_lane + group * VARIANT.value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
+    key_tile = load_rows(
+        keys + lane * key_lane + group * VARIANT.key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT
+    )
+    value_tile = load_rows(
+        values + lane * value_lane + group * VARIANT.value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT
+    )
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
@@ -110,7 +114,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARIANT: tl.constexpr):
-    """content_sums [B, H, tiles, padded D]: each tile of keys' part of the gradient of u, the keys weighted with score_sums.
+    """content_sums [B, H, tiles, padded D]: each tile's part of the gradient of u, its keys weighted with score_sums.
 
     It reads the keys once more, but inside the kernel above the sum over its tile would cost registers all along.
     """

@@ -1,7 +1,7 @@
-"""The fused backward pass for position rows without atomic additions: one program per head, tile and share of the lanes.
+"""The fused backward pass for position rows without atomic additions: one program per head, tile, share of lanes.
 
 Here the tile of position rows stands still and the queries pass by, so it is the keys that need the skew: query i meets
-position row p at key p - (L - 1) + i. A tile of N position rows p0 + c and of queries i0 + a needs two tiles of keys side
+position row p at key p - (L - 1) + i. A tile of N position rows p0 + c and queries i0 + a needs two tiles of keys side
 by side, 2N keys from p0 - (L - 1) + i0 on, in which row c and query a find theirs at c + a. Everything lies transposed,
 [position rows, queries]. Letters and units as in triton_forward.
 """
@@ -97,7 +97,7 @@ def position_gradient_kernel(
     # Query i meets this tile's last row at key 0 when i = L - 1 - (p0 + COLUMNS - 1); queries before meet none.
     first = tl.maximum(L - p0 - COLUMNS, 0) // ROWS * ROWS
     steps_per_lane = tl.cdiv(L - first, ROWS)
-    for step in range(0, num_lanes * steps_per_lane):
+    for step in range(num_lanes * steps_per_lane):
         lane = (first_lane + step // steps_per_lane).to(tl.int64)
         lane_head = lane * VARIANT.num_heads + head
         i0 = first + step % steps_per_lane * ROWS
@@ -121,7 +121,8 @@ def position_gradient_kernel(
                 dropout_key = tl.load(dropout_keys + lane)
             score_gradient = _score_gradient(
                 p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient, first_key,
-                keys + lane * key_lane + group * VARIANT.key_head, values + lane * value_lane + group * VARIANT.value_head, key_biases,
+                keys + lane * key_lane + group * VARIANT.key_head,
+                values + lane * value_lane + group * VARIANT.value_head, key_biases,
                 distance_biases, dropout_key, log_sums, deltas, L, M, window, VARIANT,
             )  # fmt: skip
             if VARIANT.has_distance_bias:

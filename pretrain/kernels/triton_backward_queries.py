@@ -27,7 +27,7 @@ from pretrain.kernels.triton_tiles import (
 def _add_position_part(
     query_gradient, left, right, position_query, positions, position_gradients, first, num_keys, VARIANT: tl.constexpr
 ):
-    """The query gradient with the part of one tile of position rows; with adds_positions their own gradient goes out."""
+    """The query gradient with the part of one tile of position rows; with adds_positions their own goes out."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PRECISION: tl.constexpr = VARIANT.precision

@@ -1,6 +1,6 @@
 """The fused forward pass: one program per head, lane and tile of queries, with an online softmax over tiles of keys.
 
-B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads, D head width. Queries, outputs and position
+B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads, D head width. Queries, outputs, position
 rows are dense [B, L, H, D] and [K, H, D]; keys and values [B, K, G, D] have strides of their own. Scores stay in units
 before the scale, so that one fused multiply-add per element applies the scale and subtracts the maximum.
 """
@@ -33,7 +33,7 @@ def biased_scores(scores, key_biases, distance_biases, queries, keys, num_querie
 
 @triton.jit
 def position_tiles(position_query, positions, first, num_keys, VARIANT: tl.constexpr):
-    """Product tiles that precede the one of position rows from `first` on: the left half of its window, and the one that follows that.
+    """Product tiles that precede the one of position rows from `first` on: its window's left half, and the next one.
 
     Where a tile has twice as many queries as keys, its lower half lags by one tile of position rows.
     """
@@ -164,7 +164,8 @@ def forward_kernel(
         end = whole if part == 0 else (ragged if part == 1 else last)
         state = _visit_keys(
             begin, end, state, content_query, position_query, queries, i0, lowest, highest, dropout_key, head,
-            keys + lane * key_lane + group * VARIANT.key_head, values + lane * value_lane + group * VARIANT.value_head, positions,
+            keys + lane * key_lane + group * VARIANT.key_head,
+            values + lane * value_lane + group * VARIANT.value_head, positions,
             key_biases + lane_head * num_keys, distance_biases + head * num_keys, L, M,
             part != 1, VARIANT,
         )  # fmt: skip

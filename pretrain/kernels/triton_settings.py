@@ -19,7 +19,8 @@ class Tile:
 
     def __post_init__(self) -> None:
         for size in (self.rows, self.columns):
-            assert size >= 16 and size & (size - 1) == 0, self
+            assert size >= 16, self
+            assert size & (size - 1) == 0, self
 
 
 @dataclass(frozen=True, kw_only=True)

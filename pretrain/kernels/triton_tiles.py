@@ -1,15 +1,15 @@
 """Pieces the fused kernels share: rows to and from memory, the in-tile skew, the visible keys, dropout.
 
 The relative term of query i and key j lies in column p = j + L - 1 - i of the product of queries and position rows. A
-tile of queries i0 + a and keys j0 + b, both of size N, therefore needs columns of two neighbouring product tiles: "near",
+tile of queries i0 + a and keys j0 + b, both of size N, needs columns of two neighbouring product tiles: "near",
 of the N position rows from j0 - i0 + L on, and "far", of the N before. Side by side they are a window from which row a
 reads N columns, each row starting one to the left of the row above:
 
     scores[a, b] = [far | near][a, b + N - 1 - a]
 
 The near tile is the far tile of the next keys, so each product is computed once. The gradient of the scores goes the
-same way back. Reading the window is one gather in shared memory. It works on a flattened view: a gather of rank 2 becomes
-warp shuffles and two layout conversions. The order of flattening puts the five bits that vary over the lanes of a warp in
+same way back. Reading the window is one gather in shared memory, of a flattened view: a gather of rank 2 becomes
+warp shuffles and two layout conversions. Flattening puts the five bits that vary over the lanes of a warp in
 the layout of a tensor core's accumulator (3 of the row, 2 of the column) into the low address bits, which keeps stores
 and loads free of bank conflicts, and every address is a lane's base plus a constant.
 """
@@ -24,7 +24,7 @@ PHILOX_ROUNDS = tl.constexpr(7)  # passes BigCrush (Salmon et al. 2011); triton'
 
 @triton.jit
 def load_rows(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
-    """Rows first, ..., first + SIZE - 1 of one head as a tile; zero from `num_rows` on and in the padding of its width."""
+    """Rows first, ..., first + SIZE - 1 of one head as a tile; zero from `num_rows` on and in the padding."""
     return _load(pointer, first, tl.arange(0, SIZE) < num_rows - first, row_stride, SIZE, VARIANT)
 
 
@@ -117,8 +117,8 @@ def visible_keys(queries, first_keys, num_queries, num_memory, window):
 def kept_pairs(key, head, i0, rows, j0, columns, VARIANT: tl.constexpr):
     """Where dropout keeps the weight of query i0 + row and key j0 + column; i0 and j0 are multiples of the tile's size.
 
-    A function of (key of the lane, head, query, key) alone, whatever the tile. One draw of Philox serves the eight pairs
-    that differ in bit 3 of the query or bits 3 and 4 of the key. A thread holds several of them in the layout of a tensor
+    A function of (key of the lane, head, query, key) alone, whatever the tile. One draw of Philox serves the pairs
+    that differ in bit 3 of the query or bits 3 and 4 of the key. A thread holds several of these in a tensor
     core's accumulator, and since the bits are taken from rows and columns, the compiler sees it and draws once.
     """
     query = (i0 & ~8) + (rows & ~8) + columns * 0

@@ -33,13 +33,13 @@ INT32_POINTERS = {"first_keys", "query_ends"}
 EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window"}
 ODD_INTEGERS = {"B", "num_shares"}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "documents": dict(has_starts=True),
-    "dropout": dict(drop_threshold=6554),
-    "key_bias": dict(has_key_bias=True),
-    "distance_bias": dict(has_distance_bias=True),
-    "no_position": dict(has_position=False),
-    "adds_positions": dict(adds_positions=True),
-    "grouped": dict(num_groups=4),
+    "documents": {"has_starts": True},
+    "dropout": {"drop_threshold": 6554},
+    "key_bias": {"has_key_bias": True},
+    "distance_bias": {"has_distance_bias": True},
+    "no_position": {"has_position": False},
+    "adds_positions": {"adds_positions": True},
+    "grouped": {"num_groups": 4},
 }
 
 
@@ -70,7 +70,7 @@ def compiled(kernel: str, variant: Variant, tile: Tile, capability: int, dtype: 
         binary = triton.compile(
             source,
             target=GPUTarget("cuda", capability, 32),
-            options=dict(num_warps=tile.warps, num_stages=tile.stages),
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
         )
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
@@ -80,24 +80,24 @@ def compiled(kernel: str, variant: Variant, tile: Tile, capability: int, dtype: 
 
 def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
     """Positions, no documents, no dropout, no biases."""
-    settings: dict[str, Any] = dict(
-        num_heads=NUM_HEADS,
-        num_groups=NUM_HEADS,
-        head_width=head_width,
-        key_row=2 * NUM_HEADS * head_width,
-        key_head=head_width,
-        value_row=2 * NUM_HEADS * head_width,
-        value_head=head_width,
-        rows=tile.rows,
-        columns=tile.columns,
-        has_position=True,
-        has_starts=False,
-        has_key_bias=False,
-        has_distance_bias=False,
-        drop_threshold=0,
-        adds_positions=False,
-        precision="tf32",
-    )
+    settings: dict[str, Any] = {
+        "num_heads": NUM_HEADS,
+        "num_groups": NUM_HEADS,
+        "head_width": head_width,
+        "key_row": 2 * NUM_HEADS * head_width,
+        "key_head": head_width,
+        "value_row": 2 * NUM_HEADS * head_width,
+        "value_head": head_width,
+        "rows": tile.rows,
+        "columns": tile.columns,
+        "has_position": True,
+        "has_starts": False,
+        "has_key_bias": False,
+        "has_distance_bias": False,
+        "drop_threshold": 0,
+        "adds_positions": False,
+        "precision": "tf32",
+    }
     return Variant(**settings | options)
 
 

@@ -77,7 +77,7 @@ def kept_weights(keys: list[int], num_heads: int, num_queries: int, num_keys: in
 
 
 def philox_4x32(counter: tuple, key: tuple, rounds: int) -> tuple:
-    """Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": four words from four words and a key of two."""
+    """Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": four words from four and a key of two."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = (np.asarray(word, dtype=np.uint64) for word in key)
     half = np.uint64(32)

@@ -176,3 +176,15 @@ def test_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 40 * 1000, "a thousand bytes a shard is far more than its place in the plan"
+
+
+def test_at_the_end_of_its_epoch_a_lane_still_vouches_for_its_last_segment(tmp_path):
+    corpus = write_numbered_corpus(tmp_path, [[8] * 4])
+    stream = LaneStream(corpus, 1, SEED, 8, range(1))
+    cursor = [next(stream) for _ in range(4)][-1].cursor
+    assert (cursor.epochs_B.tolist(), cursor.positions_B.tolist()) == ([0], [32])
+    with pytest.raises(DataError, match="check value"):
+        LaneStream(corpus, 1, SEED, 8, range(1), replace(cursor, checks_B=cursor.checks_B + np.uint64(1)))
+    resumed = next(LaneStream(corpus, 1, SEED, 8, range(1), cursor))
+    assert np.array_equal(resumed.tokens_BL, next(stream).tokens_BL)
+    assert resumed.cursor.epochs_B.tolist() == [1]
