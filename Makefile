@@ -23,7 +23,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/uv pip install --python $(BIN)/python -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps -e .
 	@echo "compiling bytecode once, so that every later start is quick"
-	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 	@touch $@
 
 demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evaluate, sample, report
