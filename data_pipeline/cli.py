@@ -37,7 +37,13 @@ TOKENIZER_KINDS = ("unigram", "bpe", "bytes")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, or 2 after a line that says what the user can put right."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes the settings in one place only; users write them before, between and after the flags.
+    if any(text.startswith("-") for text in rest) or (rest and not hasattr(options, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.settings += rest
     return exit_status_of(lambda: options.run(options))
 
 

@@ -28,8 +28,8 @@ def test_a_config_file_its_overrides_and_flags_are_laid_over_each_other(tmp_path
     (tmp_path / "c.yaml").write_text(f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n")
     output = tmp_path / "out"
     status, out, _ = run(
-        capsys, "build", tmp_path / "c.yaml", "shard_bytes=2000", "threads=1", "--output", output,
-        "--validation-fraction", "1e-1",
+        capsys, "build", tmp_path / "c.yaml", "shard_bytes=2000", "--output", output,
+        "--validation-fraction", "1e-1", "threads=1",
     )  # fmt: skip
     assert status == 0
     corpus = Corpus.open(output / "train")
