@@ -35,7 +35,7 @@ check: $(STAMP)  ## format, lint and types
 	pyright
 
 test: $(STAMP)  ## the whole suite
-	python -m pytest -q -m "not gpu" --durations=10
+	python -m pytest -q -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --durations=10
 
 golden: $(STAMP)  ## compare with recorded results of the original, where they are at hand
 	pretrain golden ../shared/golden/*.npz
