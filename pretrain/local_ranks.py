@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -43,6 +43,7 @@ class RankGroup:
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(num_ranks)]
+        self.first_failure: int | None = None  # the rank that ended badly before any other did
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
@@ -71,25 +72,37 @@ class RankGroup:
         """The exit status of each rank, None for one that runs; -N when signal N ended it."""
         return [_reap(process) for process in self._processes]
 
-    def wait(self, timeout: float | None = None, grace: float = GRACE_SECONDS) -> list[int]:
+    def wait(
+        self,
+        timeout: float | None = None,
+        grace: float = GRACE_SECONDS,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[int]:
         """Exit statuses in rank order, when all have ended.
 
-        If one ends badly, the others get `grace` seconds to follow before they are killed.
+        If one ends badly, the others get `grace` seconds to follow before they are killed. `meanwhile` is called many
+        times a second and may ask the ranks to stop, or kill them.
         Raises TimeoutError after `timeout` seconds, with the ranks still running.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         bad_since: float | None = None
         while None in (statuses := self.poll()):
             now = time.monotonic()
-            if bad_since is None and any(status not in (None, 0, EXIT_STOPPED) for status in statuses):
+            failed = [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
+            if failed and bad_since is None:
                 bad_since = now
+                self.first_failure = _first_hand(failed, statuses)
             if bad_since is not None and now - bad_since >= grace:
                 self.kill()
             elif deadline is not None and now >= deadline:
                 raise TimeoutError(f"ranks still run after {timeout:g} s: {statuses}")
             else:
+                meanwhile()
                 time.sleep(_POLL_SECONDS)
         self._close_echo()
+        failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
+        if failed and self.first_failure is None:
+            self.first_failure = _first_hand(failed, statuses)
         return [process.returncode for process in self._processes]
 
     def terminate(self) -> None:
@@ -174,18 +187,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def failure_in_words(statuses: Sequence[int], logs: Sequence[Path], lines: int = 15) -> str:
+def failure_in_words(
+    statuses: Sequence[int], logs: Sequence[Path], lines: int = 15, first_failure: int | None = None
+) -> str:
     """Which rank failed first-hand and the last lines it wrote; empty if none did.
 
-    A rank that ended by itself says more than those that were ended after it.
+    Where nobody saw which was first, one that ended by itself says more than those that were ended after it.
     """
     failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
     if not failed:
         return ""
-    rank = next((rank for rank in failed if statuses[rank] > 0), failed[0])
+    rank = next((rank for rank in failed if statuses[rank] > 0), failed[0]) if first_failure is None else first_failure
     text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
     tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
     return f"rank {rank} {status_in_words(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
+
+
+def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
+    """Of ranks seen to fail together: one killed from outside, for its death is what makes the others end."""
+    return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
 
 
 def status_in_words(status: int) -> str:

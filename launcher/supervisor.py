@@ -1,0 +1,176 @@
+"""Keeps a run going: starts an attempt, watches it, decides what follows, until the run is finished or hopeless.
+
+How ranks are started is the caller's: on this machine, or as steps of a Slurm job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Protocol
+
+from launcher.requeue import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts
+from pretrain.checkpoint_files import steps_on_disk
+from pretrain.local_ranks import EXIT_STOPPED
+from pretrain.run_dir import RunDir
+
+EXIT_STATUS = {
+    NextAction.FINISHED: 0,
+    NextAction.STOPPED: EXIT_STOPPED,
+    NextAction.REFUSED: 2,
+    NextAction.GIVE_UP: 2,
+}
+
+
+class Ranks(Protocol):
+    """The ranks of one attempt, already started."""
+
+    first_failure: int | None  # the rank that ended badly first, known after `wait`
+
+    def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
+        """Exit statuses in rank order when all have ended; calls `meanwhile` many times a second until then."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask every rank to stop at its next step boundary."""
+        ...
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        ...
+
+    def failure_in_words(self, statuses: Sequence[int]) -> str:
+        """Which rank failed first-hand, and the last lines it wrote."""
+        ...
+
+
+class StopSignals:
+    """Counts SIGINT and SIGTERM instead of dying of them: the first asks the ranks to stop, a second SIGINT kills."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._previous = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._count)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.requests += 1 if number == signal.SIGINT or not self.requests else 0
+
+
+def supervise(
+    run_dir: RunDir,
+    start: Callable[[int], Ranks],
+    policy: Policy,
+    stop: StopSignals,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Attempt after attempt until the run is finished, stopped, refused or hopeless; returns the exit status.
+
+    `start(number)` begins attempt `number` and returns its ranks.
+    """
+    attempts: list[Attempt] = []
+    for number in itertools.count(next_attempt_number(run_dir)):
+        before = newest_step(run_dir)
+        ranks = start(number)
+        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, say)))
+        attempts.append(
+            Attempt(
+                statuses=statuses,
+                step_before=before,
+                step_after=newest_step(run_dir),
+                first_failure=ranks.first_failure,
+            )
+        )
+        decision = decide(attempts, policy, stop_requested=stop.requests > 0)
+        _record(run_dir, number, attempts[-1], decision)
+        if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
+            say(ranks.failure_in_words(statuses))
+        if decision.action is not NextAction.RETRY:
+            say(_last_words(decision, run_dir))
+            return EXIT_STATUS[decision.action]
+        fruitless = fruitless_attempts(attempts)
+        patience = f", attempt {fruitless} of {policy.attempts_without_progress} without progress" if fruitless else ""
+        say(
+            f"{decision.reason}{patience}; next attempt in {decision.delay:g} s from the checkpoint of step "
+            f"{attempts[-1].step_after}"
+        )
+        if not _pause(decision.delay, stop):
+            say(f"stopped on request; the same command goes on from step {newest_step(run_dir)}")
+            return EXIT_STOPPED
+    raise AssertionError("attempts are counted without end")
+
+
+def newest_step(run_dir: RunDir) -> int:
+    """The step of the newest published checkpoint; 0 without one."""
+    return max(steps_on_disk(run_dir.checkpoints), default=0)
+
+
+def next_attempt_number(run_dir: RunDir) -> int:
+    """One more than the highest attempt that left logs, so that no log is written twice."""
+    numbers = [log.name.split("-")[1] for log in run_dir.logs.glob("attempt-*-rank-*.log")]
+    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+
+
+def _stopper(ranks: Ranks, stop: StopSignals, say: Callable[[str], None]) -> Callable[[], None]:
+    """Passes a request to stop on to the ranks, once; the second one kills them."""
+    passed_on = 0
+
+    def look() -> None:
+        nonlocal passed_on
+        if stop.requests == passed_on:
+            return
+        if passed_on == 0:
+            say("asking the ranks to save and stop; Ctrl-C again kills them")
+            ranks.terminate()
+        else:
+            ranks.kill()
+        passed_on = stop.requests
+
+    return look
+
+
+def _pause(seconds: float, stop: StopSignals) -> bool:
+    """Wait; False as soon as a stop is asked for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if stop.requests:
+            return False
+        time.sleep(0.05)
+    return not stop.requests
+
+
+def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision) -> None:
+    if not run_dir.exists():  # refused before there was a run
+        return
+    run_dir.append_ledger(
+        {
+            "event": "attempt_ended",
+            "attempt_number": number,
+            "statuses": list(attempt.statuses),
+            "step": attempt.step_after,
+            "next": decision.action.value,
+            "reason": decision.reason,
+        }
+    )
+
+
+def _last_words(decision: Decision, run_dir: RunDir) -> str:
+    if decision.action is NextAction.FINISHED:
+        return f"finished: {run_dir.path}"
+    if decision.action is NextAction.STOPPED:
+        return f"stopped on request; the same command goes on from step {newest_step(run_dir)}"
+    if decision.action is NextAction.REFUSED:
+        return "not tried again: what the line above says has to change first"
+    return f"gave up: {decision.reason}; the logs are in {run_dir.logs}"

@@ -1,0 +1,130 @@
+"""`launcher local` with real ranks: finished, killed and restarted, hopeless, refused, stopped by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.compare import differing_losses
+from pretrain.faults import VARIABLE
+from pretrain.local_ranks import EXIT_STOPPED
+from pretrain.run_dir import RunDir
+
+RANKS = 2
+STEPS = 400
+INTERVAL = 100
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("local") / "tiny.yaml"
+    path.write_text(
+        f"""name: tiny
+model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
+data: {{path: {tiny_corpus}, lanes: 8, segment_length: 8}}
+optim: {{steps: {STEPS}}}
+engine: {{zero_stage: 1, threads: 1}}
+checkpoint: {{interval: {INTERVAL}}}
+evaluation: {{interval: 0, max_tokens: 500}}
+metrics: {{interval: 1}}
+"""
+    )
+    return path
+
+
+def launch(experiment: Path, run_dir: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launcher", "local", str(experiment), f"--ranks={RANKS}", f"--run-dir={run_dir}"]
+    return subprocess.Popen(
+        [*command, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **variables},
+    )
+
+
+def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def last_measured(run_dir: RunDir) -> int:
+    return max((line["step"] for line in run_dir.read_metrics()), default=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
+    process = launch(experiment, run_dir.path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return run_dir
+
+
+def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undisturbed, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    process = launch(experiment, run_dir.path)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    pids = [int(pid) for pid in re.findall(r"\d+", first.partition("processes")[2])]
+    assert len(pids) == RANKS, first
+    until(lambda: last_measured(run_dir) > INTERVAL)
+    os.kill(pids[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "rank 1 was ended by SIGKILL" in output
+    assert not differing_losses(undisturbed, run_dir)
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, STEPS + 1))
+    events = [event["event"] for event in run_dir.read_ledger()]
+    assert events == ["start", "attempt_ended", "resume", "finish", "attempt_ended"]
+
+
+def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, tmp_path):
+    process = launch(experiment, tmp_path / "run", "--attempts-without-progress", "2", **{VARIABLE: "sigkill@5"})
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "gave up: rank 0 was ended by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in output
+    assert output.count("attempt 0: ") == output.count("attempt 1: ") == 1
+    assert "attempt 2: " not in output
+
+
+def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experiment, tmp_path):
+    process = launch(experiment, tmp_path / "run", "data.path=nowhere")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "error: nowhere/train does not exist" in output
+    assert "attempt 1: " not in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(experiment, undisturbed, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    process = launch(experiment, run_dir.path)
+    until(lambda: last_measured(run_dir) >= 3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, output
+    stopped_after = last_measured(run_dir)
+    assert f"the same command goes on from step {stopped_after}" in output
+    second = launch(experiment, run_dir.path)
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, output
+    assert not differing_losses(undisturbed, run_dir)
+
+
+def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path):
+    with RunDir(tmp_path / "run").locked("launcher"):
+        process = launch(experiment, tmp_path / "run")
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "is in use by process" in output

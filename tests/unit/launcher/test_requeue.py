@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from launcher.requeue import Attempt, NextAction, Policy, decide, fruitless_attempts
+from pretrain.local_ranks import EXIT_STOPPED
+
+POLICY = Policy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
+
+
+def attempt(*statuses: int, before: int = 0, after: int = 0, first: int | None = None, hung: bool = False) -> Attempt:
+    return Attempt(statuses=statuses, step_before=before, step_after=after, first_failure=first, hung=hung)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "stop_requested", "action"),
+    [
+        ((0, 0), False, NextAction.FINISHED),
+        ((0, 0), True, NextAction.FINISHED),
+        ((EXIT_STOPPED, EXIT_STOPPED), False, NextAction.STOPPED),
+        ((EXIT_STOPPED, 0), False, NextAction.STOPPED),
+        ((-15, -15), True, NextAction.STOPPED),
+        ((-15, -15), False, NextAction.RETRY),
+        ((2, 2), False, NextAction.REFUSED),
+        ((2, -9), False, NextAction.REFUSED),
+        ((1, -9), False, NextAction.RETRY),
+        ((-9, -9), False, NextAction.RETRY),
+        ((EXIT_STOPPED, 1), False, NextAction.RETRY),
+    ],
+)
+def test_what_follows_from_how_the_ranks_ended(statuses, stop_requested, action):
+    assert decide([attempt(*statuses)], POLICY, stop_requested).action is action
+
+
+def test_it_gives_up_after_attempts_in_a_row_without_a_newer_checkpoint_and_says_where():
+    crash = attempt(-9, 1, before=40, after=40, first=1)
+    history = [attempt(-9, -9, before=0, after=40), crash, crash]
+    assert decide(history, POLICY).action is NextAction.RETRY
+    decision = decide([*history, crash], POLICY)
+    assert decision.action is NextAction.GIVE_UP
+    assert "rank 1 ended with status 1" in decision.reason
+    assert "3 attempts in a row brought no checkpoint beyond step 40" in decision.reason
+
+
+def test_progress_forgives_all_attempts_before_it():
+    crash = attempt(-9, before=40, after=40)
+    history = [crash, crash, attempt(-9, before=40, after=50)]
+    assert fruitless_attempts(history) == 0
+    assert decide(history, POLICY).delay == POLICY.first_delay
+
+
+def test_the_delay_doubles_up_to_its_limit():
+    patient = Policy(attempts_without_progress=100, first_delay=1.0, longest_delay=5.0)
+    crash = attempt(-9)
+    assert [decide([crash] * count, patient).delay for count in (1, 2, 3, 4)] == [2.0, 4.0, 5.0, 5.0]
+
+
+def test_a_hang_is_called_one():
+    assert decide([attempt(-9, -9, hung=True)], POLICY).reason == "the ranks hung"
