@@ -1,11 +1,58 @@
-"""What one run costs, exactly: parameters and training FLOPs of its configuration."""
+"""What one run costs, exactly: parameters and training FLOPs of its configuration. Torch-free.
+
+T segment length, M memory length, K = T + M keys, B lanes of one forward pass, d d_model, w heads times head width,
+f inner width, V vocabulary. One multiplication and addition are two FLOPs; norms, softmax and dropout are not counted.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import RunConfig
+from pretrain.config import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many numbers a model learns, by part."""
+
+    embedding: int  # input vectors and their projections
+    head: int  # output layer, without what it shares with the embedding
+    attention: int
+    feed_forward: int
+    norms: int
+    biases: int  # u and v
+
+    @property
+    def body(self) -> int:
+        """Without the embedding and output matrices."""
+        return self.attention + self.feed_forward + self.norms + self.biases
+
+    @property
+    def total(self) -> int:
+        return self.body + self.embedding + self.head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs per token, by part; the backward pass costs twice the forward one, less what needs no gradient."""
+
+    projections: float  # queries, keys, values, output; memory's keys and values again in every segment
+    positions: float  # W_R R, once per segment for all lanes of a forward pass
+    attention: float  # content scores, position scores, weighted values
+    feed_forward: float
+    head: float
+    without_gradient: float  # products whose input is no result of a parameter
+
+    @property
+    def forward(self) -> float:
+        return self.projections + self.positions + self.attention + self.feed_forward + self.head
+
+    @property
+    def training(self) -> float:
+        return 3 * self.forward - self.without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,32 +75,95 @@ class RunCost:
 
 
 def cost_of(run: RunConfig) -> RunCost:
-    """The cost of a run of one rank; ConfigError when the vocabulary is not known."""
-    model = run.model
-    if not model.vocab_size:
-        raise ConfigError("model.vocab_size is not set; set it, or build the corpus so that it can be read from there")
-    width = model.num_heads * model.head_width
-    keys = run.data.segment_length + model.memory_length
-    layer = 5 * model.d_model * width + 2 * model.d_model * model.inner_width + model.inner_width + 5 * model.d_model
-    biases = 2 * width * (model.num_layers if model.untie_biases else 1)
-    body = model.num_layers * layer + biases
-    head = model.vocab_size * (model.d_model + 1)
-    relative = keys / run.data.segment_length
-    forward = (
-        model.num_layers
-        * (
-            4 * model.d_model * width * (1 + relative)
-            + 6 * width * keys
-            + 4 * model.d_model * model.inner_width
-            + 2 * model.d_model * width * relative / run.data.lanes
-        )
-        + 2 * model.d_model * model.vocab_size
-    )
-    saved = model.num_layers * 2 * model.d_model * width * relative / run.data.lanes
+    """The cost of a run of one rank without accumulation; ConfigError when the vocabulary is not known."""
+    parameters = parameters_of(run.model)
     return RunCost(
-        parameters=body + head,
-        body_parameters=body,
-        flops_per_token=3 * forward - saved,
+        parameters=parameters.total,
+        body_parameters=parameters.body,
+        flops_per_token=flops_of(run.model, run.data.segment_length, run.data.lanes).training,
         tokens_per_step=run.tokens_per_step,
         steps=run.optim.steps,
     )
+
+
+def parameters_of(model: ModelConfig) -> Parameters:
+    """Every parameter of the model, exactly; ConfigError when the vocabulary is not known."""
+    _need_vocabulary(model)
+    d, w, f = model.d_model, model.num_heads * model.head_width, model.inner_width
+    layers = model.num_layers
+    embedding, head = _vocabulary_parameters(model)
+    return Parameters(
+        embedding=embedding,
+        head=head,
+        attention=layers * 5 * d * w,
+        feed_forward=layers * (2 * d * f + f + d),
+        norms=layers * 4 * d,
+        biases=2 * w * (layers if model.untie_biases else 1),
+    )
+
+
+def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
+    """Per token of a training step whose forward passes take `lanes` lanes and find the memory full."""
+    _need_vocabulary(model)
+    d, w, layers = model.d_model, model.num_heads * model.head_width, model.num_layers
+    keys = segment_length + model.memory_length
+    positions = layers * 2 * d * w * keys / (segment_length * lanes)
+    remembered = model.memory_length / segment_length
+    return Flops(
+        projections=layers * 4 * d * w * (2 + remembered),
+        positions=positions,
+        attention=layers * 6 * w * keys,
+        feed_forward=layers * 4 * d * model.inner_width,
+        head=_head_flops(model),
+        # Memory rows have no gradient; with pre-norm their norm's parameters have.
+        without_gradient=positions + (layers * 4 * d * w * remembered if model.norm_position == "post" else 0.0),
+    )
+
+
+def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
+    """(tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
+    sizes = [last - first for first, last in pairwise((0, *model.cutoffs, model.vocab_size))]
+    return [(size, model.embedding_width // model.div_val**index) for index, size in enumerate(sizes)]
+
+
+def tail_shares(model: ModelConfig) -> list[float]:
+    """The part of all tokens that falls into each bin, by Zipf's law, the vocabulary being sorted by frequency."""
+    bounds = (0, *model.cutoffs, model.vocab_size)
+    return [(_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size) for first, last in pairwise(bounds)]
+
+
+def _vocabulary_parameters(model: ModelConfig) -> tuple[int, int]:
+    bins, d = bins_of(model), model.d_model
+    shared_projection = model.div_val == 1 and model.embedding_width != d
+    projected = shared_projection or model.div_val > 1
+    embedding = sum(size * width + (width * d if model.div_val > 1 else 0) for size, width in bins)
+    embedding += model.embedding_width * d if shared_projection else 0
+    head = sum(size for size, _ in bins) + (len(bins) - 1) * (bins[0][1] + 1)
+    for index, (size, width) in enumerate(bins):
+        head += 0 if model.tie_embeddings else size * width
+        head += width * d if projected and not model.ties_projection(index) else 0
+    return embedding, head
+
+
+def _head_flops(model: ModelConfig) -> float:
+    bins, d = bins_of(model), model.d_model
+    projected = model.div_val > 1 or model.embedding_width != d
+    looked_up = 0.0
+    if projected:  # the embedding projects every token, for each bin where they differ
+        looked_up = sum(2 * width * d for _, width in bins) if model.div_val > 1 else 2 * bins[0][1] * d
+    shares = [1.0, *tail_shares(model)[1:]]
+    total = looked_up
+    for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
+        columns = size + (0 if index else len(bins) - 1)
+        total += share * (2 * width * columns + (2 * width * d if projected else 0))
+    return total
+
+
+def _need_vocabulary(model: ModelConfig) -> None:
+    if not model.vocab_size:
+        raise ConfigError("model.vocab_size is not set; set it, or build the corpus so that it can be read from there")
+
+
+def _harmonic(count: int) -> float:
+    """1 + 1/2 + ... + 1/count, to 1e-4 of it."""
+    return math.log(count) + 0.5772156649 + 0.5 / count if count else 0.0

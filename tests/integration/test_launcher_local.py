@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from pretrain.compare import differing_losses
 from pretrain.faults import VARIABLE
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
+from pretrain.scaling.memory import checkpoint_bytes
 
 RANKS = 2
 STEPS = 400
@@ -128,3 +130,16 @@ def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path):
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "is in use by process" in output
+
+
+def test_the_checkpoint_holds_as_many_bytes_as_describe_promises(undisturbed):
+    run = undisturbed.config
+    files = list((undisturbed.checkpoints / f"step-{STEPS:08d}").glob("*.safetensors"))
+    tensors = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    held = sum(
+        tensor.nbytes for (name, key), tensor in tensors.items() if name.startswith("engine-") or "memory" in key
+    )
+    assert held == checkpoint_bytes(run)

@@ -1,14 +1,90 @@
-"""Parameters as plans and tables count them, against published architectures."""
+"""What plans, tables and `describe` count: against published numbers, the built model, and PyTorch's own counter."""
 
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from data_pipeline.config_loader import load_config
 from pretrain.config import ModelConfig, RunConfig
-from pretrain.scaling.costs import cost_of
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.scaling.costs import cost_of, flops_of, parameters_of, tail_shares
 from tests.helpers.shared import shared_path
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+# Counted from the published code; the shapes of its scripts.
+PUBLISHED = {
+    "enwik8-base": 41_055_436,
+    "enwik8-large": 277_231_820,
+    "text8-base": 40_964_635,
+    "text8-large": 277_050_395,
+    "wt103-base": 151_107_538,
+    "wt103-large": 285_170_506,
+    "lm1b-base": 357_812_082,
+    "lm1b-large": 841_295_982,
+}
+SMALL = {"vocab_size": 60, "num_layers": 3, "d_model": 16, "num_heads": 2, "memory_length": 8}
+VARIANTS = {
+    "plain": {},
+    "untied biases": {"untie_biases": True},
+    "untied embeddings": {"tie_embeddings": False},
+    "wide heads": {"d_head": 12, "d_inner": 20},
+    "narrow embedding": {"d_embed": 8},
+    "narrow embedding, tied projection": {"d_embed": 8, "tie_projections": (True,)},
+    "cutoffs": {"cutoffs": (10, 30)},
+    "div_val": {"cutoffs": (10, 30), "div_val": 2, "tie_projections": (False, True, False)},
+    "div_val, nothing tied": {"cutoffs": (10, 30), "div_val": 2, "tie_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configurations_have_their_published_sizes(name):
+    model = load_config(RunConfig, MODELS / f"{name}.yaml").model
+    assert parameters_of(model).total == PUBLISHED[name]
+
+
+def test_every_published_configuration_is_counted():
+    published = {path.stem for path in MODELS.glob("*.yaml") if not path.stem.startswith("xl_")}
+    assert published == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_counted_parameters_are_those_of_the_built_model(options):
+    model = ModelConfig(**{**SMALL, **options})
+    built = {id(parameter): parameter.numel() for parameter in TransformerXL(model).parameters()}
+    assert parameters_of(model).total == sum(built.values())
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize("options", [{}, {"untie_biases": True, "d_head": 12}, {"d_embed": 8}], ids=str)
+def test_flops_are_what_pytorch_counts(norm_position, options):
+    model = ModelConfig(**{**SMALL, "norm_position": norm_position, **options})
+    lanes, length = 3, 6
+    module = TransformerXL(model, attention_kernel="plain")
+    tokens_BL = torch.arange(lanes * length).view(lanes, length) % 60
+    with torch.no_grad():
+        _, memory = module(tokens_BL, tokens_BL)
+        _, memory = module(tokens_BL, tokens_BL, memory)
+    with FlopCounterMode(display=False) as counter:
+        nll_BL, _ = module(tokens_BL, tokens_BL, memory)
+        forward = counter.get_total_flops()
+        nll_BL.mean().backward()
+    # The shift's padding column is a product the formula leaves out.
+    padding = 3 * 2 * model.num_layers * model.num_heads * model.head_width
+    counted = flops_of(model, length, lanes)
+    tokens = lanes * length
+    assert forward / tokens == pytest.approx(counted.forward + padding / 3, rel=1e-12)
+    assert counter.get_total_flops() / tokens == pytest.approx(counted.training + padding, rel=1e-12)
+
+
+def test_the_shares_of_an_adaptive_softmax_are_a_distribution_that_favours_the_front():
+    shares = tail_shares(ModelConfig(vocab_size=267735, cutoffs=(20000, 40000, 200000)))
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[0] > 0.75
 
 
 def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():

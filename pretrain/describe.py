@@ -1,0 +1,187 @@
+"""`pretrain describe`: parameters, FLOPs, memory, disk and time of a run before it starts. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.console import si
+from pretrain.scaling.costs import Flops, Parameters, flops_of, parameters_of
+from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
+
+GIB = 1 << 30
+USABLE = 0.92  # of a device's memory; the rest goes to the driver, communication buffers and fragmentation
+DEFAULT_MFU = {"cpu": 0.25}
+GPU_MFU = 0.35
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank runs on: dense matrix-product peak in bf16 (fp32 on a CPU) and memory."""
+
+    flops: float
+    memory: float
+
+
+DEVICES = {
+    "H200": Device(989e12, 141e9),
+    "H100": Device(989e12, 80e9),
+    "A100": Device(312e12, 80e9),
+    "cpu": Device(100e9, 0.0),  # a core's order of magnitude; its memory is this machine's
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `pretrain describe`."""
+    parser.add_argument("config", type=Path, help="experiment or model file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
+    parser.add_argument("--gpus-per-node", type=int, default=1, help="ranks on each (default %(default)s)")
+    parser.add_argument("--gpu", choices=sorted(DEVICES), default="cpu", help="what a rank runs on (default cpu)")
+    parser.add_argument("--mfu", type=float, help="part of the peak to reckon with (default 0.35, on a CPU 0.25)")
+    parser.add_argument("--vocab-size", type=int, help="where neither the file nor its corpus says it")
+    parser.add_argument("--explain", action="store_true", help="show each number's formula")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the run is made of and what it takes; 0, or 2 for settings that do not fit."""
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more")
+    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.overrides), arguments.vocab_size)
+    for line in described(config, arguments):
+        print(line)
+    return 0
+
+
+def with_vocabulary(config: RunConfig, vocab_size: int | None = None) -> RunConfig:
+    """The run with its vocabulary's size: as given, from the settings, or from the corpus' manifest."""
+    if not vocab_size and config.model.vocab_size:
+        return config
+    manifest = config.data.path / "train" / "manifest.json"
+    if not vocab_size and not manifest.is_file():
+        raise ConfigError(
+            f"model.vocab_size is not set and there is no corpus at {config.data.path} to read it from; "
+            "give --vocab-size N, or build the corpus"
+        )
+    size = vocab_size or int(json.loads(manifest.read_text())["vocab_size"])
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
+    """All lines of the description."""
+    world_size = arguments.nodes * arguments.gpus_per_node
+    lanes = len(lanes_of_rank(config, 0, world_size)) // accumulation_steps(config, world_size)
+    parameters = parameters_of(config.model)
+    flops = flops_of(config.model, config.data.segment_length, lanes)
+    explain = bool(arguments.explain)
+    return [
+        f"{config.name}: {world_size} ranks ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
+        f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}",
+        "",
+        *_parameter_lines(parameters, explain),
+        "",
+        *_flops_lines(flops, parameters, explain),
+        "",
+        *_memory_lines(config, arguments, world_size),
+        "",
+        *_time_lines(config, arguments, world_size, flops.training),
+    ]
+
+
+def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
+    formulas = {
+        "attention": "L 5 d h: queries, keys, values, positions, output",
+        "feed_forward": "L (2 d f + f + d)",
+        "norms": "L 4 d",
+        "biases": "u and v, 2 h, once or per layer",
+        "embedding": "V d, by bin",
+        "head": "biases, cluster rows, projections; weights are the embedding's when tied",
+    }
+    rows = [
+        _row(name.replace("_", "-"), f"{getattr(parameters, name):,}", formulas[name], explain) for name in formulas
+    ]
+    return [
+        f"parameters        {parameters.total:>20,}  ({si(parameters.total)})",
+        f"  body            {parameters.body:>20,}",
+        *rows,
+    ]
+
+
+def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[str]:
+    formulas = {
+        "projections": "L 4 d h (2 + M/T): memory's keys and values are projected again in every segment",
+        "positions": "L 2 d h K / (T B)",
+        "attention": "L 6 h K",
+        "feed_forward": "L 4 d f",
+        "head": "2 d V; tails of an adaptive softmax by Zipf's law",
+    }
+    rows = [
+        _row(name.replace("_", "-"), f"{si(getattr(flops, name))}FLOP", formulas[name], explain) for name in formulas
+    ]
+    six_nd = 6.0 * parameters.total
+    return [
+        f"FLOPs per token   {si(flops.training) + 'FLOP':>20}  (forward {si(flops.forward)}FLOP, "
+        f"backward {si(flops.training - flops.forward)}FLOP)",
+        *rows,
+        f"  6N              {si(six_nd) + 'FLOP':>20}  would be off by {six_nd / flops.training - 1:+.0%}",
+    ]
+
+
+def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
+    explain = bool(arguments.explain)
+    parts = memory_parts(config, world_size)
+    room = _room(arguments)
+    total = total_bytes(parts)
+    verdict = "fits" if total <= room else "DOES NOT FIT"
+    micro = largest_micro_batch(config, world_size, room)
+    advice = f"the largest micro-batch that fits is {micro} lanes" if micro else "not even one lane at a time fits"
+    return [
+        f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",
+        *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
+        f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
+        f"({config.checkpoint.keep_last} kept, one being written: "
+        f"{_gib((config.checkpoint.keep_last + 1) * checkpoint_bytes(config))} of disk)",
+    ]
+
+
+def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int, flops_per_token: float) -> list[str]:
+    mfu = arguments.mfu or DEFAULT_MFU.get(arguments.gpu, GPU_MFU)
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
+    tokens_per_second = world_size * DEVICES[arguments.gpu].flops * mfu / flops_per_token
+    tokens = config.optim.steps * config.tokens_per_step
+    seconds = tokens / tokens_per_second
+    return [
+        f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, {si(86400 * tokens_per_second)} tokens a day",
+        f"  step            {config.tokens_per_step / tokens_per_second:>18.3f} s  ({config.tokens_per_step:,} tokens)",
+        f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
+        f"{si(flops_per_token * tokens)}FLOP, {seconds * world_size / 3600:,.1f} rank-hours)",
+    ]
+
+
+def _room(arguments: argparse.Namespace) -> float:
+    if arguments.gpu != "cpu":
+        return USABLE * DEVICES[arguments.gpu].memory
+    return USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / arguments.gpus_per_node
+
+
+def _row(name: str, value: str, formula: str, explain: bool) -> str:
+    return f"  {name:<16}{value:>20}" + (f"  {formula}" if explain else "")
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.2f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

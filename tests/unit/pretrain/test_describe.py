@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.cli import main
+from pretrain.config import DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.scaling.costs import parameters_of
+from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+
+
+def run_config(**engine) -> RunConfig:
+    model = ModelConfig(vocab_size=1000, num_layers=4, d_model=64, num_heads=4, memory_length=32)
+    return RunConfig(model=model, data=DataConfig(lanes=16, segment_length=32), engine=EngineConfig(**engine))
+
+
+def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
+    return {part.name: part.bytes for part in memory_parts(run, ranks)}
+
+
+def test_describe_prints_what_the_published_model_is_made_of(capsys):
+    assert main(["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "--gpus-per-node", "4"]) == 0
+    output = capsys.readouterr().out
+    for expected in ("151,107,538", "FLOPs per token", "memory per rank", "checkpoint", "fits in"):
+        assert expected in output
+
+
+def test_formulas_are_shown_on_request_only(capsys):
+    main(["describe", str(MODELS / "enwik8-base.yaml")])
+    assert "L 5 d h" not in capsys.readouterr().out
+    main(["describe", str(MODELS / "enwik8-base.yaml"), "--explain"])
+    assert "L 5 d h" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "does not exist"),
+        ([str(MODELS / "enwik8-base.yaml"), "--gpus-per-node", "4"], "data.lanes=22 does not divide over 4 ranks"),
+        ([str(MODELS / "enwik8-base.yaml"), "--nodes", "0"], "--nodes=0 must be 1 or more"),
+        ([str(MODELS / "enwik8-base.yaml"), "--mfu", "2"], "--mfu=2.0 must be above 0 and at most 1"),
+        ([str(MODELS / "enwik8-base.yaml"), "model.vocab_size=0", "data.path=nowhere"], "give --vocab-size N"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
+    assert main(["describe", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_describing_imports_no_torch():
+    code = (
+        "import sys; from pretrain.cli import main\n"
+        f"main(['describe', {str(MODELS / 'enwik8-base.yaml')!r}])\n"
+        "found = {'torch', 'deepspeed'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_each_zero_stage_divides_what_it_says():
+    P = parameters_of(run_config().model).total
+    stages = [parts_of(run_config(zero_stage=stage, precision="bf16")) for stage in (0, 1, 2, 3)]
+    assert [stage["optimizer"] for stage in stages] == [12 * P, 3 * P, 3 * P, 3 * P]
+    assert [stage["gradients"] for stage in stages] == [2 * P, 4 * P, P, P]
+    assert stages[0]["weights"] == stages[2]["weights"] == 2 * P
+    assert stages[3]["weights"] < stages[2]["weights"]
+
+
+def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
+    plain, full = parts_of(run_config()), parts_of(run_config(activation_checkpointing="full"))
+    assert full["activations"] < 0.5 * plain["activations"]
+    halved = parts_of(run_config(micro_batch_lanes=2))
+    assert halved["activations"] == pytest.approx(plain["activations"] / 2, rel=0.05)
+    assert halved["recurrent memory"] == plain["recurrent memory"]
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits():
+    run = run_config()
+    for lanes in (1, 2, 4):
+        room = total_bytes(memory_parts(replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4))
+        assert largest_micro_batch(run, 4, room) == lanes
+    assert largest_micro_batch(run, 4, 1000.0) == 0
+
+
+def test_a_checkpoint_holds_twelve_bytes_per_parameter_and_every_memory_row():
+    run = run_config()
+    memories = 16 * 32 * (4 * 64 * 4 + 4)
+    assert checkpoint_bytes(run) == 12 * parameters_of(run.model).total + memories
