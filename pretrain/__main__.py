@@ -1,7 +1,5 @@
 """`python -m pretrain`: the same as the console script."""
 
-import sys
+from pretrain.cli import console
 
-from pretrain.cli import main
-
-sys.exit(main())
+console()

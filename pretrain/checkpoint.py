@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class Checkpointer:
         try:
             partial.mkdir(parents=True, exist_ok=True)
             self._write_rank(partial, engine, state)
-        except (OSError, UserError, RuntimeError) as error:
+        except (OSError, UserError, RuntimeError, SafetensorError) as error:
             problem = str(error)
         self._raise_together(problem, partial)
         if self._world.is_main:
@@ -73,6 +73,8 @@ class Checkpointer:
             raise CheckpointError(problem)
         if found is None:
             return None
+        if self._world.is_main:
+            print(f"going on from {found.directory}", flush=True)
         load_engine(engine, found)
         return self._restore_state(engine, found)
 

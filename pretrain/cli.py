@@ -7,9 +7,12 @@ command that was asked for is imported: importing torch takes seconds, and `desc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from data_pipeline.errors import UserError, exit_status_of
 from data_pipeline.yaml_files import did_you_mean
@@ -34,6 +37,19 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of the command line; returns its exit status."""
     return exit_status_of(lambda: _dispatch(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def console() -> NoReturn:
+    """What the console script and `python -m pretrain` run: `main`, then the end of the process."""
+    end_process(main())
+
+
+def end_process(status: int) -> NoReturn:
+    """Leave at once. While Python shuts down, gloo's threads now and then abort a process whose work is done."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+            stream.flush()
+    os._exit(status)
 
 
 def usage() -> str:

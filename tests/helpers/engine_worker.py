@@ -19,6 +19,7 @@ import torch
 from data_pipeline.corpus import Corpus
 from data_pipeline.lanes import LaneStream
 from pretrain.checkpoint import Checkpointer
+from pretrain.cli import end_process
 from pretrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -109,3 +110,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

@@ -118,7 +118,12 @@ def test_ranks_die_with_their_parent(tmp_path, number):
         "    print(*group.pids, flush=True)\n    group.wait()\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", parent_code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", parent_code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A suite started in the background ignores SIGINT, and so would all it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]

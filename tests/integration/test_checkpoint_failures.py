@@ -1,0 +1,78 @@
+"""What a user meets when a disk is full or a checkpoint is damaged: one line, nothing half-written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain import checkpoint_files as files
+from pretrain.run_dir import RunDir
+
+SETTINGS = (
+    "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8", "data.lanes=4",
+    "data.segment_length=8", "optim.steps=20", "checkpoint.interval=10", "engine.kind=torch", "engine.threads=1",
+    "evaluation.interval=0", "evaluation.max_tokens=200", "metrics.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("failures") / "tiny.yaml"
+    path.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    return path
+
+
+def train(experiment: Path, run_dir: RunDir, *more: str, file_limit_kib: int = 0) -> subprocess.CompletedProcess[str]:
+    """`pretrain train`, with a limit on a file's size in place of a full disk: it fails at the same calls."""
+    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
+    limited = ["bash", "-c", f'ulimit -f {file_limit_kib}; exec "$@"', "bash"] if file_limit_kib else []
+    return subprocess.run([*limited, *command, *SETTINGS, *more], capture_output=True, text=True, timeout=120)
+
+
+def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(experiment, run_dir, "optim.steps=10").returncode == 0
+    ended = train(experiment, run_dir, file_limit_kib=100)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    error = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert len(error) == 1
+    assert "could not save partial-00000020" in error[0]
+    assert "older checkpoints are untouched" in error[0]
+    assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
+    files.verify(run_dir.checkpoints / "step-00000010")
+    assert train(experiment, run_dir).returncode == 0
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, 21))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(experiment, run_dir).returncode == 0
+    before = run_dir.read_metrics()
+    damaged = run_dir.checkpoints / "step-00000020" / files.rank_file("engine", 0)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    ended = train(experiment, run_dir, "optim.steps=30", "optim.schedule.shape=cosine")
+    assert ended.returncode == 0, ended.stderr
+    assert damaged.name in ended.stdout
+    assert f"going on from {run_dir.checkpoints / 'step-00000010'}" in ended.stdout
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, 31))
+    assert [line for line in run_dir.read_metrics() if line["step"] <= 10] == [
+        line for line in before if line["step"] <= 10
+    ]
+
+
+def test_with_every_checkpoint_damaged_nothing_is_trained(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(experiment, run_dir).returncode == 0
+    for step in (10, 20):
+        (run_dir.checkpoints / files.step_directory(Path(), step) / files.MARKER).write_text("wrong")
+    metrics = run_dir.metrics.read_bytes()
+    ended = train(experiment, run_dir, "optim.steps=30")
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert run_dir.metrics.read_bytes() == metrics
