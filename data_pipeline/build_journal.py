@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import naming, write_json
 from data_pipeline.manifest import MANIFEST_NAME, ShardInfo
 
@@ -111,13 +111,28 @@ def claimed_output(output: Path) -> Iterator[Path]:
         shutil.rmtree(output / DONE_DIRECTORY, ignore_errors=True)
         yield output
         return
+    existed = output.exists()
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another build is writing to {output}; wait for it or choose another output") from None
-        yield output
+        remove_leftovers(output)
+        try:
+            yield output
+        except UserError:
+            if [entry.name for entry in output.iterdir()] == [BUILD_DIRECTORY]:  # refused before anything was made
+                shutil.rmtree(directory)
+                if not existed:
+                    output.rmdir()
+            raise
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Files that a kill left half-written beside their final names."""
+    for path in directory.rglob(".*.tmp"):
+        path.unlink()
 
 
 def is_finished(output: Path) -> bool:

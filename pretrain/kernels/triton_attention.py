@@ -59,7 +59,7 @@ def fused_relative_attention(
     K, L = key_BKGD.shape[1], query_BLHD.shape[1]
     first_keys_BL, query_ends_BK = _document_bounds(documents_BK, L)
     if tiles is None:
-        tiles = tiles_for(query_BLHD.shape[-1], torch.cuda.get_device_capability(query_BLHD.device))
+        tiles = tiles_for(query_BLHD.shape[-1], _capability(query_BLHD.device))
     options = Options(
         window=K if max_distance is None else min(max_distance, K),
         first_keys_BL=first_keys_BL,
@@ -96,6 +96,11 @@ class _FusedAttention(torch.autograd.Function):
             needs_distance_bias=bool(needs.distance_bias_KH),
         )
         return (None, *gradients)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's; in the interpreter, which has no limits of its own, any that tiles are chosen for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def _check(inputs: Inputs) -> None:

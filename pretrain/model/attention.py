@@ -5,8 +5,10 @@ B lanes, L queries, M memory rows, C = M + L keys, D d_model, N heads, H head wi
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.nn.functional import linear, pad
 
 from pretrain.config import AttentionKernel, ModelConfig
 from pretrain.kernels.cpu_attention import relative_attention
+from pretrain.kernels.triton_support import interprets_kernels, unsupported_reason
 from pretrain.model.dropout import DropoutStream, Site, drop, realised_rate
 from pretrain.model.masks import Visibility
 from pretrain.model.parameters import normal
@@ -39,6 +42,11 @@ def relative_scores(
     position_NXP = torch.bmm(position_query_NBLH.reshape(N, B * L, H), padded_key_NPH.transpose(1, 2))
     position_NBLC = relative_shift(position_NXP.view(N * B, L, C + 1)).view(N, B, L, C)
     return torch.matmul(content_query_NBLH, key_NBCH.transpose(2, 3)).add_(position_NBLC)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class RelativeAttention(nn.Module):
@@ -88,14 +96,56 @@ class RelativeAttention(nn.Module):
             if part_BXD.shape[1]
         ]
         position_CNH = self._split_heads(linear(positions_CD, self.position_weight))
-        fused = self._kernel == "auto" and segment_BLD.device.type == "cpu"
-        attended_BLNH = (self._fused if fused else self._plain)(
+        attended_BLNH = self._chosen(query_BLNH)(
             query_BLNH, parts, position_CNH, content_bias_NH, position_bias_NH, visibility, dropout
         )
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 
+    def _chosen(self, query_BLNH: Tensor) -> Callable[..., Tensor]:
+        """The fastest way for these tensors, unless plain operations were asked for."""
+        if self._kernel == "plain":
+            return self._plain
+        device = query_BLNH.device
+        if device.type == "cpu" and not interprets_kernels():
+            return self._tiled
+        reason = unsupported_reason(device, query_BLNH.dtype, query_BLNH.shape[-1])
+        if reason is None:
+            return self._fused
+        _say_once(f"attention runs in plain operations: {reason}")
+        return self._plain
+
     def _fused(
+        self,
+        query_BLNH: Tensor,
+        parts: Sequence[Tensor],
+        position_CNH: Tensor,
+        content_bias_NH: Tensor,
+        position_bias_NH: Tensor,
+        visibility: Visibility,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        from pretrain.kernels.triton_attention import fused_relative_attention
+
+        key_BCNH, value_BCNH = torch.cat(list(parts), dim=1).unbind(2)
+        rate, lane_keys_B = 0.0, None
+        if dropout is not None and self._attention_rate:
+            rate = self._attention_rate
+            lane_keys_B = dropout.lane_keys(Site.ATTENTION, self._layer, query_BLNH.device)
+        return fused_relative_attention(
+            query_BLNH,
+            key_BCNH,
+            value_BCNH,
+            position_CNH,
+            content_bias_NH,
+            position_bias_NH,
+            max_distance=visibility.window or None,
+            documents_BK=visibility.documents_BC,
+            dropout=rate,
+            dropout_keys_B=lane_keys_B,
+        )
+
+    def _tiled(
         self,
         query_BLNH: Tensor,
         parts: Sequence[Tensor],

@@ -84,6 +84,10 @@ class DropoutStream:
             keep = self._hashed_keep(all_lanes, values.numel(), threshold, site, 0)
         return _masked(values, keep.view(values.shape), threshold)
 
+    def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
+        """A random int64 per lane, for a kernel that draws its own masks from it: a pure function as the masks are."""
+        return _lane_keys(self._lanes_on(device), seed=self.seed, step=self.step, site=site, layer=layer)
+
     def _cpu_keep(self, lanes: list[int], count: int, threshold: int, site: Site, layer: int) -> Tensor:
         keep = torch.empty(len(lanes), count, dtype=torch.bool)
         for row, lane in zip(keep, lanes, strict=True):
@@ -116,12 +120,16 @@ class DropoutStream:
 
 def hashed_bits(lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int) -> Tensor:
     """[B, `count` rounded up to a multiple of 4] random int16 in torch operations only, the same on every device."""
+    lane_keys_B = _lane_keys(lanes_B, seed=seed, step=step, site=site, layer=layer)
+    states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
+    return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
+
+
+def _lane_keys(lanes_B: Tensor, *, seed: int, step: int, site: Site, layer: int) -> Tensor:
     key = 0
     for part in (seed, step, layer, int(site)):
         key = _mix(((key ^ (part & WORD)) + GOLDEN_GAMMA) & WORD)
-    lane_keys_B = _mix_tensor(lanes_B ^ _signed(key))
-    states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
-    return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
+    return _mix_tensor(lanes_B ^ _signed(key))
 
 
 def drop(

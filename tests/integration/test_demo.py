@@ -52,7 +52,13 @@ def story(tmp_path_factory) -> tuple[Path, str, str]:
         if size > 1.2 * texts.FEWEST_BYTES:
             break
     stopped = subprocess.Popen(
-        demo(folder), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        demo(folder),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A suite started in the background ignores SIGINT, and so would all it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until_training(folder / "demo", stopped)
     stopped.send_signal(signal.SIGINT)

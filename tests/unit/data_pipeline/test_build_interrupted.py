@@ -19,7 +19,7 @@ import pytest
 from data_pipeline.build import build_corpus
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import MANIFEST_NAME
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
@@ -60,6 +60,28 @@ def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, proce
     assert kills >= 5
     build_corpus(config)
     assert contents(config.output) == contents(whole.output)
+
+
+def test_what_a_kill_left_half_written_beside_a_file_is_removed(tmp_path):
+    whole = config_of(tmp_path / "whole", some_texts())
+    build_corpus(whole)
+    config = replace(whole, output=tmp_path / "killed")
+    for folder in (".build", "tokenizer", "train"):
+        (config.output / folder).mkdir(parents=True)
+        (config.output / folder / ".x.json.123.tmp").write_text("half")
+    build_corpus(config)
+    assert contents(config.output) == contents(whole.output)
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_build_refused_before_it_made_anything_leaves_nothing(tmp_path, existed):
+    config = config_of(tmp_path, [""], tokenizer=TokenizerConfig(kind="bpe", vocab_size=300))
+    if existed:
+        config.output.mkdir()
+    with pytest.raises(UserError):
+        build_corpus(config)
+    assert config.output.exists() == existed
+    assert not existed or not list(config.output.iterdir())
 
 
 def tear_last_line(journal: Path) -> None:

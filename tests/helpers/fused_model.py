@@ -1,0 +1,69 @@
+"""The model with the fused kernels in triton's interpreter against the model in plain operations; prints JSON.
+
+A process of its own, started with TRITON_INTERPRET=1: the model then takes the fused path on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.transformer_xl import TransformerXL
+
+LANES, LENGTH, SEGMENTS = 2, 9, 3
+SMALL = {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 2, "memory_length": 13}
+VARIANTS = {
+    "as in the paper": {},
+    "untied biases, pre-norm": {"untie_biases": True, "norm_position": "pre"},
+    "same length": {"same_length": True},
+    "clamped": {"clamp_length": 7},
+    "isolated documents": {"isolate_documents": True},
+}
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Tokens [LANES, SEGMENTS * LENGTH + 1] and the starts of documents."""
+    generator = torch.Generator().manual_seed(3)
+    tokens_BT = torch.randint(50, (LANES, SEGMENTS * LENGTH + 1), generator=generator)
+    return tokens_BT, torch.rand(tokens_BT.shape, generator=generator) < 0.1
+
+
+def trained_once(model: ModelConfig, kernel: AttentionKernel, lanes: list[int] | None = None) -> list[Tensor]:
+    """The NLL of the last of a few segments and every parameter's gradient; with dropout when `lanes` are given."""
+    torch.manual_seed(1)
+    module = TransformerXL(model, attention_kernel=kernel)
+    tokens_BT, starts_BT = text()
+    rows = slice(None) if lanes is None else torch.tensor(lanes)
+    memory, nll_BL = None, torch.zeros(())
+    for segment in range(SEGMENTS):
+        first, last = segment * LENGTH, (segment + 1) * LENGTH
+        tokens_BL, targets_BL = tokens_BT[rows, first:last], tokens_BT[rows, first + 1 : last + 1]
+        stream = None if lanes is None else DropoutStream(5, segment, lanes)
+        nll_BL, memory = module(tokens_BL, targets_BL, memory, starts_BT[rows, first:last], dropout=stream)
+    nll_BL.sum().backward()
+    return [nll_BL.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def largest_error(model: ModelConfig) -> float:
+    fused, plain = trained_once(model, "auto"), trained_once(model, "plain")
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(fused, plain, strict=True))
+
+
+def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
+    """Whether a lane's loss changes with the lanes beside it (it must not), and with dropout at all (it must)."""
+    both, alone = trained_once(model, "auto", [0, 1])[0], trained_once(model, "auto", [1])[0]
+    undropped = trained_once(model, "auto")[0]
+    return {
+        "neighbours": not torch.allclose(both[1], alone[0], atol=1e-5),
+        "dropout": not torch.allclose(both, undropped, atol=1e-3),
+    }
+
+
+if __name__ == "__main__":
+    result = {name: largest_error(ModelConfig(**{**SMALL, **options})) for name, options in VARIANTS.items()}
+    dropped = ModelConfig(**SMALL, attention_dropout=0.3)
+    print(json.dumps({"errors": result, "depends_on": dropout_depends_on(dropped)}))

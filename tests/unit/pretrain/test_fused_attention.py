@@ -1,0 +1,68 @@
+"""The fused kernels in triton's interpreter against float64, on odd sizes and every option."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pretrain.kernels.triton_support import unsupported_reason
+from tests.helpers.fused_attention_cases import CASES
+
+# The 2-norm of the error over that of the exact value.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    """By case and tensor; one process for all, since the interpreter is chosen when triton is imported."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.fused_attention_cases"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_agree_with_float64(errors, name):
+    tolerance = TOLERANCE[CASES[name].dtype]
+    for tensor, error in errors[name].items():
+        assert error < tolerance, tensor
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_width", "reason"),
+    [
+        ("cpu", torch.bfloat16, 64, "needs an NVIDIA GPU"),
+        ("cuda", torch.float32, 64, "takes bfloat16 and float16"),
+        ("cuda", torch.bfloat16, 256, "at most 128"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(monkeypatch, device, dtype, head_width, reason):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert reason in (unsupported_reason(torch.device(device), dtype, head_width) or "")
+
+
+@pytest.mark.slow
+def test_the_model_takes_the_fused_path_and_agrees_with_plain_operations():
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.fused_model"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert found["depends_on"] == {"neighbours": False, "dropout": True}
+    for variant, error in found["errors"].items():
+        assert 0.0 < error < 1e-5, (variant, error)  # zero would mean that both took the same path
