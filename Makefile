@@ -8,7 +8,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo check test golden
+.PHONY: help venv demo check test golden bench
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,3 +39,6 @@ test: $(STAMP)  ## the whole suite
 
 golden: $(STAMP)  ## compare with recorded results of the original, where they are at hand
 	pretrain golden ../shared/golden/*.npz
+
+bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
+	OMP_NUM_THREADS=2 python -m pretrain bench
