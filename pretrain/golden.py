@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from pretrain.model.attention import relative_shift
+from pretrain.model.attention_paths import relative_shift
 from pretrain.model.masks import forbidden_LC
 from pretrain.model.memory import Memory
 from pretrain.model.original import config_of_original, original_to_ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +15,27 @@ from pretrain.kernels.cpu_tiles import Block, Group
 class Gradients:
     """Sums over tiles, in an order that depends on the plan alone."""
 
-    def __init__(self, inputs: Sequence[Tensor], scratch: Scratch) -> None:
-        query_BLHD, position_KHD, content_bias_HD, position_bias_HD, *parts = inputs
+    def __init__(self, inputs: Sequence[Any], scratch: Scratch, *, wants_positions: bool) -> None:
+        query_BLHD, position_KHX, content_bias_HD, position_bias_HD, *parts = inputs
         self._scratch = scratch
         self._scale = query_BLHD.shape[3] ** -0.5
         self._query_BLHD = torch.empty_like(query_BLHD, memory_format=torch.contiguous_format)
-        # Kept as [H, D, K]: a product with the wide matrix on the right is the faster one.
-        self._position_HDK = position_KHD.new_zeros(position_KHD.permute(1, 2, 0).shape)
-        self._content_bias_HD = torch.zeros_like(content_bias_HD)
-        self._position_bias_HD = torch.zeros_like(position_bias_HD)
+        # Kept as [H, X, K]: a product with the wide matrix on the right is the faster one.
+        self._position_HXK: Tensor | None = None
+        if position_KHX is not None and (wants_positions or position_bias_HD is not None):
+            self._position_HXK = position_KHX.new_zeros(position_KHX.permute(1, 2, 0).shape)
+        self._content_bias_HD, self._position_bias_HD = (
+            None if bias_HD is None else torch.zeros_like(bias_HD) for bias_HD in (content_bias_HD, position_bias_HD)
+        )
         self._sums: dict[str, Tensor] = {}  # of the group at hand
         self._parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
 
-    def of_inputs(self) -> tuple[Tensor, ...]:
+    def of_inputs(self) -> tuple[Tensor | None, ...]:
         """The finished gradients in the order of the inputs."""
-        biases = (self._content_bias_HD.mul_(self._scale), self._position_bias_HD.mul_(self._scale))
-        return (self._query_BLHD, self._position_HDK.permute(2, 0, 1), *biases, *self._parts)
+        positions_KHX = None if self._position_HXK is None else self._position_HXK.permute(2, 0, 1)
+        biases = (self._content_bias_HD, self._position_bias_HD)
+        scaled = (None if bias_HD is None else bias_HD.mul_(self._scale) for bias_HD in biases)
+        return (self._query_BLHD, positions_KHX, *scaled, *self._parts)
 
     def add_tile(
         self,
@@ -54,15 +60,31 @@ class Gradients:
             dropped(work_PRC, keep, out=work_PRC)
         scores_PRC = take("score gradient", *weights_PRC.shape)
         torch.ops.aten._softmax_backward_data.out(work_PRC, weights_PRC, -1, weights_PRC.dtype, grad_input=scores_PRC)
-        content_query_PRD, position_query_hXD, position_hCD = operands.rows(block)
+        content_query_PRD = operands.content_query_PLD[:, block.rows]
         self._add_to_keys("key gradient", operands.key_PKD.shape, block, scores_PRC, content_query_PRD)
         content_PRD = torch.bmm(scores_PRC, operands.key_PKD[:, block.keys], out=take("read", *output_PRD.shape))
+        self._add_to_bias(group, self._content_bias_HD, content_PRD)
+        read_PRD = self._position_read(operands, group, block, scores_PRC, work_PRC)
+        if read_PRD is not None:
+            self._add_to_bias(group, self._position_bias_HD, read_PRD)
+            content_PRD.add_(read_PRD)
+        target = self._query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes, block.rows]
+        torch.mul(content_PRD.view(target.shape), self._scale, out=target)
+
+    def _position_read(
+        self, operands: Operands, group: Group, block: Block, scores_PRC: Tensor, work_PRC: Tensor
+    ) -> Tensor | None:
+        """Add to the gradient of the positions; returns what comes back to the queries through them, if it does."""
+        positions = operands.positions(block)
+        if positions is None or self._position_HXK is None:
+            return None
+        position_query_hYX, position_hCX = positions
         unshift_(work_PRC, scores_PRC)
-        distances_hXC = work_PRC.view(len(position_hCD), -1, block.num_keys)
-        self._position_HDK[group.heads, :, -block.num_keys :].baddbmm_(
-            position_query_hXD.transpose(1, 2), distances_hXC
+        distances_hYC = work_PRC.view(len(position_hCX), -1, block.num_keys)
+        self._position_HXK[group.heads, :, -block.num_keys :].baddbmm_(
+            position_query_hYX.transpose(1, 2), distances_hYC
         )
-        self._add_to_queries(group, block, content_PRD, self._position_product(work_PRC, position_hCD))
+        return None if self._position_bias_HD is None else self._position_product(work_PRC, position_hCX)
 
     def store_keys(self, group: Group) -> None:
         """Hand the sums of the group's keys and values over to the gradients of the parts."""
@@ -95,8 +117,7 @@ class Gradients:
         torch.bmm(distances_PRC.view(heads, -1, C), position_hCD, out=result_PRD.view(heads, -1, D))
         return result_PRD
 
-    def _add_to_queries(self, group: Group, block: Block, content_PRD: Tensor, position_PRD: Tensor) -> None:
-        target = self._query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes, block.rows]
-        for bias_HD, part_PRD in ((self._content_bias_HD, content_PRD), (self._position_bias_HD, position_PRD)):
-            bias_HD[group.heads] += part_PRD.view(len(target), -1, part_PRD.shape[2]).sum(1)
-        torch.mul(content_PRD.add_(position_PRD).view(target.shape), self._scale, out=target)
+    def _add_to_bias(self, group: Group, bias_HD: Tensor | None, query_PRD: Tensor) -> None:
+        if bias_HD is not None:
+            heads = group.heads.stop - group.heads.start
+            bias_HD[group.heads] += query_PRD.view(heads, -1, query_PRD.shape[2]).sum(1)

@@ -1,7 +1,8 @@
 """One tile of relative attention and its gradient, in matrix products and passes over scores that are still in cache.
 
 L queries, K keys in all, D head width. A tile has P pairs of a head and a lane (head first), R rows and C columns, the
-keys it reads; h are its heads.
+keys it reads; h are its heads. Position terms have width X: D for encodings, 1 for a bias per distance, which is an
+encoding that every query multiplies by one.
 
 The position scores of a tile are computed for the distances from its last row, so row i lies R - 1 - i places too far
 right. Read in steps of C - 1 instead of C elements, the same memory is the shifted tile: no copy, no padding.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,38 +41,48 @@ class Scratch:
 class Operands:
     """What the tiles of a group multiply. The queries carry their bias and the scale."""
 
+    num_heads: int
     content_query_PLD: Tensor
-    position_query_hBLD: Tensor
     key_PKD: Tensor
     value_PKD: Tensor
-    position_hKD: Tensor
+    position_query_hBLX: Tensor | None
+    position_hKX: Tensor | None
 
     @classmethod
-    def read(cls, group: Group, inputs: Sequence[Tensor], scratch: Scratch) -> Operands:
+    def read(cls, group: Group, inputs: Sequence[Any], scratch: Scratch) -> Operands:
         """The group's share of the inputs, gathered heads first."""
-        query_BLHD, position_KHD, content_bias_HD, position_bias_HD, *parts = inputs
+        query_BLHD, position_KHX, content_bias_HD, position_bias_HD, *parts = inputs
         query = query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes]
-        scale = query.shape[3] ** -0.5
-        content, position = (
-            torch.add(
-                bias_HD[group.heads, None, None] * scale, query, alpha=scale, out=scratch.take(name, *query.shape)
-            )
-            for name, bias_HD in (("content query", content_bias_HD), ("position query", position_bias_HD))
-        )
         heads, lanes, _, width = query.shape
-        key_value = scratch.take("key and value", 2, heads, lanes, len(position_KHD), width)
+        key_value = scratch.take("key and value", 2, heads, lanes, sum(part.shape[1] for part in parts), width)
         for part, rows in zip(group_parts(group, parts), row_ranges(parts), strict=True):
             key_value[:, :, :, rows] = part
         key_PKD, value_PKD = key_value.flatten(1, 2)
-        position_hKD = scratch.take("position", heads, len(position_KHD), width)
-        position_hKD.copy_(position_KHD.transpose(0, 1)[group.heads])
-        return cls(content.flatten(0, 1), position, key_PKD, value_PKD, position_hKD)
+        content = _scaled(query, content_bias_HD, group, scratch.take("content query", *query.shape))
+        operands = (heads, content.flatten(0, 1), key_PKD, value_PKD)
+        if position_KHX is None:
+            return cls(*operands, None, None)
+        if position_bias_HD is None:
+            position_query = query.new_ones(()).expand(*query.shape[:3], 1)
+        else:
+            position_query = _scaled(query, position_bias_HD, group, scratch.take("position query", *query.shape))
+        position_hKX = scratch.take("position", heads, len(position_KHX), position_KHX.shape[2])
+        position_hKX.copy_(position_KHX.transpose(0, 1)[group.heads])
+        return cls(*operands, position_query, position_hKX)
 
-    def rows(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's queries for contents [P, R, D] and for positions [h, B * R, D], and its positions [h, C, D]."""
-        position_query = self.position_query_hBLD[:, :, block.rows].flatten(1, 2)
+    def positions(self, block: Block) -> tuple[Tensor, Tensor] | None:
+        """The block's queries for positions [h, B * R, X] and its positions [h, C, X], if scores have such a term."""
+        if self.position_query_hBLX is None or self.position_hKX is None:
+            return None
         # Distances count from the block's last row: its keys end where the positions end.
-        return self.content_query_PLD[:, block.rows], position_query, self.position_hKD[:, -block.num_keys :]
+        return self.position_query_hBLX[:, :, block.rows].flatten(1, 2), self.position_hKX[:, -block.num_keys :]
+
+
+def _scaled(query: Tensor, bias_HD: Tensor | None, group: Group, out: Tensor) -> Tensor:
+    scale = query.shape[3] ** -0.5
+    if bias_HD is None:
+        return torch.mul(query, scale, out=out)
+    return torch.add(bias_HD[group.heads, None, None] * scale, query, alpha=scale, out=out)
 
 
 def group_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -105,16 +117,19 @@ def attend(
     operands: Operands, block: Block, keep: Tensor | None, scratch: Scratch, *, reuse: bool
 ) -> tuple[Tensor, Tensor]:
     """The softmax [P, R, C] before dropout and what the rows read [P, R, D]; with `reuse` both are scratch."""
-    content_query_PRD, position_query, position_hCD = operands.rows(block)
+    content_query_PRD = operands.content_query_PLD[:, block.rows]
     P, R, D = content_query_PRD.shape
     shape = (P, R, block.num_keys)
     scores = scratch.take("scores", *shape)
-    heads = len(position_hCD)
-    torch.bmm(position_query, position_hCD.transpose(1, 2), out=scores.view(heads, -1, block.num_keys))
+    positions = operands.positions(block)
+    if positions is not None:
+        position_query_hYX, position_hCX = positions
+        torch.bmm(position_query_hYX, position_hCX.transpose(1, 2), out=scores.view(len(position_hCX), -1, shape[2]))
     weights_PRC = scratch.take("weights", *shape) if reuse else scores.new_empty(shape)
     torch.bmm(content_query_PRD, operands.key_PKD[:, block.keys].transpose(1, 2), out=weights_PRC)
-    weights_PRC.add_(shifted(scores))
-    weights_PRC.view(heads, -1, R, block.num_keys)[..., -block.mask.shape[-1] :].add_(block.mask)
+    if positions is not None:
+        weights_PRC.add_(shifted(scores))
+    weights_PRC.view(operands.num_heads, -1, R, block.num_keys)[..., -block.mask.shape[-1] :].add_(block.mask)
     torch.softmax(weights_PRC, dim=-1, out=weights_PRC)
     kept_PRC = weights_PRC if keep is None else dropped(weights_PRC, keep, out=scores)
     read_PRD = torch.bmm(kept_PRC, operands.value_PKD[:, block.keys], out=scratch.take("read", P, R, D))

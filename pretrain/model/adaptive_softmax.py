@@ -20,6 +20,11 @@ def at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
+    """`loss` to the last bit, whose gradient is that of `loss + other`: what is shown stays comparable."""
+    return loss + (other - other.detach())
+
+
 class OutputBin(nn.Module):
     """Logits [T, V + clusters] of one bin. The weight is the embedding's own parameter when embeddings are tied."""
 
@@ -57,6 +62,7 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
         super().__init__()
         self._ranges = bin_ranges(config)
+        self._z_loss = config.z_loss
         self.bins = nn.ModuleList(OutputBin(config, embedding, index) for index in range(len(self._ranges)))
 
     def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None) -> Tensor:
@@ -71,15 +77,21 @@ class AdaptiveSoftmax(nn.Module):
         for index, tokens in enumerate(self._ranges[1:], start=1):
             in_bin_T = (targets_T >= tokens.start) & (targets_T < tokens.stop)
             head_targets_T = head_targets_T.masked_fill(in_bin_T, self._cluster_column(index))
-        head_logits = at_least_float32(self.bins[0](hidden_TD))
-        nll_T = cross_entropy(head_logits, head_targets_T, reduction="none")
+        nll_T = self._cross_entropy(self.bins[0](hidden_TD), head_targets_T)
         for index, tokens in enumerate(self._ranges[1:], start=1):
             chosen = ((targets_T >= tokens.start) & (targets_T < tokens.stop)).nonzero().flatten()
             # Also with no token chosen: every rank must run every bin, because ZeRO-3 gathers parameters in step.
-            logits = at_least_float32(self.bins[index](hidden_TD[chosen]))
-            tail_nll = cross_entropy(logits, targets_T[chosen] - tokens.start, reduction="none")
+            tail_nll = self._cross_entropy(self.bins[index](hidden_TD[chosen]), targets_T[chosen] - tokens.start)
             nll_T = nll_T.index_add(0, chosen, tail_nll)
         return nll_T
+
+    def _cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        """NLL [T]; with z-loss (Chowdhery et al. 2022) the gradient also draws log(sum of exp(logits)) towards zero."""
+        logits_TV = at_least_float32(logits_TV)
+        nll_T = cross_entropy(logits_TV, targets_T, reduction="none")
+        if not self._z_loss or not torch.is_grad_enabled():
+            return nll_T
+        return with_gradient_of(nll_T, self._z_loss * logits_TV.logsumexp(1).square())
 
     def _log_probabilities(self, hidden_TD: Tensor) -> Tensor:
         head = log_softmax(at_least_float32(self.bins[0](hidden_TD)), dim=1)

@@ -1,59 +1,31 @@
-"""Relative attention in four terms (section 3.3 of the paper), heads first.
+"""Attention from a segment to its memory and itself; scores as in section 3.3 of the paper, or with other positions.
 
-B lanes, L queries, M memory rows, C = M + L keys, D d_model, N heads, H head width.
+B lanes, L queries, M memory rows, C = M + L keys, D d_model, N heads, G heads of keys and values, H head width. Memory
+rows may be compressed ones and then recent ones: only their order counts.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from pretrain.config import AttentionKernel, ModelConfig
-from pretrain.kernels.cpu_attention import relative_attention
-from pretrain.kernels.triton_support import interprets_kernels, unsupported_reason
-from pretrain.model.dropout import DropoutStream, Site, drop, realised_rate
+from pretrain.model.attention_paths import DistanceTerms, WeightDropout, path_for
+from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.masks import Visibility
-from pretrain.model.parameters import normal
-
-
-def relative_shift(padded: Tensor) -> Tensor:
-    """A view in which row i of [X, L, 1 + C] is moved left by L - 1 - i, so that column j holds distance i + M - j.
-
-    The first column is the padding the shift needs. Entries of keys after the query are leftovers: mask them.
-    """
-    batch, num_queries, width = padded.shape
-    return padded.view(batch, width, num_queries)[:, 1:].view(batch, num_queries, width - 1)
-
-
-def relative_scores(
-    content_query_NBLH: Tensor, position_query_NBLH: Tensor, key_NBCH: Tensor, position_key_NCH: Tensor
-) -> Tensor:
-    """Content plus position scores [N, B, L, C]: the queries carry the bias u or v and the scale."""
-    N, B, L, H = position_query_NBLH.shape
-    C = key_NBCH.shape[2]
-    # A zero key in front yields the shift's padding column for free; one product per head serves all lanes.
-    padded_key_NPH = pad(position_key_NCH, (0, 0, 1, 0))
-    position_NXP = torch.bmm(position_query_NBLH.reshape(N, B * L, H), padded_key_NPH.transpose(1, 2))
-    position_NBLC = relative_shift(position_NXP.view(N * B, L, C + 1)).view(N, B, L, C)
-    return torch.matmul(content_query_NBLH, key_NBCH.transpose(2, 3)).add_(position_NBLC)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+from pretrain.model.parameters import RMSNorm, normal
+from pretrain.model.positions import rotated_BXNH
 
 
 class RelativeAttention(nn.Module):
     """Queries from the segment, keys and values from memory and segment; no norm, no residual.
 
-    Score of query i and key j: [(q_i + u) . k_j + (q_i + v) . (W_R R_dist)] / sqrt(H). With `untie_biases` u and v are
-    parameters of this layer, else they are handed in.
+    Score of query i and key j, as in the paper: [(q_i + u) . k_j + (q_i + v) . (W_R R_dist)] / sqrt(H). With
+    `untie_biases` u and v are parameters of this layer, else they are handed in. Other positions: q_i . k_j / sqrt(H)
+    with both rotated (rope), or with a bias of the distance added (alibi, t5).
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
@@ -62,141 +34,92 @@ class RelativeAttention(nn.Module):
         std = config.init_std
         self._layer = layer
         self._kernel: AttentionKernel = kernel
-        self._num_heads = config.num_heads
+        self._positions = config.positions
+        self._head_width = config.head_width
+        self._num_key_heads = config.key_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
-        self._scale = 1.0 / math.sqrt(config.head_width)
         self.query_weight = normal(width, config.d_model, std=std)
-        self.key_value_weight = normal(2 * width, config.d_model, std=std)
-        self.position_weight = normal(width, config.d_model, std=std)
+        self.key_value_weight = normal(2 * config.key_heads * config.head_width, config.d_model, std=std)
+        if config.positions == "relative":
+            self.position_weight = normal(width, config.d_model, std=std)
         self.output_weight = normal(config.d_model, width, std=std)
         if config.untie_biases:
             self.content_bias = normal(config.num_heads, config.head_width, std=std)
             self.position_bias = normal(config.num_heads, config.head_width, std=std)
+        self.query_norm = RMSNorm(config.head_width) if config.query_key_norm else None
+        self.key_norm = RMSNorm(config.head_width) if config.query_key_norm else None
 
     def forward(
         self,
         segment_BLD: Tensor,
         memory_BMD: Tensor,
-        positions_CD: Tensor,
+        positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """The attended values [B, L, D]."""
-        if content_bias_NH is None or position_bias_NH is None:
+        """The attended values [B, L, D].
+
+        `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi, t5).
+        """
+        if self._positions == "relative" and (content_bias_NH is None or position_bias_NH is None):
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
-        query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
-        # Memory and segment are projected apart: memory rows need neither a query nor, mostly, an input gradient.
-        parts = [
-            linear(part_BXD, self.key_value_weight).unflatten(-1, (2, self._num_heads, -1))
-            for part_BXD in (memory_BMD, segment_BLD)
-            if part_BXD.shape[1]
-        ]
-        position_CNH = self._split_heads(linear(positions_CD, self.position_weight))
-        attended_BLNH = self._chosen(query_BLNH)(
-            query_BLNH, parts, position_CNH, content_bias_NH, position_bias_NH, visibility, dropout
-        )
+        query_BLNH = self._query(segment_BLD, positions_CX)
+        parts = self._key_value_parts((memory_BMD, segment_BLD), positions_CX)
+        terms = self._terms(positions_CX, content_bias_NH, position_bias_NH)
+        attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
+        weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
+        attended_BLNH = attend(query_BLNH, parts, terms, visibility, weight_dropout)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 
-    def _chosen(self, query_BLNH: Tensor) -> Callable[..., Tensor]:
-        """The fastest way for these tensors, unless plain operations were asked for."""
-        if self._kernel == "plain":
-            return self._plain
-        device = query_BLNH.device
-        if device.type == "cpu" and not interprets_kernels():
-            return self._tiled
-        reason = unsupported_reason(device, query_BLNH.dtype, query_BLNH.shape[-1])
-        if reason is None:
-            return self._fused
-        _say_once(f"attention runs in plain operations: {reason}")
-        return self._plain
+    def _query(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
+        query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
+        if self.query_norm is not None:
+            query_BLNH = self.query_norm(query_BLNH)
+        if self._positions == "rope":
+            query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
+        return query_BLNH
 
-    def _fused(
-        self,
-        query_BLNH: Tensor,
-        parts: Sequence[Tensor],
-        position_CNH: Tensor,
-        content_bias_NH: Tensor,
-        position_bias_NH: Tensor,
-        visibility: Visibility,
-        dropout: DropoutStream | None,
-    ) -> Tensor:
-        from pretrain.kernels.triton_attention import fused_relative_attention
+    def _key_value_parts(self, sources: Sequence[Tensor], positions_CX: Tensor) -> list[Tensor]:
+        """Keys and values [B, rows, 2, G, H] of memory and segment.
 
-        key_BCNH, value_BCNH = torch.cat(list(parts), dim=1).unbind(2)
-        rate, lane_keys_B = 0.0, None
-        if dropout is not None and self._attention_rate:
-            rate = self._attention_rate
-            lane_keys_B = dropout.lane_keys(Site.ATTENTION, self._layer, query_BLNH.device)
-        return fused_relative_attention(
-            query_BLNH,
-            key_BCNH,
-            value_BCNH,
-            position_CNH,
-            content_bias_NH,
-            position_bias_NH,
-            max_distance=visibility.window or None,
-            documents_BK=visibility.documents_BC,
-            dropout=rate,
-            dropout_keys_B=lane_keys_B,
+        They are projected apart: memory rows need neither a query nor, mostly, an input gradient.
+        """
+        parts, first = [], 0
+        for source_BXD in sources:
+            rows = slice(first, first + source_BXD.shape[1])
+            first = rows.stop
+            if source_BXD.shape[1]:
+                part = linear(source_BXD, self.key_value_weight).unflatten(-1, (2, self._num_key_heads, -1))
+                parts.append(self._finished_keys(part, positions_CX[rows]))
+        return parts
+
+    def _finished_keys(self, part: Tensor, positions_XX: Tensor) -> Tensor:
+        if self.key_norm is None and self._positions != "rope":
+            return part
+        key_BXGH, value_BXGH = part.unbind(2)
+        if self.key_norm is not None:
+            key_BXGH = self.key_norm(key_BXGH)
+        if self._positions == "rope":
+            key_BXGH = rotated_BXNH(key_BXGH, positions_XX)
+        return torch.stack((key_BXGH, value_BXGH), dim=2)
+
+    def _terms(
+        self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
+    ) -> DistanceTerms:
+        if self._positions == "rope":
+            return DistanceTerms()
+        if self._positions != "relative":
+            return DistanceTerms(distance_bias_CN=positions_CX)
+        return DistanceTerms(
+            position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
+            content_bias_NH=content_bias_NH,
+            position_bias_NH=position_bias_NH,
         )
-
-    def _tiled(
-        self,
-        query_BLNH: Tensor,
-        parts: Sequence[Tensor],
-        position_CNH: Tensor,
-        content_bias_NH: Tensor,
-        position_bias_NH: Tensor,
-        visibility: Visibility,
-        dropout: DropoutStream | None,
-    ) -> Tensor:
-        keep_NBLC, rate = None, self._attention_rate
-        if dropout is not None and rate:
-            B, L, N, _ = query_BLNH.shape
-            shape = (N, B, L, len(position_CNH))
-            keep_NBLC = dropout.keep(shape, rate, Site.ATTENTION, self._layer, lane_axis=1, device=query_BLNH.device)
-        return relative_attention(
-            query_BLNH,
-            parts,
-            position_CNH,
-            content_bias_NH,
-            position_bias_NH,
-            max_distance=visibility.window or None,
-            documents_BK=visibility.documents_BC,
-            keep_HBLK=keep_NBLC,
-            keep_probability=1.0 if keep_NBLC is None else 1.0 - realised_rate(rate),
-        )
-
-    def _plain(
-        self,
-        query_BLNH: Tensor,
-        parts: Sequence[Tensor],
-        position_CNH: Tensor,
-        content_bias_NH: Tensor,
-        position_bias_NH: Tensor,
-        visibility: Visibility,
-        dropout: DropoutStream | None,
-    ) -> Tensor:
-        query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
-        key_NBCH, value_NBCH = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3).unbind(0)
-        scores_NBLC = relative_scores(
-            self._biased(query_NBLH, content_bias_NH),
-            self._biased(query_NBLH, position_bias_NH),
-            key_NBCH,
-            position_CNH.transpose(0, 1),
-        )
-        weights_NBLC = torch.softmax(scores_NBLC.add_(visibility.mask), dim=-1)
-        weights_NBLC = drop(weights_NBLC, self._attention_rate, dropout, Site.ATTENTION, self._layer, lane_axis=1)
-        return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (self._num_heads, -1))
-
-    def _biased(self, query_NBLH: Tensor, bias_NH: Tensor) -> Tensor:
-        # (query + bias) * scale in one pass; scaling the sum of the scores would take another over [N, B, L, C].
-        return torch.add(bias_NH[:, None, None] * self._scale, query_NBLH, alpha=self._scale)
+        return projected.unflatten(-1, (-1, self._head_width))

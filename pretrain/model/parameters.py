@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import CheckpointError
+from pretrain.config import ModelConfig
 
 NORM_EPSILON = 1e-5
 
@@ -33,8 +34,31 @@ class LayerNorm(nn.Module):
         self.gain = normal(width, mean=1.0, std=std)
         self.bias = zeros(width)
 
-    def forward(self, values: Tensor) -> Tensor:
-        return nn.functional.layer_norm(values, self.gain.shape, self.gain, self.bias, NORM_EPSILON)
+    def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
+        """The normalised values; `frozen` keeps gradients from gain and bias."""
+        gain, bias = (self.gain.detach(), self.bias.detach()) if frozen else (self.gain, self.bias)
+        return nn.functional.layer_norm(values, self.gain.shape, gain, bias, NORM_EPSILON)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich 2019): no mean, no bias; the gain starts at one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
+        """The normalised values; `frozen` keeps gradients from the gain."""
+        gain = self.gain.detach() if frozen else self.gain
+        return nn.functional.rms_norm(values, self.gain.shape, gain, NORM_EPSILON)
+
+
+Norm = LayerNorm | RMSNorm
+
+
+def norm_of(config: ModelConfig) -> Norm:
+    """A norm over the model's width of the configured kind."""
+    return RMSNorm(config.d_model) if config.norm == "rmsnorm" else LayerNorm(config.d_model, config.init_std)
 
 
 def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,18 @@
-"""Relative distances and their sinusoid encodings (section 3.3 and appendix B of the paper)."""
+"""How attention knows distances: the paper's sinusoid encodings, rotations, and biases per distance.
+
+C keys, the last of them at distance 0 from the last query; N heads, H head width. Whatever is indexed by C runs from
+the farthest key to the nearest. No position is absolute, so a memory row needs none of its own.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from pretrain.config import ModelConfig
+from pretrain.model.parameters import normal
 
 SMALLEST_TABLE = 64
 WAVELENGTH_BASE = 10_000.0
@@ -46,3 +55,57 @@ class RelativePositions:
         if self._clamp_length:
             distances.clamp_(max=self._clamp_length)
         return sinusoids_PD(distances, self._d_model).flip(0).to(dtype)
+
+
+def rotated_BXNH(values_BXNH: Tensor, encodings_XH: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021): pairs (c, c + H/2) of row x turned by minus its distance times frequency c.
+
+    Products of two rotated rows depend on the difference of their distances alone. `encodings_XH` are `sinusoids_PD` of
+    width H: the frequencies are the paper's.
+    """
+    sin_X1H, cos_X1H = encodings_XH[:, None].chunk(2, dim=-1)
+    first, second = values_BXNH.chunk(2, dim=-1)
+    return torch.cat([first * cos_X1H + second * sin_X1H, second * cos_X1H - first * sin_X1H], dim=-1)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Slopes of linear biases (Press et al. 2022): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+
+    Other numbers of heads take those of the next lower power of two, then every second one of the next higher.
+    """
+    whole = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
+    between = [2.0 ** (-4.0 * (head + 1) / whole) for head in range(0, 2 * whole, 2)]
+    return (slopes + between)[:num_heads]
+
+
+def t5_buckets_of(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """The bucket of each distance (Raffel et al. 2020, one direction): half of them single, the rest logarithmic.
+
+    Distances of `max_distance` or more share the last bucket.
+    """
+    exact = num_buckets // 2
+    growth = (distances.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
+    # An epsilon above the rounding of a logarithm, so that every platform puts a bucket's first distance into it.
+    coarse = exact + (growth * (num_buckets - exact) + 1e-9).long().clamp(max=num_buckets - exact - 1)
+    return torch.where(distances < exact, distances, coarse)
+
+
+class DistanceBias(nn.Module):
+    """What is added to the scores of each distance and head, [C, N]: alibi's fixed lines or T5's learned table."""
+
+    bucket_bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._config = config
+        learned = config.positions == "t5"
+        self.bucket_bias = normal(config.t5_buckets, config.num_heads, std=config.init_std) if learned else None
+
+    def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        distances_C = torch.arange(num_keys - 1, -1, -1, device=device)
+        if self.bucket_bias is not None:
+            buckets_C = t5_buckets_of(distances_C, self._config.t5_buckets, self._config.t5_max_distance)
+            return nn.functional.embedding(buckets_C, self.bucket_bias)
+        slopes_N = torch.tensor(alibi_slopes(self._config.num_heads), dtype=torch.float64, device=device)
+        return (-distances_C[:, None] * slopes_N).to(dtype)

@@ -1,9 +1,12 @@
-"""Transformer-XL (Dai et al. 2019): segment recurrence over a memory of hidden states, relative attention.
+"""Transformer-XL (Dai et al. 2019): segment recurrence over a memory of hidden states; and its later variants.
 
-B lanes, L tokens of the segment, M memory rows, C = M + L, D d_model, N heads, H head width, V vocabulary.
+B lanes, L tokens of the segment, M memory rows (K compressed ones first), C = M + L, D d_model, N heads, H head width,
+V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,58 +14,31 @@ from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.errors import ConfigError
 from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfig
-from pretrain.model.adaptive_softmax import AdaptiveSoftmax
-from pretrain.model.attention import RelativeAttention
+from pretrain.model.adaptive_softmax import AdaptiveSoftmax, with_gradient_of
+from pretrain.model.compression import (
+    Compression,
+    grouped_documents,
+    leaving_rows,
+    num_leaving_rows,
+    with_compressed,
+)
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding import Embedding
-from pretrain.model.feed_forward import FeedForward
+from pretrain.model.layer import TransformerLayer
 from pretrain.model.masks import Visibility
 from pretrain.model.memory import (
     Memory,
-    document_numbers,
+    compressed_rows,
     empty_memory,
     extended,
     keep_last_rows,
     memory_num_lanes,
+    memory_num_rows,
+    recent_rows,
+    segment_documents,
 )
-from pretrain.model.parameters import LayerNorm, normal
-from pretrain.model.positions import RelativePositions
-
-
-class TransformerLayer(nn.Module):
-    """Attention and feed-forward with residuals; the norm follows each (post, as in the paper) or precedes it (pre)."""
-
-    def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
-        super().__init__()
-        self._pre_norm = config.norm_position == "pre"
-        self.attention = RelativeAttention(config, layer, attention_kernel)
-        self.attention_norm = LayerNorm(config.d_model, config.init_std)
-        self.feed_forward = FeedForward(config, layer)
-        self.feed_forward_norm = LayerNorm(config.d_model, config.init_std)
-
-    def forward(
-        self,
-        hidden_BLD: Tensor,
-        memory_BMD: Tensor,
-        positions_CD: Tensor,
-        content_bias_NH: Tensor | None,
-        position_bias_NH: Tensor | None,
-        *,
-        visibility: Visibility,
-        dropout: DropoutStream | None,
-    ) -> Tensor:
-        segment_BLD = hidden_BLD
-        if self._pre_norm:
-            # What is remembered is the residual stream; it meets the norm's present parameters.
-            segment_BLD, memory_BMD = self.attention_norm(hidden_BLD), self.attention_norm(memory_BMD)
-        biases_NH = (content_bias_NH, position_bias_NH)
-        attended_BLD = hidden_BLD + self.attention(
-            segment_BLD, memory_BMD, positions_CD, *biases_NH, visibility=visibility, dropout=dropout
-        )
-        if self._pre_norm:
-            return attended_BLD + self.feed_forward(self.feed_forward_norm(attended_BLD), dropout=dropout)
-        attended_BLD = self.attention_norm(attended_BLD)
-        return self.feed_forward_norm(attended_BLD + self.feed_forward(attended_BLD, dropout=dropout))
+from pretrain.model.parameters import normal
+from pretrain.model.positions import DistanceBias, RelativePositions
 
 
 class TransformerXL(nn.Module):
@@ -82,16 +58,20 @@ class TransformerXL(nn.Module):
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.embedding = Embedding(config)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)
-        )
+        layers = [TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
-        if not config.untie_biases:
+        if config.positions == "relative" and not config.untie_biases:
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
+        self.distance_bias = DistanceBias(config) if config.positions in ("alibi", "t5") else None
         self.head = AdaptiveSoftmax(config, self.embedding)
-        self._positions = RelativePositions(config.d_model, config.clamp_length)
+        self.compressions: nn.ModuleList | None = None
+        if config.compressed_length:
+            self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)
+        width = config.head_width if config.positions == "rope" else config.d_model
+        self._encodings = RelativePositions(width, config.clamp_length)
 
     def forward(
         self,
@@ -108,8 +88,9 @@ class TransformerXL(nn.Module):
         `memory_length` replaces the configured one for this call; with `same_length` it is also the number of keys
         seen, except that 0 means the segment alone.
         """
-        hidden_BLD, memory = self.hidden_states(tokens_BL, memory, starts_BL, dropout, memory_length)
-        return self.head(hidden_BLD, targets_BL), memory
+        hidden_BLD, memory, error = self._run_layers(tokens_BL, memory, starts_BL, dropout, memory_length)
+        nll_BL = self.head(hidden_BLD, targets_BL)
+        return (nll_BL if error is None else with_gradient_of(nll_BL, error)), memory
 
     def logits_BLV(
         self,
@@ -135,51 +116,91 @@ class TransformerXL(nn.Module):
         memory_length: int | None = None,
     ) -> tuple[Tensor, Memory]:
         """What the output layer reads, [B, L, D], and the memory for the next segment."""
+        hidden_BLD, memory, _ = self._run_layers(tokens_BL, memory, starts_BL, dropout, memory_length)
+        return hidden_BLD, memory
+
+    def _run_layers(
+        self,
+        tokens_BL: Tensor,
+        memory: Memory | None,
+        starts_BL: Tensor | None,
+        dropout: DropoutStream | None,
+        memory_length: int | None,
+    ) -> tuple[Tensor, Memory, Tensor | None]:
+        """Hidden states, the next memory, and the compression's error if there is one."""
         dropout = dropout if self.training else None
         length = self.config.memory_length if memory_length is None else memory_length
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
-        memory = self._usable_memory(memory, hidden_BLD, length)
-        documents_BC = document_numbers(memory, tokens_BL.shape[1], starts_BL)
-        positions_CD = self._positions_CD(documents_BC.shape[1], hidden_BLD, dropout)
+        recent, compressed = self._usable_memory(memory, hidden_BLD, length)
+        documents_BL = segment_documents(recent[-1], tokens_BL.shape[1], starts_BL)
+        documents_BC = torch.cat([*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1)
+        positions_CX = self._positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
         visibility = self._visibility(documents_BC, hidden_BLD, length)
         inputs_BLD = []
-        for layer, memory_BMD in zip(self.layers, memory[:-1], strict=True):
+        for index, layer in enumerate(self.layers):
             inputs_BLD.append(hidden_BLD)
-            hidden_BLD = self._run(layer, hidden_BLD, memory_BMD, positions_CD, visibility, dropout)
+            memory_BMD = torch.cat([compressed[index], recent[index]], dim=1) if compressed else recent[index]
+            inputs = (hidden_BLD, memory_BMD, positions_CX, self.content_bias, self.position_bias)
+            hidden_BLD = self._run(layer, *inputs, visibility=visibility, dropout=dropout)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
-        return hidden_BLD, extended(memory, inputs_BLD, documents_BC, length)
+        if self.compressions is None:
+            return hidden_BLD, extended(recent, inputs_BLD, documents_BL, length), None
+        return hidden_BLD, *self._extended_and_compressed(recent, compressed, inputs_BLD, documents_BL, length)
 
-    def _run(
-        self,
-        layer: nn.Module,
-        hidden_BLD: Tensor,
-        memory_BMD: Tensor,
-        positions_CD: Tensor,
-        visibility: Visibility,
-        dropout: DropoutStream | None,
-    ) -> Tensor:
+    def _run(self, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         # The options go by name: DeepSpeed's hooks look into positional inputs only and know no such objects.
-        inputs = (hidden_BLD, memory_BMD, positions_CD, self.content_bias, self.position_bias)
-        options = {"visibility": visibility, "dropout": dropout}
         if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return layer(*inputs, **options)
-        result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
-        assert isinstance(result, Tensor)
-        return result
+            return module(*inputs, **options)
+        return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
-    def _usable_memory(self, memory: Memory | None, hidden_BLD: Tensor, length: int) -> Memory:
+    def _usable_memory(self, memory: Memory | None, hidden_BLD: Tensor, length: int) -> tuple[Memory, Memory]:
+        """Recent and compressed rows, the latter () where nothing is compressed."""
         num_lanes, _, d_model = hidden_BLD.shape
+        num_layers, compresses = len(self.layers), self.compressions is not None
         if memory is None:
-            return empty_memory(len(self.layers), num_lanes, d_model, hidden_BLD.dtype, hidden_BLD.device)
-        assert len(memory) == len(self.layers) + 1, (len(memory), len(self.layers))
+            dtype, device = hidden_BLD.dtype, hidden_BLD.device
+            memory = empty_memory(num_layers, num_lanes, d_model, dtype, device, compressed=compresses)
+        assert len(memory) == (num_layers + 1) * (1 + compresses), (len(memory), num_layers)
         assert memory_num_lanes(memory) == num_lanes, (memory_num_lanes(memory), num_lanes)
-        return tuple(part.detach() for part in keep_last_rows(memory, length))
+        memory = tuple(part.detach() for part in memory)
+        recent, compressed = recent_rows(memory, num_layers), compressed_rows(memory, num_layers)
+        if not compresses:
+            return keep_last_rows(recent, length), ()
+        if not length:
+            return keep_last_rows(recent, 0), keep_last_rows(compressed, 0)
+        waiting = self.config.compression_rate - 1
+        return keep_last_rows(recent, length + waiting), keep_last_rows(compressed, self.config.compressed_length)
 
-    def _positions_CD(self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None) -> Tensor:
-        positions_CD = self._positions.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
-        if dropout is None or self.config.dropout == 0.0:
-            return positions_CD
-        return dropout.drop_shared(positions_CD, self.config.dropout, Site.POSITIONS)
+    def _extended_and_compressed(
+        self, recent: Memory, compressed: Memory, inputs_BLD: list[Tensor], documents_BL: Tensor, length: int
+    ) -> tuple[Memory, Tensor]:
+        """The next memory, and the summed error of the layers' compressions."""
+        assert self.compressions is not None
+        rate, total = self.config.compression_rate, memory_num_rows(recent) + documents_BL.shape[1]
+        count = num_leaving_rows(memory_num_rows(recent), documents_BL.shape[1], length, rate) if length else 0
+        documents_BK, own_BKc = grouped_documents(leaving_rows(recent[-1], documents_BL, count), rate)
+        rows_BKD, errors = [], []
+        for index, (compression, segment_BLD) in enumerate(zip(self.compressions, inputs_BLD, strict=True)):
+            layer = self.layers[index]
+            assert isinstance(layer, TransformerLayer)
+            leaving_BED = leaving_rows(recent[index], segment_BLD, count)
+            own = own_BKc if self.config.isolate_documents else None
+            new_BKD, error = self._run(compression, leaving_BED, own, segment_BLD.detach(), layer=layer)
+            rows_BKD.append(new_BKD)
+            errors.append(error)
+        new = (*rows_BKD, documents_BK)
+        kept = with_compressed(compressed, new, self.config.compressed_length, documents_BL[:, -1:])
+        levels = extended(recent, inputs_BLD, documents_BL, total - count if length else 0)
+        return (*levels[:-1], *kept, levels[-1]), torch.stack(errors).sum()
+
+    def _positions_CX(self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None) -> Tensor:
+        """Encodings [C, D or H], or biases [C, N]; the paper drops parts of its encodings too."""
+        if self.distance_bias is not None:
+            return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
+        positions_CX = self._encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
+        if dropout is None or self.config.dropout == 0.0 or self.config.positions != "relative":
+            return positions_CX
+        return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
 
     def _visibility(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Visibility:
         return Visibility(

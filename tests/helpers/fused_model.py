@@ -22,6 +22,10 @@ VARIANTS = {
     "same length": {"same_length": True},
     "clamped": {"clamp_length": 7},
     "isolated documents": {"isolate_documents": True},
+    "rope": {"positions": "rope", "num_key_heads": 1, "query_key_norm": True},
+    "alibi": {"positions": "alibi", "num_key_heads": 1},
+    "t5": {"positions": "t5", "isolate_documents": True},
+    "compressive": {"compressed_length": 5},
 }
 
 

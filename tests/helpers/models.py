@@ -28,6 +28,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "untied_embedding": {"tie_embeddings": False},
     "adaptive": {"cutoffs": (9, 20)},
     "adaptive_div2": {"cutoffs": (9, 20), "div_val": 2, "tie_projections": (False, True, True)},
+    "rope": {"positions": "rope", "norm": "rmsnorm", "feed_forward": "swiglu", "norm_position": "pre", "z_loss": 0.01},
+    "alibi": {"positions": "alibi", "feed_forward": "gelu", "num_heads": 4, "num_key_heads": 2},
+    "t5": {"positions": "t5", "t5_buckets": 4, "t5_max_distance": 7, "query_key_norm": True},
+    "relative_modern": {
+        "num_heads": 4,
+        "num_key_heads": 1,
+        "query_key_norm": True,
+        "untie_biases": True,
+        "norm": "rmsnorm",
+        "norm_position": "pre",
+    },
+    "compressive": {"compressed_length": 4, "compression_rate": 2},
+    "compressive_rope": {
+        "compressed_length": 3,
+        "positions": "rope",
+        "compression": "max",
+        "isolate_documents": True,
+        "norm_position": "pre",
+    },
 }
 
 

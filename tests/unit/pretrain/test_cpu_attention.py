@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ class Case:
     documents: bool = False
     keep_probability: float = 1.0
     clamp: int = 0
+    positions: Literal["encodings", "biases", "none"] = "encodings"
     tiling: Tiling = SMALL_TILES
 
     @property
@@ -57,12 +59,21 @@ CASES = {
     "dropout": Case(keep_probability=0.75),
     "grouped_queries": Case(key_heads=2),
     "one_key_head": Case(key_heads=1, tiling=Tiling()),
+    "distance_biases": Case(positions="biases"),
+    "distance_biases_in_one_tile": Case(positions="biases", key_heads=2, tiling=Tiling()),
+    "distance_biases_and_everything": Case(
+        positions="biases", key_heads=2, max_distance=6, documents=True, keep_probability=0.5
+    ),
+    "contents_only": Case(positions="none"),
+    "contents_only_and_everything": Case(
+        positions="none", key_heads=1, max_distance=6, documents=True, keep_probability=0.5
+    ),
     "everything": Case(key_heads=2, max_distance=6, documents=True, keep_probability=0.5, clamp=5),
 }
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Query, position, two biases, memory's and segment's keys and values."""
+    """Query, what the positions need, memory's and segment's keys and values."""
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> Tensor:
@@ -70,11 +81,14 @@ def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
     heads = (case.heads, case.width)
     key_heads = (2, case.key_heads, case.width)
+    positions = {
+        "encodings": [(case.keys, *heads), heads, heads],
+        "biases": [(case.keys, case.heads)],
+        "none": [],
+    }
     inputs = [
         values(case.lanes, case.queries, *heads),
-        values(case.keys, *heads),
-        values(*heads),
-        values(*heads),
+        *(values(*shape) for shape in positions[case.positions]),
         values(case.lanes, case.memory, *key_heads),
         values(case.lanes, case.queries, *key_heads),
     ]
@@ -100,21 +114,27 @@ def options_of(case: Case) -> dict:
     return options
 
 
+def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
+    """Encodings and their two biases, then the bias per distance; None for what the case has not."""
+    if case.positions == "encodings":
+        return [*inputs[1:4]], None
+    return [None, None, None], inputs[1] if case.positions == "biases" else None
+
+
 def fast(case: Case, inputs: list[Tensor]) -> Tensor:
-    query, position, content_bias, position_bias, *parts = inputs
-    return relative_attention(
-        query, parts, position, content_bias, position_bias, tiling=case.tiling, **options_of(case)
-    )
+    encodings, bias = distance_terms(case, inputs)
+    options = {"distance_bias_KH": bias, "tiling": case.tiling, **options_of(case)}
+    return relative_attention(inputs[0], inputs[-2:], *encodings, **options)
 
 
 def exact(case: Case, inputs: list[Tensor]) -> Tensor:
-    query, position, content_bias, position_bias, *parts = inputs
-    options = options_of(case)
+    encodings, bias = distance_terms(case, inputs)
+    options = {"distance_bias_KH": bias, **options_of(case)}
     keep_HBLK, keep_probability = options.pop("keep_HBLK", None), options.pop("keep_probability", 1.0)
     if keep_HBLK is not None:
         options |= {"keep_BHLK": keep_HBLK.transpose(0, 1), "dropout": 1.0 - keep_probability}
-    key, value = torch.cat(parts, 1).unbind(2)
-    return exact_attention(query, key, value, position, content_bias, position_bias, **options)
+    key, value = torch.cat(inputs[-2:], 1).unbind(2)
+    return exact_attention(inputs[0], key, value, *encodings, **options)
 
 
 def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -148,7 +168,7 @@ def test_output_and_gradients_are_those_of_the_formula_to_1e_6_in_float32(name: 
     assert largest_error(with_gradients(fast(case, inputs), inputs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["plain", "no_memory", "everything"])
+@pytest.mark.parametrize("name", ["no_memory", "everything", "distance_biases"])
 def test_gradients_pass_gradcheck(name: str) -> None:
     case = CASES[name]
     assert torch.autograd.gradcheck(lambda *inputs: fast(case, list(inputs)), inputs_of(case, torch.float64))

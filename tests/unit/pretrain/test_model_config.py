@@ -1,4 +1,4 @@
-"""The adaptive settings of a model that contradict each other are refused, with the reason."""
+"""Settings of a model that contradict each other are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -23,11 +23,33 @@ from pretrain.model.transformer_xl import TransformerXL
         ({"d_model": 7}, "odd"),
         ({"same_length": True, "memory_length": 0}, "same_length needs"),
         ({"dropout": 1.0}, "below 1"),
+        ({"positions": "rope", "clamp_length": 5}, "clamp_length belongs to positions=relative"),
+        ({"positions": "alibi", "untie_biases": True}, "untie_biases belongs to positions=relative"),
+        ({"positions": "rope", "d_head": 33}, "a head has 33"),
+        ({"positions": "t5", "t5_buckets": 1}, "t5_buckets=1"),
+        ({"positions": "t5", "t5_buckets": 64, "t5_max_distance": 32}, "t5_max_distance=32"),
+        ({"num_heads": 4, "num_key_heads": 3}, "does not divide into num_key_heads=3"),
+        ({"num_heads": 4, "num_key_heads": 8}, "does not divide into num_key_heads=8"),
+        ({"compressed_length": 8, "memory_length": 0}, "compressed_length needs model.memory_length"),
+        ({"compressed_length": 8, "compression_rate": 0}, "compression_rate=0"),
+        ({"compressed_length": 8, "same_length": True}, "never the compressed rows"),
+        ({"z_loss": -1.0}, "z_loss=-1.0"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**options)
+
+
+def test_odd_widths_are_accepted_where_nothing_is_halved() -> None:
+    assert ModelConfig(positions="alibi", d_model=9, num_heads=3).head_width == 3
+    assert ModelConfig(positions="rope", d_model=9, num_heads=1, d_head=4).head_width == 4
+
+
+def test_swiglus_third_matrix_is_paid_for_by_its_width() -> None:
+    assert ModelConfig(d_model=768, num_heads=12, feed_forward="swiglu").inner_width == 2048
+    assert ModelConfig(d_model=100, feed_forward="swiglu").inner_width == 320
+    assert ModelConfig(d_model=100, feed_forward="swiglu", d_inner=7).inner_width == 7
 
 
 def test_cutoffs_are_accepted_before_the_vocabulary_is_known() -> None:
