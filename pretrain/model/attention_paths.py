@@ -41,7 +41,7 @@ class WeightDropout:
     stream: DropoutStream | None
 
 
-# Queries [B, L, N, H] and what was projected to keys and values, [B, rows, 2, G, H], memory's rows first, to [B, L, N, H]
+# Queries [B, L, N, H] and projected keys and values [B, rows, 2, G, H], memory's rows first, to [B, L, N, H]
 AttentionPath = Callable[[Tensor, Sequence[Tensor], DistanceTerms, Visibility, WeightDropout], Tensor]
 
 
