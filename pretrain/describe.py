@@ -98,10 +98,11 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "attention": "L 5 d h: queries, keys, values, positions, output",
-        "feed_forward": "L (2 d f + f + d)",
-        "norms": "L 4 d",
-        "biases": "u and v, 2 h, once or per layer",
+        "attention": "L d (2 h + 2 k), queries and output, keys and values; + L d h for relative positions",
+        "feed_forward": "L (2 d f + f + d); swiglu: L 3 d f",
+        "norms": "L 4 d; rmsnorm: L 2 d",
+        "biases": "u and v, 2 h, once or per layer; t5: buckets times heads",
+        "compression": "L (c d d + d), learned compression only",
         "embedding": "V d, by bin",
         "head": "biases, cluster rows, projections; weights are the embedding's when tied",
     }
@@ -117,10 +118,11 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
 
 def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "projections": "L 4 d h (2 + M/T): memory's keys and values are projected again in every segment",
-        "positions": "L 2 d h K / (T B)",
-        "attention": "L 6 h K",
-        "feed_forward": "L 4 d f",
+        "projections": "L 4 d (h + k (1 + M/T)): memory's keys and values are projected again in every segment",
+        "positions": "L 2 d h K / (T B), relative positions only",
+        "attention": "L 6 h K; without relative positions L 4 h K",
+        "feed_forward": "L 4 d f; swiglu: L 6 d f",
+        "compression": "L (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
         "head": "2 d V; tails of an adaptive softmax by Zipf's law",
     }
     rows = [

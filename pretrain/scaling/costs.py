@@ -1,7 +1,8 @@
 """What one run costs, exactly: parameters and training FLOPs of its configuration. Torch-free.
 
-T segment length, M memory length, K = T + M keys, B lanes of one forward pass, d d_model, w heads times head width,
-f inner width, V vocabulary. One multiplication and addition are two FLOPs; norms, softmax and dropout are not counted.
+T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward pass, d d_model,
+w heads times head width, k key heads times head width, f inner width, c compression rate, V vocabulary. One
+multiplication and addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ class Parameters:
     attention: int
     feed_forward: int
     norms: int
-    biases: int  # u and v
+    biases: int  # u and v, or T5's table
+    compression: int  # the convolutions of a compressed memory
 
     @property
     def body(self) -> int:
         """Without the embedding and output matrices."""
-        return self.attention + self.feed_forward + self.norms + self.biases
+        return self.attention + self.feed_forward + self.norms + self.biases + self.compression
 
     @property
     def total(self) -> int:
@@ -44,11 +46,13 @@ class Flops:
     attention: float  # content scores, position scores, weighted values
     feed_forward: float
     head: float
+    compression: float  # of the rows that leave the memory, and what attention would have read from them
     without_gradient: float  # products whose input is no result of a parameter
 
     @property
     def forward(self) -> float:
-        return self.projections + self.positions + self.attention + self.feed_forward + self.head
+        parts = (self.projections, self.positions, self.attention, self.feed_forward, self.head, self.compression)
+        return sum(parts)
 
     @property
     def training(self) -> float:
@@ -89,35 +93,78 @@ def cost_of(run: RunConfig) -> RunCost:
 def parameters_of(model: ModelConfig) -> Parameters:
     """Every parameter of the model, exactly; ConfigError when the vocabulary is not known."""
     _need_vocabulary(model)
-    d, w, f = model.d_model, model.num_heads * model.head_width, model.inner_width
-    layers = model.num_layers
+    d, layers = model.d_model, model.num_layers
+    w, k = _attention_widths(model)
     embedding, head = _vocabulary_parameters(model)
+    position = d * w if model.positions == "relative" else 0
+    per_norm = d if model.norm == "rmsnorm" else 2 * d
     return Parameters(
         embedding=embedding,
         head=head,
-        attention=layers * 5 * d * w,
-        feed_forward=layers * (2 * d * f + f + d),
-        norms=layers * 4 * d,
-        biases=2 * w * (layers if model.untie_biases else 1),
+        attention=layers * (2 * d * w + 2 * d * k + position),
+        feed_forward=layers * _feed_forward_parameters(model),
+        norms=layers * (2 * per_norm + (2 * model.head_width if model.query_key_norm else 0)),
+        biases=_position_biases(model),
+        compression=layers * (model.compression_rate * d * d + d) if _learns_to_compress(model) else 0,
     )
 
 
 def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
     """Per token of a training step whose forward passes take `lanes` lanes and find the memory full."""
     _need_vocabulary(model)
-    d, w, layers = model.d_model, model.num_heads * model.head_width, model.num_layers
-    keys = segment_length + model.memory_length
-    positions = layers * 2 * d * w * keys / (segment_length * lanes)
-    remembered = model.memory_length / segment_length
+    d, layers = model.d_model, model.num_layers
+    w, k = _attention_widths(model)
+    relative = model.positions == "relative"
+    memory = model.memory_length + model.compressed_length
+    keys, remembered = segment_length + memory, memory / segment_length
+    positions = layers * 2 * d * w * keys / (segment_length * lanes) if relative else 0.0
+    compression, still = _compression_flops(model, segment_length)
     return Flops(
-        projections=layers * 4 * d * w * (2 + remembered),
+        projections=layers * 4 * d * (w + k * (1 + remembered)),
         positions=positions,
-        attention=layers * 6 * w * keys,
-        feed_forward=layers * 4 * d * model.inner_width,
+        attention=layers * (6 if relative else 4) * w * keys,
+        feed_forward=layers * (6 if model.feed_forward == "swiglu" else 4) * d * model.inner_width,
         head=_head_flops(model),
+        compression=layers * compression,
         # Memory rows have no gradient; with pre-norm their norm's parameters have.
-        without_gradient=positions + (layers * 4 * d * w * remembered if model.norm_position == "post" else 0.0),
+        without_gradient=positions
+        + (layers * 4 * d * k * remembered if model.norm_position == "post" else 0.0)
+        + layers * still,
     )
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Of queries, and of keys or values."""
+    return model.num_heads * model.head_width, model.key_heads * model.head_width
+
+
+def _feed_forward_parameters(model: ModelConfig) -> int:
+    d, f = model.d_model, model.inner_width
+    return 3 * d * f if model.feed_forward == "swiglu" else 2 * d * f + f + d
+
+
+def _position_biases(model: ModelConfig) -> int:
+    if model.positions == "t5":
+        return model.t5_buckets * model.num_heads
+    if model.positions == "relative":
+        return 2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
+    return 0
+
+
+def _learns_to_compress(model: ModelConfig) -> bool:
+    return bool(model.compressed_length) and model.compression == "conv"
+
+
+def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
+    """Of one layer, forward; and the products its backward pass does without (see `model.compression`)."""
+    if not _learns_to_compress(model):
+        return 0.0, 0.0
+    d, c, T = model.d_model, model.compression_rate, segment_length
+    w, k = _attention_widths(model)
+    convolution, queries, leaving, compressed = 2 * d * d, 2 * d * w, 4 * d * k, 4 * d * k / c
+    expected, found = 4 * w * T, 4 * w * T / c
+    forward = convolution + queries + leaving + compressed + expected + found
+    return forward, convolution + 2 * (queries + leaving + expected) + compressed + found / 2
 
 
 def bins_of(model: ModelConfig) -> list[tuple[int, int]]:

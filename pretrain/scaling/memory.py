@@ -81,7 +81,7 @@ def checkpoint_bytes(run: RunConfig) -> float:
     """Weights and both moments in float32, and every lane's memory; headers come on top."""
     model = run.model
     width = 4 if run.engine.precision == "fp32" else 2
-    rows = run.data.lanes * model.memory_length
+    rows = run.data.lanes * (model.memory_length + model.compressed_length)
     return 12.0 * parameters_of(model).total + rows * (model.num_layers * model.d_model * width + 4)
 
 
@@ -96,16 +96,17 @@ def _activations(run: RunConfig, lanes: int, width: int) -> float:
 
 def _layer_activations(run: RunConfig, lanes: int, width: int) -> float:
     model, T = run.model, run.data.segment_length
-    K = T + model.memory_length
-    d, h = model.d_model, model.num_heads * model.head_width
+    K = T + model.memory_length + model.compressed_length
+    d, h, k = model.d_model, model.num_heads * model.head_width, model.key_heads * model.head_width
+    inner = model.inner_width * (3 if model.feed_forward == "swiglu" else 1)  # gate, its activation, the other factor
     elements = (
         K * lanes * d  # what keys and values are projected from
-        + 2 * K * lanes * h  # keys and values
+        + 2 * K * lanes * k  # keys and values
         + 3 * T * lanes * h  # queries, attended values, their heads in order
         + 3 * T * lanes * d  # residuals
-        + T * lanes * model.inner_width
+        + T * lanes * inner
         + _attended_pairs(run) * model.num_heads * lanes
-        + K * h  # positions
+        + (K * h if model.positions == "relative" else 0)
     )
     dropped = (2 * T * lanes * d + T * lanes * model.inner_width) if model.dropout else 0
     return width * elements + dropped + 16 * T * lanes
@@ -113,14 +114,14 @@ def _layer_activations(run: RunConfig, lanes: int, width: int) -> float:
 
 def _attended_pairs(run: RunConfig) -> float:
     """Pairs of query and key whose weights are kept for the backward pass."""
-    T, M = run.data.segment_length, run.model.memory_length
+    T, M = run.data.segment_length, run.model.memory_length + run.model.compressed_length
     if run.engine.attention_kernel == "plain":
         return 2.0 * T * (T + M)
     return T * (M + (T + 1) / 2)  # tiles keep what is in sight
 
 
 def _activation_formula(run: RunConfig) -> str:
-    one = "b [K B d + 2 K B h + 3 T B h + 3 T B d + T B f + H B pairs + K h] + 16 T B"
+    one = "b [K B d + 2 K B k + 3 T B h + 3 T B d + T B f + H B pairs + K h] + 16 T B"
     return f"L T B d b + {one}" if run.engine.activation_checkpointing == "full" else f"L times {one}"
 
 

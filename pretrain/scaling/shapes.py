@@ -34,6 +34,7 @@ def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
     shaped = replace(
         model,
         num_heads=shape.num_heads,
+        num_key_heads=shape.num_heads // _heads_per_key(base) if model.num_key_heads else 0,
         num_layers=shape.num_layers,
         d_model=width,
         d_head=model.head_width,
@@ -45,7 +46,8 @@ def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
 def nearest_shape(base: RunConfig, parameters: float) -> RunConfig:
     """The legal shape whose parameters come nearest to the wanted number, at about the base's depth-to-width ratio."""
     best: tuple[float, RunConfig] | None = None
-    for num_heads in range(1, MOST_HEADS + 1):
+    group = _heads_per_key(base)
+    for num_heads in range(group, MOST_HEADS + 1, group):
         candidates = [_scored(base, shape, parameters) for shape in _shapes_of_width(base, num_heads)]
         closest = min(candidates, key=lambda item: item[0])
         if best is None or closest[0] < best[0]:
@@ -74,6 +76,10 @@ def _shapes_of_width(base: RunConfig, num_heads: int) -> list[Shape]:
 
 def _ideal_layers(base: RunConfig, num_heads: int) -> float:
     return base.model.num_layers * num_heads / base.model.num_heads
+
+
+def _heads_per_key(base: RunConfig) -> int:
+    return base.model.num_heads // base.model.key_heads
 
 
 def _scored(base: RunConfig, shape: Shape, parameters: float) -> tuple[float, RunConfig]:

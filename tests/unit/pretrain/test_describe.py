@@ -33,9 +33,9 @@ def test_describe_prints_what_the_published_model_is_made_of(capsys):
 
 def test_formulas_are_shown_on_request_only(capsys):
     main(["describe", str(MODELS / "enwik8-base.yaml")])
-    assert "L 5 d h" not in capsys.readouterr().out
+    assert "L d (2 h + 2 k)" not in capsys.readouterr().out
     main(["describe", str(MODELS / "enwik8-base.yaml"), "--explain"])
-    assert "L 5 d h" in capsys.readouterr().out
+    assert "L d (2 h + 2 k)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ PUBLISHED = {
     "lm1b-base": 357_812_082,
     "lm1b-large": 841_295_982,
 }
+LADDER = {"10m": 10e6, "30m": 30e6, "100m": 100e6, "300m": 300e6, "1b": 1e9, "3b": 3e9, "7b": 7e9}
 SMALL = {"vocab_size": 60, "num_layers": 3, "d_model": 16, "num_heads": 2, "memory_length": 8}
 VARIANTS = {
     "plain": {},
@@ -37,6 +38,11 @@ VARIANTS = {
     "narrow embedding, tied projection": {"d_embed": 8, "tie_projections": (True,)},
     "cutoffs": {"cutoffs": (10, 30)},
     "div_val": {"cutoffs": (10, 30), "div_val": 2, "tie_projections": (False, True, False)},
+    "rope, rmsnorm, swiglu": {"positions": "rope", "norm": "rmsnorm", "feed_forward": "swiglu"},
+    "alibi, gelu, one key head": {"positions": "alibi", "feed_forward": "gelu", "num_key_heads": 1},
+    "t5, query-key norm": {"positions": "t5", "query_key_norm": True},
+    "compressive": {"compressed_length": 4},
+    "compressive, mean": {"compressed_length": 4, "compression": "mean"},
     "div_val, nothing tied": {"cutoffs": (10, 30), "div_val": 2, "tie_embeddings": False},
 }
 
@@ -52,6 +58,28 @@ def test_every_published_configuration_is_counted():
     assert published == set(PUBLISHED)
 
 
+@pytest.mark.parametrize("rung", LADDER)
+def test_each_rung_of_the_ladder_has_the_size_of_its_name_and_sees_20_tokens_per_parameter(rung):
+    path = MODELS / f"xl_modern_{rung}.yaml"
+    run = load_config(RunConfig, path)
+    parameters = parameters_of(run.model).total
+    assert parameters == pytest.approx(LADDER[rung], rel=0.03)
+    assert f"{parameters:,} parameters; {run.tokens_per_step:,} tokens a step" in path.read_text().splitlines()[0]
+    assert cost_of(run).tokens == pytest.approx(20 * parameters, rel=0.02)
+
+
+def test_every_rung_of_the_ladder_is_tested():
+    assert {path.stem for path in MODELS.glob("xl_modern_*.yaml")} == {f"xl_modern_{rung}" for rung in LADDER}
+
+
+@pytest.mark.parametrize("rung", ["10m", "30m"])
+def test_a_rung_is_built_with_the_parameters_counted(rung):
+    model = load_config(RunConfig, MODELS / f"xl_modern_{rung}.yaml").model
+    with torch.device("meta"):
+        module = TransformerXL(model)
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters_of(model).total
+
+
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_counted_parameters_are_those_of_the_built_model(options):
     model = ModelConfig(**{**SMALL, **options})
@@ -60,21 +88,35 @@ def test_counted_parameters_are_those_of_the_built_model(options):
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-@pytest.mark.parametrize("options", [{}, {"untie_biases": True, "d_head": 12}, {"d_embed": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"untie_biases": True, "d_head": 12},
+        {"d_embed": 8},
+        {"num_key_heads": 1, "feed_forward": "swiglu"},
+        {"positions": "rope", "num_key_heads": 1},
+        {"positions": "t5", "feed_forward": "gelu"},
+        {"memory_length": 9, "compressed_length": 4},
+        {"memory_length": 9, "compressed_length": 4, "compression": "max", "positions": "alibi", "num_key_heads": 1},
+    ],
+    ids=str,
+)
 def test_flops_are_what_pytorch_counts(norm_position, options):
     model = ModelConfig(**{**SMALL, "norm_position": norm_position, **options})
     lanes, length = 3, 6
     module = TransformerXL(model, attention_kernel="plain")
     tokens_BL = torch.arange(lanes * length).view(lanes, length) % 60
+    memory = None
     with torch.no_grad():
-        _, memory = module(tokens_BL, tokens_BL)
-        _, memory = module(tokens_BL, tokens_BL, memory)
+        for _ in range(5):
+            _, memory = module(tokens_BL, tokens_BL, memory)
     with FlopCounterMode(display=False) as counter:
         nll_BL, _ = module(tokens_BL, tokens_BL, memory)
         forward = counter.get_total_flops()
         nll_BL.mean().backward()
     # The shift's padding column is a product the formula leaves out.
-    padding = 3 * 2 * model.num_layers * model.num_heads * model.head_width
+    padding = 3 * 2 * model.num_layers * model.num_heads * model.head_width * (model.positions == "relative")
     counted = flops_of(model, length, lanes)
     tokens = lanes * length
     assert forward / tokens == pytest.approx(counted.forward + padding / 3, rel=1e-12)

@@ -40,6 +40,13 @@ def planned(**changes):
     return plan_runs(BASE, (1e17, 1e18), optimum_at_ratio(BASE, 20), **settings)
 
 
+def test_a_shape_keeps_the_number_of_heads_that_share_a_key():
+    grouped = replace(BASE, model=replace(BASE.model, num_heads=8, num_key_heads=2))
+    for target in (3e6, 2e7):
+        model = nearest_shape(grouped, target).model
+        assert model.num_heads == 4 * model.num_key_heads
+
+
 @pytest.mark.parametrize("target", [3e6, 2e7, 1.5e8, 1e9, 3e10])
 def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
     run = nearest_shape(BASE, target)
