@@ -36,21 +36,23 @@ from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
 from pretrain.train import build_engine
 
+MODEL: dict[str, Any] = {
+    "vocab_size": 257,
+    "num_layers": 2,
+    "d_model": 32,
+    "num_heads": 2,
+    "memory_length": 12,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "norm_position": "pre",
+}
 
-def run_of_cell(corpus: Path, settings: dict[str, Any]) -> RunConfig:
-    """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine."""
+
+def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any]) -> RunConfig:
+    """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine, `model` to the model."""
     return RunConfig(
         seed=5,
-        model=ModelConfig(
-            vocab_size=257,
-            num_layers=2,
-            d_model=32,
-            num_heads=2,
-            memory_length=12,
-            dropout=0.1,
-            attention_dropout=0.1,
-            norm_position="pre",
-        ),
+        model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(path=corpus, lanes=8, segment_length=8),
         optim=OptimConfig(
             steps=20, learning_rate=3e-3, weight_decay=0.1, clip_norm=0.5, schedule=ScheduleConfig(warmup_steps=5)
@@ -64,7 +66,7 @@ def run_of_cell(corpus: Path, settings: dict[str, Any]) -> RunConfig:
 
 def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`."""
-    run = run_of_cell(corpus, cell["engine"])
+    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}))
     if cell.get("dropout") is False:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
     engine = build_engine(run, world)

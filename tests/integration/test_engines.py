@@ -54,6 +54,22 @@ MATRIX = {
 }
 
 
+# What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared, or learn from a loss
+# of their own; each under the stage that partitions them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "modern": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "feed_forward": "swiglu",
+        "num_key_heads": 1,
+        "query_key_norm": True,
+        "z_loss": 1e-3,
+    },
+    "adaptive": {"cutoffs": (40, 100), "div_val": 2, "tie_projections": (False, True, True), "positions": "t5"},
+    "compressive": {"compressed_length": 6},
+}
+
+
 def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
     path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
     path.write_text(json.dumps(cells))
@@ -118,6 +134,40 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: 
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
     assert {**half["norms"], **resumed["norms"]} == whole["norms"]
     ends = [files.verify(files.step_directory(output / f"{name}-{part}", STEPS)) for part in ("whole", "resumed")]
+    problems = differing_state(*ends)
+    assert not problems, summary(problems)
+
+
+@pytest.fixture(scope="session")
+def variants(tiny_corpus: Path, output: Path) -> Results:
+    """Every variant under ZeRO-3 with checkpointing on two ranks, whole and resumed, and in plain torch on one."""
+    engine = engine_settings(3, "fp32", "full", micro=2)
+    plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
+    on_two = [
+        {**each, "model": model}
+        for name, model in VARIANTS.items()
+        for each in whole_and_resumed(f"{name}-zero3", engine)
+    ]
+    train_cells(tiny_corpus, output, on_two, num_ranks=2)
+    on_one = [cell(f"{name}-torch", plain, model=model) for name, model in VARIANTS.items()]
+    train_cells(tiny_corpus, output, on_one, num_ranks=1)
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_under_zero_3_agrees_with_plain_torch(variants: Results, name: str) -> None:
+    found, plain = variants[f"{name}-zero3-whole"], variants[f"{name}-torch"]
+    assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE["fp32"]
+    assert largest_difference(found["norms"], plain["norms"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_resumes_bitwise(variants: Results, output: Path, name: str) -> None:
+    whole, half, resumed = (variants[f"{name}-zero3-{part}"] for part in ("whole", "half", "resumed"))
+    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
+    ends = [files.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS)) for part in ("whole", "resumed")]
     problems = differing_state(*ends)
     assert not problems, summary(problems)
 

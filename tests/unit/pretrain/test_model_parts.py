@@ -1,0 +1,221 @@
+"""Each part against its definition: positions, norms, feed-forward, z-loss, compression, and what decays."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.config import ModelConfig, OptimConfig
+from pretrain.model.compression import num_leaving_rows
+from pretrain.model.feed_forward import FeedForward
+from pretrain.model.parameters import RMSNorm
+from pretrain.model.positions import DistanceBias, alibi_slopes, rotated_BXNH, sinusoids_PD, t5_buckets_of
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.optim import parameter_groups
+from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
+
+COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}
+
+
+def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
+    """After backward through the last of some segments of 4 tokens."""
+    stream_BT = random_tokens(2, 4 * segments + 1)
+    memory = None
+    for first in range(0, 4 * segments, 4):
+        model.zero_grad()
+        nll_BL, memory = model(stream_BT[:, first : first + 4], stream_BT[:, first + 1 : first + 5], memory)
+        nll_BL.mean().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@settings(max_examples=30, deadline=None)
+@given(query=st.integers(0, 2000), key=st.integers(0, 2000), shift=st.integers(0, 500))
+def test_rotated_products_depend_on_the_difference_of_distances_alone(query: int, key: int, shift: int) -> None:
+    numbers = torch.Generator().manual_seed(query)
+    vectors = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64, generator=numbers)
+
+    def product(offset: int) -> float:
+        angles = sinusoids_PD(torch.tensor([query + offset, key + offset], dtype=torch.float64), 10)
+        left, right = (rotated_BXNH(each, angle[None]) for each, angle in zip(vectors, angles, strict=True))
+        return float((left * right).sum())
+
+    assert product(shift) == pytest.approx(product(0), abs=1e-9)
+
+
+def test_rotation_is_the_complex_product_of_roformer() -> None:
+    values = torch.randn(1, 7, 2, 6, dtype=torch.float64)
+    distances = torch.arange(6, -1, -1, dtype=torch.float64)
+    rotated = torch.view_as_complex(torch.stack(rotated_BXNH(values, sinusoids_PD(distances, 6)).chunk(2, -1), -1))
+    frequencies = 10_000.0 ** (-torch.arange(3, dtype=torch.float64) * 2 / 6)
+    turns = torch.exp(-1j * distances[:, None] * frequencies)[:, None]
+    torch.testing.assert_close(rotated, torch.view_as_complex(torch.stack(values.chunk(2, -1), -1)) * turns)
+
+
+def test_linear_biases_have_the_published_slopes() -> None:
+    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
+    assert alibi_slopes(2) == [2.0**-4, 2.0**-8]
+    assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    bias_CN = DistanceBias(ModelConfig(positions="alibi", num_heads=2))(4, torch.float32, torch.device("cpu"))
+    assert bias_CN[:, 0].tolist() == [-3 / 16, -2 / 16, -1 / 16, 0.0]
+
+
+def test_buckets_are_single_distances_then_logarithmic() -> None:
+    buckets = t5_buckets_of(torch.arange(300), 32, 128)
+    assert buckets[:17].tolist() == list(range(17))
+    assert buckets[127].item() == 31
+    assert (buckets[128:] == 31).all()
+    assert (buckets.diff() >= 0).all()
+    assert len(buckets.unique()) == 32
+    # 16 + floor(16 log(d / 16) / log(8)): the first distance of each power of two is where it should be
+    assert [buckets[distance].item() for distance in (32, 64)] == [16 + 5, 16 + 10]
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_buckets=st.integers(2, 64), excess=st.integers(1, 500))
+def test_buckets_rise_and_end_at_the_last_one(num_buckets: int, excess: int) -> None:
+    max_distance = num_buckets // 2 + excess
+    buckets = t5_buckets_of(torch.arange(max_distance + 5), num_buckets, max_distance)
+    assert (buckets.diff() >= 0).all()
+    assert buckets[0] == 0
+    assert (buckets[max_distance:] == num_buckets - 1).all()
+
+
+def test_rms_norm_divides_by_the_root_mean_square() -> None:
+    norm, values = RMSNorm(8).double(), torch.randn(3, 8, dtype=torch.float64)
+    expected = values / values.square().mean(-1, keepdim=True).add(1e-5).sqrt()
+    torch.testing.assert_close(norm(values), expected)
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "swiglu"])
+def test_feed_forward_is_its_formula(kind) -> None:
+    layer = FeedForward(ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind, init_std=0.5), 0).double()
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    inner = x @ layer.inner_weight.T
+    if kind == "swiglu":
+        gate = x @ layer.gate_weight.T
+        expected = (gate * torch.sigmoid(gate) * inner) @ layer.output_weight.T
+    else:
+        active = inner.clamp(min=0) if kind == "relu" else inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+        expected = active @ layer.output_weight.T
+    torch.testing.assert_close(layer(x, dropout=None), expected)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (9, 20)])
+def test_z_loss_changes_gradients_but_not_the_loss_shown(cutoffs: tuple[int, ...]) -> None:
+    plain, drawn = tiny_model(cutoffs=cutoffs), tiny_model(cutoffs=cutoffs, z_loss=0.1)
+    tokens_BL, targets_BL = random_tokens(2, 6), random_tokens(2, 6, 1)
+    assert torch.equal(plain(tokens_BL, targets_BL)[0], drawn(tokens_BL, targets_BL)[0])
+    if not cutoffs:
+        hidden_BLD, _ = plain.hidden_states(tokens_BL)
+        log_sums = plain.head.bins[0](hidden_BLD).logsumexp(-1)
+        (plain(tokens_BL, targets_BL)[0] + 0.1 * log_sums.square()).mean().backward()
+        drawn(tokens_BL, targets_BL)[0].mean().backward()
+        for (name, one), other in zip(plain.named_parameters(), drawn.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+    else:
+        found, expected = gradients_of(drawn), gradients_of(plain)
+        assert any(not torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_position": "pre", "norm": "rmsnorm", "query_key_norm": True}], ids=str)
+def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> None:
+    model = tiny_model(**COMPRESSIVE, **options)
+    found = gradients_of(model)
+    convolutions = {name for name in found if name.startswith("compressions.")}
+    assert convolutions == {f"compressions.{layer}.{part}" for layer in range(2) for part in ("weight", "bias")}
+    assert all(found[name].abs().max() > 0 for name in convolutions)
+    # The same model whose compressed rows are made by a convolution that learns nothing: every other gradient is equal.
+    still = tiny_model(**COMPRESSIVE, **options)
+    for compression in still.compressions or ():
+        for name in ("weight", "bias"):
+            getattr(compression, name).requires_grad_(False)
+    expected = gradients_of(still)
+    assert expected.keys() == found.keys() - convolutions
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_reconstruction_is_learned() -> None:
+    torch.manual_seed(0)
+    model = TransformerXL(
+        ModelConfig(vocab_size=37, num_layers=1, d_model=16, num_heads=2, init_std=0.2, **COMPRESSIVE)
+    )
+    assert model.compressions is not None
+    optimizer = torch.optim.Adam(model.compressions[0].parameters(), lr=1e-2)
+    stream_BT, errors = random_tokens(8, 25), []
+    for _ in range(60):
+        _, memory = stream_nll(model, stream_BT[:, :13], [12])
+        _, _, error = model._run_layers(stream_BT[:, 12:24], memory, None, None, None)
+        assert error is not None
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+        errors.append(error.item())
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_compressed_rows_are_those_of_the_formula() -> None:
+    model = tiny_model(**COMPRESSIVE, compression="mean", num_layers=1)
+    stream_BT, starts_BT = random_tokens(2, 17), random_starts(2, 17)
+    _, memory = stream_nll(model, stream_BT, [16], starts_BT)
+    assert memory is not None
+    embedded_BTD = model.embedding(stream_BT[:, :16])
+    recent_BMD, compressed_BKD, compressed_documents_BK, documents_BM = memory
+    assert torch.equal(recent_BMD, embedded_BTD[:, 10:])
+    torch.testing.assert_close(compressed_BKD, embedded_BTD[:, 2:10].unflatten(1, (4, 2)).mean(2))
+    counted_BT = starts_BT[:, :16].cumsum(1) - starts_BT[:, :16].sum(1, keepdim=True)
+    assert torch.equal(documents_BM.long(), counted_BT[:, 10:])
+    assert torch.equal(compressed_documents_BK.long(), counted_BT[:, 3:10:2])
+
+
+def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> None:
+    model = tiny_model(**COMPRESSIVE, compression="mean", num_layers=1, isolate_documents=True)
+    stream_BT, starts_BT = random_tokens(1, 13), torch.zeros(1, 13, dtype=torch.bool)
+    starts_BT[:, 3] = True  # the second token of the second group
+    _, memory = stream_nll(model, stream_BT, [12], starts_BT)
+    assert memory is not None
+    torch.testing.assert_close(memory[1][:, 1], model.embedding(stream_BT[:, 3]))
+    assert memory[2].tolist() == [[-1, 0, 0]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    segments=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    memory_length=st.integers(1, 15),
+    rate=st.integers(1, 5),
+)
+def test_rows_leave_in_whole_groups_whatever_the_segments(segments: list[int], memory_length: int, rate: int) -> None:
+    recent, gone, total = 0, 0, 0
+    for length in segments:
+        total += length
+        leaving = num_leaving_rows(recent, length, memory_length, rate)
+        recent, gone = recent + length - leaving, gone + leaving
+        assert leaving % rate == 0
+        assert recent < memory_length + rate
+        assert gone == 0 or recent >= memory_length
+        assert recent + gone == total
+
+
+def test_without_memory_nothing_compressed_is_seen_either() -> None:
+    model = tiny_model(**COMPRESSIVE)
+    tokens_BL = random_tokens(2, 6)
+    _, memory = stream_nll(model, random_tokens(2, 21), [10, 10])
+    alone, empty = model(tokens_BL, tokens_BL, None, memory_length=0)
+    assert torch.equal(model(tokens_BL, tokens_BL, memory, memory_length=0)[0], alone)
+    assert all(part.shape[1] == 0 for part in empty)
+
+
+def test_norms_biases_and_tables_of_distances_do_not_decay() -> None:
+    model = tiny_model(positions="t5", query_key_norm=True, norm="rmsnorm", feed_forward="gelu")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, kept = (
+        {names[id(parameter)] for parameter in group["params"]}
+        for group in parameter_groups(model, OptimConfig(weight_decay=0.1))
+    )
+    assert "distance_bias.bucket_bias" in kept
+    assert {name for name in names.values() if "norm" in name} <= kept
+    assert {name for name in names.values() if name.endswith("weight")} == decayed
