@@ -119,7 +119,10 @@ class TorchEngine:
         self.module: nn.Module = self._master
         if run.engine.precision == "bf16":
             self.module = TransformerXL(
-                self._master.config, run.engine.activation_checkpointing, run.engine.attention_kernel
+                self._master.config,
+                run.engine.activation_checkpointing,
+                run.engine.attention_kernel,
+                run.engine.head_chunk_tokens,
             ).to(world.device)
             self.module.to(torch.bfloat16)
             self._copy_master_to_module()

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "engine.precision",
     "engine.activation_checkpointing",
     "engine.attention_kernel",
+    "engine.head_chunk_tokens",
     "engine.micro_batch_lanes",
     "engine.threads",
     "engine.deepspeed_extra*",

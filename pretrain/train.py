@@ -124,7 +124,10 @@ def build_engine(config: RunConfig, world: World) -> Engine:
     from pretrain.model.transformer_xl import TransformerXL
 
     torch.manual_seed(config.seed)
-    module = TransformerXL(config.model, config.engine.activation_checkpointing, config.engine.attention_kernel)
+    engine = config.engine
+    module = TransformerXL(
+        config.model, engine.activation_checkpointing, engine.attention_kernel, engine.head_chunk_tokens
+    )
     slots = accumulation_steps(config, world.world_size)
     if config.engine.kind == "torch":
         from pretrain.engine import TorchEngine

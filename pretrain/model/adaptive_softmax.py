@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
 from pretrain.model.embedding import Embedding, EmbeddingBin, bin_ranges, bin_width
@@ -57,10 +58,15 @@ class OutputBin(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Negative log-likelihoods in token order; without cutoffs an ordinary softmax."""
+    """Negative log-likelihoods in token order; without cutoffs an ordinary softmax.
 
-    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+    With `chunk_tokens` training holds the logits of so many tokens at most: each chunk's are computed once more in the
+    backward pass.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, chunk_tokens: int = 0) -> None:
         super().__init__()
+        self._chunk_tokens = chunk_tokens
         self._ranges = bin_ranges(config)
         self._z_loss = config.z_loss
         self.bins = nn.ModuleList(OutputBin(config, embedding, index) for index in range(len(self._ranges)))
@@ -70,7 +76,21 @@ class AdaptiveSoftmax(nn.Module):
         hidden_TD = hidden_BLD.flatten(0, 1)
         if targets_BL is None:
             return self._log_probabilities(hidden_TD).unflatten(0, hidden_BLD.shape[:2])
-        return self._nll(hidden_TD, targets_BL.flatten()).view(targets_BL.shape)
+        return self._chunked_nll(hidden_TD, targets_BL.flatten()).view(targets_BL.shape)
+
+    def _chunked_nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        size = self._chunk_tokens or len(targets_T)
+        if size >= len(targets_T):
+            return self._nll(hidden_TD, targets_T)
+        chunks = zip(hidden_TD.split(size), targets_T.split(size), strict=True)
+        return torch.cat([self._recomputed_nll(*chunk) for chunk in chunks])
+
+    def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._nll(hidden_TD, targets_T)
+        nll_T = checkpoint(self._nll, hidden_TD, targets_T, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(nll_T, Tensor)
+        return nll_T
 
     def _nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
         head_targets_T = targets_T

@@ -49,6 +49,7 @@ class TransformerXL(nn.Module):
         config: ModelConfig,
         activation_checkpointing: ActivationCheckpointing = "none",
         attention_kernel: AttentionKernel = "auto",
+        head_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
         if config.vocab_size < 1:
@@ -66,7 +67,7 @@ class TransformerXL(nn.Module):
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
         self.distance_bias = DistanceBias(config) if config.positions in ("alibi", "t5") else None
-        self.head = AdaptiveSoftmax(config, self.embedding)
+        self.head = AdaptiveSoftmax(config, self.embedding, head_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)

@@ -55,8 +55,8 @@ def memory_parts(run: RunConfig, world_size: int) -> list[Part]:
         Part("activations", _activations(run, lanes, width), _activation_formula(run)),
         Part(
             "logits",
-            LOGIT_COPIES * MASTER_BYTES * lanes * run.data.segment_length * _logit_columns(run),
-            f"{LOGIT_COPIES} * 4 T B V",
+            LOGIT_COPIES * MASTER_BYTES * _logit_rows(run, lanes) * _logit_columns(run),
+            f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B",
         ),
     ]
 
@@ -123,6 +123,11 @@ def _attended_pairs(run: RunConfig) -> float:
 def _activation_formula(run: RunConfig) -> str:
     one = "b [K B d + 2 K B k + 3 T B h + 3 T B d + T B f + H B pairs + K h] + 16 T B"
     return f"L T B d b + {one}" if run.engine.activation_checkpointing == "full" else f"L times {one}"
+
+
+def _logit_rows(run: RunConfig, lanes: int) -> int:
+    tokens = lanes * run.data.segment_length
+    return min(run.engine.head_chunk_tokens or tokens, tokens)
 
 
 def _logit_columns(run: RunConfig) -> int:

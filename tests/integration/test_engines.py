@@ -140,8 +140,8 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: 
 
 @pytest.fixture(scope="session")
 def variants(tiny_corpus: Path, output: Path) -> Results:
-    """Every variant under ZeRO-3 with checkpointing on two ranks, whole and resumed, and in plain torch on one."""
-    engine = engine_settings(3, "fp32", "full", micro=2)
+    """Whole and resumed under ZeRO-3 with checkpointing and a chunked head on two ranks; in plain torch on one."""
+    engine = {**engine_settings(3, "fp32", "full", micro=2), "head_chunk_tokens": 6}
     plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
     on_two = [
         {**each, "model": model}

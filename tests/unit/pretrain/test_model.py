@@ -147,6 +147,26 @@ def test_checkpointed_layers_give_bitwise_the_same_gradients_with_dropout(varian
         assert torch.equal(gradient, results["full"][1][name]), name
 
 
+@pytest.mark.parametrize("variant", ["plain", "adaptive_div2", "rope"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_a_chunked_head_changes_neither_losses_nor_gradients(variant: str, chunk_tokens: int) -> None:
+    whole = tiny_model(**VARIANTS[variant], **DROPPING)
+    chunked = TransformerXL(whole.config, head_chunk_tokens=chunk_tokens).double()
+    chunked.load_state_dict(whole.state_dict())
+    found, expected = train_two_segments(chunked, [0, 3, 5]), train_two_segments(whole, [0, 3, 5])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients(chunked), gradients(whole), rtol=1e-10, atol=1e-12)
+
+
+def test_a_chunked_head_never_holds_the_logits_of_more_tokens_than_a_chunk() -> None:
+    model = TransformerXL(TINY, head_chunk_tokens=5)
+    sizes: list[int] = []
+    model.head.bins[0].register_forward_hook(lambda _module, _inputs, logits_TV: sizes.append(len(logits_TV)))
+    model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()
+    assert sizes[:3] == [5, 5, 2]
+    assert sorted(sizes[3:]) == [2, 5, 5]  # once more, in the backward pass
+
+
 def test_checkpointing_recomputes_layers_in_the_backward_pass() -> None:
     calls = 0
 
