@@ -68,15 +68,14 @@ def rotated_BXNH(values_BXNH: Tensor, encodings_XH: Tensor) -> Tensor:
     return torch.cat([first * cos_X1H + second * sin_X1H, second * cos_X1H - first * sin_X1H], dim=-1)
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
+def alibi_slopes_N(num_heads: int, device: torch.device) -> Tensor:
     """Slopes of linear biases (Press et al. 2022): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
 
     Other numbers of heads take those of the next lower power of two, then every second one of the next higher.
     """
     whole = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
-    between = [2.0 ** (-4.0 * (head + 1) / whole) for head in range(0, 2 * whole, 2)]
-    return (slopes + between)[:num_heads]
+    steps = torch.arange(1, whole + 1, dtype=torch.float64, device=device)
+    return 2.0 ** (-8.0 / whole * torch.cat([steps, steps - 0.5])[:num_heads])
 
 
 def t5_buckets_of(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
@@ -107,5 +106,4 @@ class DistanceBias(nn.Module):
         if self.bucket_bias is not None:
             buckets_C = t5_buckets_of(distances_C, self._config.t5_buckets, self._config.t5_max_distance)
             return nn.functional.embedding(buckets_C, self.bucket_bias)
-        slopes_N = torch.tensor(alibi_slopes(self._config.num_heads), dtype=torch.float64, device=device)
-        return (-distances_C[:, None] * slopes_N).to(dtype)
+        return (-distances_C[:, None] * alibi_slopes_N(self._config.num_heads, device)).to(dtype)

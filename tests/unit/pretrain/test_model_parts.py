@@ -14,7 +14,7 @@ from pretrain.config import ModelConfig, OptimConfig
 from pretrain.model.compression import num_leaving_rows
 from pretrain.model.feed_forward import FeedForward
 from pretrain.model.parameters import RMSNorm
-from pretrain.model.positions import DistanceBias, alibi_slopes, rotated_BXNH, sinusoids_PD, t5_buckets_of
+from pretrain.model.positions import DistanceBias, alibi_slopes_N, rotated_BXNH, sinusoids_PD, t5_buckets_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import parameter_groups
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
@@ -57,10 +57,11 @@ def test_rotation_is_the_complex_product_of_roformer() -> None:
 
 
 def test_linear_biases_have_the_published_slopes() -> None:
-    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
-    assert alibi_slopes(2) == [2.0**-4, 2.0**-8]
-    assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
-    bias_CN = DistanceBias(ModelConfig(positions="alibi", num_heads=2))(4, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    assert alibi_slopes_N(8, cpu).tolist() == [2.0**-power for power in range(1, 9)]
+    assert alibi_slopes_N(2, cpu).tolist() == [2.0**-4, 2.0**-8]
+    assert alibi_slopes_N(6, cpu).tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    bias_CN = DistanceBias(ModelConfig(positions="alibi", num_heads=2))(4, torch.float32, cpu)
     assert bias_CN[:, 0].tolist() == [-3 / 16, -2 / 16, -1 / 16, 0.0]
 
 
