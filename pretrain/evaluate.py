@@ -27,8 +27,9 @@ from data_pipeline.tokenizer import Tokenizer
 from pretrain.config import RunConfig
 from pretrain.console import perplexity
 from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
-from pretrain.engine import Engine, Memory, evaluate_module
+from pretrain.engine import Engine, Memory, batch_tensors
 from pretrain.inference import TrainedModel, load_tokenizer, load_trained
+from pretrain.model.cached import Stream, new_stream
 
 
 class Scorer(Protocol):
@@ -55,15 +56,22 @@ class EvaluationResult:
     loss_by_position: tuple[float, ...]  # of the segment: the later, the more the segment itself tells
 
 
-@dataclass(frozen=True)
 class TrainedScorer:
-    """A whole model on this process."""
+    """A whole frozen model on this process, which remembers projected keys and values: exact, and several times faster.
 
-    trained: TrainedModel
-    world: World
+    The cache stays inside: a call without a memory begins new streams, and the memory handed out is empty.
+    """
+
+    def __init__(self, trained: TrainedModel, world: World) -> None:
+        self.trained = trained
+        self.world = world
+        self._stream: Stream | None = None
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
-        return evaluate_module(self.trained.module, batch, memory, memory_length, self.world.device)
+        tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
+        if memory is None or self._stream is None:
+            self._stream = new_stream(self.trained.module, memory_length, tokens_BL.shape[1])
+        return self._stream.nll_BL(tokens_BL, targets_BL, starts_BL), ()
 
 
 def evaluate(

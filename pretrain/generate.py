@@ -1,7 +1,7 @@
 """`pretrain generate`: text sampled from a trained model. The prompt goes in by segments, then token by token.
 
-Each token costs one forward pass of length 1 against the memory, however long the text has become: that is what the
-recurrence is for. B samples, L tokens, V vocabulary.
+Each token costs one forward pass of length 1 against cached keys and values, however long the text has become: that is
+what the recurrence is for. B samples, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.inference import inference_device, load_tokenizer, load_trained
+from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 
 
@@ -61,15 +62,17 @@ def generate(
     tokens_BL = torch.tensor([prompt] * num_samples, device=device)
     starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
     starts_BL[:, 1:] = tokens_BL[:, :-1] == end_id
-    logits_BLV, memory = tokens_BL, None
+    length = module.config.memory_length if memory_length is None else memory_length
+    stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))
+    logits_BLV = tokens_BL
     for begin in range(0, tokens_BL.shape[1], segment_length):
         part = slice(begin, begin + segment_length)
-        logits_BLV, memory = module.logits_BLV(tokens_BL[:, part], memory, starts_BL[:, part], memory_length, 1)
+        logits_BLV = stream.logits_BLV(tokens_BL[:, part], starts_BL[:, part], 1)
     for remaining in reversed(range(num_tokens)):
         yield (tokens_B := choose(logits_BLV[:, -1], sampling, generator))
         if remaining:
             starts_BL, tokens_BL = tokens_BL[:, -1:] == end_id, tokens_B[:, None].to(device)
-            logits_BLV, memory = module.logits_BLV(tokens_BL, memory, starts_BL, memory_length)
+            logits_BLV = stream.logits_BLV(tokens_BL, starts_BL)
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from data_pipeline.errors import UserError
 from pretrain.bench.attention import attention_comparisons
 from pretrain.bench.compare import Comparison, Measurement, measure, table
+from pretrain.bench.evaluation import evaluation_comparisons
 from pretrain.bench.training import training_comparisons
 from pretrain.console import si
 from pretrain.throughput import measured_matmul_peak
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def all_comparisons() -> list[Comparison]:
     """Everything the bench measures, the quick ones first."""
-    return [*attention_comparisons(), *training_comparisons()]
+    return [*attention_comparisons(), *evaluation_comparisons(), *training_comparisons()]
 
 
 def machine() -> str:

@@ -20,6 +20,7 @@ class Comparison:
     candidate: Callable[[], object]
     rounds: int
     flops: float = 0.0  # that the candidate's matrix products need; 0: not counted
+    candidate_work: float = 1.0  # how many times the baseline's work one call of the candidate does
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,12 @@ class Measurement:
     baseline_seconds: list[float]
     candidate_seconds: list[float]
     flops: float
+    candidate_work: float = 1.0
 
     @property
     def ratios(self) -> list[float]:
         """How many times as fast the candidate was, round by round."""
-        return [a / b for a, b in zip(self.baseline_seconds, self.candidate_seconds, strict=True)]
+        return [self.candidate_work * a / b for a, b in zip(self.baseline_seconds, self.candidate_seconds, strict=True)]
 
     @property
     def ratio(self) -> float:
@@ -60,7 +62,14 @@ def measure(comparison: Comparison, clock: Callable[[], float] = time.perf_count
             work()
             if index > 0:
                 seconds[name].append(clock() - begin)
-    return Measurement(comparison.name, comparison.goal, seconds["baseline"], seconds["candidate"], comparison.flops)
+    return Measurement(
+        comparison.name,
+        comparison.goal,
+        seconds["baseline"],
+        seconds["candidate"],
+        comparison.flops,
+        comparison.candidate_work,
+    )
 
 
 def table(measurements: list[Measurement], flops_per_second: float) -> str:

@@ -54,9 +54,13 @@ class Operands:
         query_BLHD, position_KHX, content_bias_HD, position_bias_HD, *parts = inputs
         query = query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes]
         heads, lanes, _, width = query.shape
-        key_value = scratch.take("key and value", 2, heads, lanes, sum(part.shape[1] for part in parts), width)
-        for part, rows in zip(group_parts(group, parts), row_ranges(parts), strict=True):
-            key_value[:, :, :, rows] = part
+        views = group_parts(group, parts)
+        if len(views) == 1 and views[0].stride(-2) == width:  # a cache, which lies heads first already
+            key_value = views[0]
+        else:
+            key_value = scratch.take("key and value", 2, heads, lanes, sum(part.shape[1] for part in parts), width)
+            for part, rows in zip(views, row_ranges(parts), strict=True):
+                key_value[:, :, :, rows] = part
         key_PKD, value_PKD = key_value.flatten(1, 2)
         content = _scaled(query, content_bias_HD, group, scratch.take("content query", *query.shape))
         operands = (heads, content.flatten(0, 1), key_PKD, value_PKD)
@@ -66,8 +70,9 @@ class Operands:
             position_query = query.new_ones(()).expand(*query.shape[:3], 1)
         else:
             position_query = _scaled(query, position_bias_HD, group, scratch.take("position query", *query.shape))
-        position_hKX = scratch.take("position", heads, len(position_KHX), position_KHX.shape[2])
-        position_hKX.copy_(position_KHX.transpose(0, 1)[group.heads])
+        position_hKX = position_KHX.transpose(0, 1)[group.heads]
+        if position_hKX.stride(1) != position_hKX.shape[2]:
+            position_hKX = scratch.take("position", *position_hKX.shape).copy_(position_hKX)
         return cls(*operands, position_query, position_hKX)
 
     def positions(self, block: Block) -> tuple[Tensor, Tensor] | None:

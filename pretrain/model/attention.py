@@ -65,18 +65,22 @@ class RelativeAttention(nn.Module):
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi, t5).
         """
-        if self._positions == "relative" and (content_bias_NH is None or position_bias_NH is None):
-            content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
-        query_BLNH = self._query(segment_BLD, positions_CX)
-        parts = self._key_value_parts((memory_BMD, segment_BLD), positions_CX)
-        terms = self._terms(positions_CX, content_bias_NH, position_bias_NH)
-        attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
-        weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
-        attended_BLNH = attend(query_BLNH, parts, terms, visibility, weight_dropout)
-        output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
-        return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
+        parts, first = [], 0
+        for source_BXD in (memory_BMD, segment_BLD):
+            rows = slice(first, first + source_BXD.shape[1])
+            first = rows.stop
+            if source_BXD.shape[1]:
+                parts.append(self.placed(self.keys_and_values(source_BXD), positions_CX[rows]))
+        return self.read(
+            self.queries(segment_BLD, positions_CX),
+            parts,
+            self.terms(positions_CX, content_bias_NH, position_bias_NH),
+            visibility=visibility,
+            dropout=dropout,
+        )
 
-    def _query(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
+    def queries(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
+        """[B, L, N, H]"""
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
         if self.query_norm is not None:
             query_BLNH = self.query_norm(query_BLNH)
@@ -84,42 +88,55 @@ class RelativeAttention(nn.Module):
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
         return query_BLNH
 
-    def _key_value_parts(self, sources: Sequence[Tensor], positions_CX: Tensor) -> list[Tensor]:
-        """Keys and values [B, rows, 2, G, H] of memory and segment.
+    def keys_and_values(self, source_BXD: Tensor) -> Tensor:
+        """[B, X, 2, G, H], independent of where the rows stand.
 
-        They are projected apart: memory rows need neither a query nor, mostly, an input gradient.
+        Memory and segment are projected apart: memory rows need neither a query nor, mostly, an input gradient.
         """
-        parts, first = [], 0
-        for source_BXD in sources:
-            rows = slice(first, first + source_BXD.shape[1])
-            first = rows.stop
-            if source_BXD.shape[1]:
-                part = linear(source_BXD, self.key_value_weight).unflatten(-1, (2, self._num_key_heads, -1))
-                parts.append(self._finished_keys(part, positions_CX[rows]))
-        return parts
-
-    def _finished_keys(self, part: Tensor, positions_XX: Tensor) -> Tensor:
-        if self.key_norm is None and self._positions != "rope":
+        part = linear(source_BXD, self.key_value_weight).unflatten(-1, (2, self._num_key_heads, -1))
+        if self.key_norm is None:
             return part
         key_BXGH, value_BXGH = part.unbind(2)
-        if self.key_norm is not None:
-            key_BXGH = self.key_norm(key_BXGH)
-        if self._positions == "rope":
-            key_BXGH = rotated_BXNH(key_BXGH, positions_XX)
-        return torch.stack((key_BXGH, value_BXGH), dim=2)
+        return torch.stack((self.key_norm(key_BXGH), value_BXGH), dim=2)
 
-    def _terms(
+    def placed(self, key_values: Tensor, positions_XX: Tensor) -> Tensor:
+        """Keys and values with the keys at their distances, where positions turn keys (rope)."""
+        if self._positions != "rope":
+            return key_values
+        key_BXGH, value_BXGH = key_values.unbind(2)
+        return torch.stack((rotated_BXNH(key_BXGH, positions_XX), value_BXGH), dim=2)
+
+    def terms(
         self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
     ) -> DistanceTerms:
+        """What distances add to the scores."""
         if self._positions == "rope":
             return DistanceTerms()
         if self._positions != "relative":
             return DistanceTerms(distance_bias_CN=positions_CX)
+        if content_bias_NH is None or position_bias_NH is None:
+            content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
         return DistanceTerms(
             position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
             content_bias_NH=content_bias_NH,
             position_bias_NH=position_bias_NH,
         )
+
+    def read(
+        self,
+        query_BLNH: Tensor,
+        parts: Sequence[Tensor],
+        terms: DistanceTerms,
+        *,
+        visibility: Visibility,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        """What the queries read from `parts`, which together are the C keys and values: [B, L, D]."""
+        attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
+        weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
+        attended_BLNH = attend(query_BLNH, parts, terms, visibility, weight_dropout)
+        output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
+        return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._head_width))

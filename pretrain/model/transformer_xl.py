@@ -135,7 +135,7 @@ class TransformerXL(nn.Module):
         recent, compressed = self._usable_memory(memory, hidden_BLD, length)
         documents_BL = segment_documents(recent[-1], tokens_BL.shape[1], starts_BL)
         documents_BC = torch.cat([*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1)
-        positions_CX = self._positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
+        positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
         visibility = self._visibility(documents_BC, hidden_BLD, length)
         inputs_BLD = []
         for index, layer in enumerate(self.layers):
@@ -194,8 +194,8 @@ class TransformerXL(nn.Module):
         levels = extended(recent, inputs_BLD, documents_BL, total - count if length else 0)
         return (*levels[:-1], *kept, levels[-1]), torch.stack(errors).sum()
 
-    def _positions_CX(self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None) -> Tensor:
-        """Encodings [C, D or H], or biases [C, N]; the paper drops parts of its encodings too."""
+    def positions_CX(self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None) -> Tensor:
+        """Encodings [C, D or H], or biases [C, N], farthest first; the paper drops parts of its encodings too."""
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
         positions_CX = self._encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)

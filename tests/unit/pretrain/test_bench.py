@@ -79,6 +79,10 @@ def test_every_promised_comparison_is_there() -> None:
     assert [(each.name, each.goal) for each in all_comparisons()] == [
         ("attention module, segment = memory = 128", 1.8),
         ("attention module, segment = memory = 512", 4.5),
+        ("cached evaluation, segment 128, memory 1600, against the original's", 3.0),
+        ("cached evaluation, segment 128, memory 1600, against our hidden states", 1.7),
+        ("cached layer, attention length 3800, against the original's sliding window", 3000.0),
+        ("cached layer, attention length 3800, against our own sliding window", 2000.0),
         ("12-layer training step, segment = memory = 128", 1.5),
         ("12-layer training step, segment = memory = 512", 3.0),
     ]
