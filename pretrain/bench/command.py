@@ -16,6 +16,7 @@ from data_pipeline.errors import UserError
 from pretrain.bench.attention import attention_comparisons
 from pretrain.bench.compare import Comparison, Measurement, measure, table
 from pretrain.bench.evaluation import evaluation_comparisons
+from pretrain.bench.scaling import growth_table
 from pretrain.bench.training import training_comparisons
 from pretrain.console import si
 from pretrain.throughput import measured_matmul_peak
@@ -46,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     measurements = list(_measured(comparisons))
     report = table(measurements, peak)
     print(report)
+    if not arguments.only:
+        growth = growth_table()
+        print(f"\n{growth}")
+        report = f"{report}\n\n{growth}"
     if arguments.append is not None:
         with arguments.append.open("a") as file:
             file.write(f"\n## {datetime.date.today().isoformat()}\n\n{heading}.\n\n{report}\n")

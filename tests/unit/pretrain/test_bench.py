@@ -10,6 +10,7 @@ import torch
 from data_pipeline.errors import UserError
 from pretrain.bench.command import add_arguments, all_comparisons, machine, run
 from pretrain.bench.compare import Comparison, Measurement, measure, table
+from pretrain.bench.scaling import points
 from pretrain.model.original import original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
@@ -104,3 +105,11 @@ def test_the_machine_is_described_without_its_name() -> None:
 
     assert platform.node() not in machine()
     assert "torch" in machine()
+
+
+def test_what_grows_a_token_s_cost_is_varied_one_at_a_time() -> None:
+    base, *others = points()
+    for other in others:
+        changed = [name for name, value in vars(other.model).items() if value != getattr(base.model, name)]
+        assert len(changed) + (other.segment_length != base.segment_length) == 1, other.name
+        assert other.flops_per_token != base.flops_per_token
