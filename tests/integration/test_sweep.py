@@ -1,0 +1,74 @@
+"""A sweep of real runs on this machine: killed cells are tried again, alone, and end with the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.run_dir import RunDir
+
+STEPS = 300
+CELLS = ("narrow", "wide", "other-seed")
+
+
+@pytest.fixture(scope="module")
+def sweep(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "tiny.yaml").write_text(
+        f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 50}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{interval: 1, tensorboard: false}}
+"""
+    )
+    overrides = {"narrow": "[model.d_model=16]", "wide": "[]", "other-seed": "[seed=2]"}
+    cells = "".join(f"- {{name: {name}, experiment: tiny.yaml, overrides: {overrides[name]}}}\n" for name in CELLS)
+    (folder / "sweep.yaml").write_text(f"format: 1\nname: tiny\ncells:\n{cells}")
+    return folder / "sweep.yaml"
+
+
+def submit(sweep: Path, runs: Path, action: str = "submit") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launcher", "sweep", action, str(sweep), "--local", "-j", "2", "--runs", str(runs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(runs: Path, cell: str) -> list[float]:
+    return [line["loss"] for line in RunDir(runs / cell).read_metrics() if line["kind"] == "train"]
+
+
+def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(sweep, tmp_path):
+    first = submit(sweep, tmp_path / "killed")
+    assert first.stdout is not None
+    lines = [first.stdout.readline() for _ in range(3)]
+    pids = {match[1]: int(match[2]) for line in lines if (match := re.match(r"(\S+): process (\d+)", line))}
+    assert set(pids) == {"narrow", "wide"}
+    while len(losses(tmp_path / "killed", "wide")) < 60:
+        assert first.poll() is None
+    os.kill(pids["wide"], signal.SIGKILL)
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == 2, output
+    assert "1 cells failed: wide" in output
+
+    second, _ = submit(sweep, tmp_path / "killed").communicate(timeout=120)
+    assert "2 of 3 cells are done" in second
+    assert re.findall(r"(\S+): process", second) == ["wide"]
+    assert "all 3 cells are done" in second
+
+    undisturbed = submit(sweep, tmp_path / "undisturbed")
+    output, _ = undisturbed.communicate(timeout=120)
+    assert undisturbed.returncode == 0, output
+    for cell in CELLS:
+        assert len(losses(tmp_path / "killed", cell)) == STEPS
+        assert losses(tmp_path / "killed", cell) == losses(tmp_path / "undisturbed", cell)
+
+    status, _ = submit(sweep, tmp_path / "killed", "status").communicate(timeout=60)
+    assert status.count("done") == len(CELLS) + 1
