@@ -83,4 +83,12 @@ def _dispatch(arguments: list[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"pretrain {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     module.add_arguments(parser)
-    return module.run(parser.parse_intermixed_args(rest))
+    return module.run(_parsed(parser, rest))
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Settings may stand between the options, but for commands with actions, where argparse refuses that."""
+    try:
+        return parser.parse_intermixed_args(arguments)
+    except TypeError:
+        return parser.parse_args(arguments)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from pretrain.cli import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: pretrain {command}" in capsys.readouterr().out
+
+
+def test_a_command_with_actions_takes_its_arguments(capsys):
+    assert main(["scale", "fit", "nowhere.csv"]) == 2
+    assert "nowhere.csv" in capsys.readouterr().err
+
+
+def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("model: {vocab_size: 100}\n")
+    arguments = [str(tmp_path / "x.yaml"), "--mfu", "0.5", "model.num_layers=2", "--explain", "model.d_model=64"]
+    assert main(["describe", *arguments]) == 0
+    assert "2 L" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
