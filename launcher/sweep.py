@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher sweep`."""
     parser.add_argument("action", choices=("submit", "status"), help="run what is not done yet, or show what is")
     parser.add_argument("sweep", type=Path, help="sweep file, as 'pretrain scale plan' writes it")
-    parser.add_argument("--runs", type=Path, help="where the cells' directories are (default runs/SWEEP)")
+    parser.add_argument("--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)")
     parser.add_argument("--local", action="store_true", help="on this machine")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="cells at a time (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each cell (default %(default)s)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when every cell is done (or for `status`), 2 when one failed, 75 when stopped on request."""
     sweep = read_sweep(arguments.sweep)
-    runs = arguments.runs or Path("runs") / sweep.name
+    runs = arguments.runs_dir or Path("runs") / sweep.name
     if arguments.action == "status":
         for line in status_lines([state_of(cell, arguments.sweep, runs) for cell in sweep.cells]):
             print(line)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed)} cells failed: {', '.join(failed)}; the same command tries them again, and only them")
         return EXIT_USER_ERROR
-    print(f"all {len(sweep.cells)} cells are done; next: pretrain scale collect {arguments.sweep} --runs {runs}")
+    print(f"all {len(sweep.cells)} cells are done; next: pretrain scale collect {arguments.sweep} --runs-dir {runs}")
     return 0
 
 
