@@ -37,7 +37,8 @@ metrics: {{interval: 1, tensorboard: false}}
 
 
 def submit(sweep: Path, runs: Path, action: str = "submit") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launcher", "sweep", action, str(sweep), "--local", "-j", "2", "--runs-dir", str(runs)]
+    options = ["--local", "--jobs=2", f"--runs-dir={runs}"]
+    command = [sys.executable, "-m", "launcher", "sweep", action, str(sweep), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
