@@ -22,6 +22,7 @@ COMMANDS = {
     "train": ("pretrain.train", "train or resume one run (one rank's program; 'launcher local' starts several)"),
     "evaluate": ("pretrain.evaluate", "loss, perplexity and bits per character, with memories of several lengths"),
     "generate": ("pretrain.generate", "sample text from a checkpoint"),
+    "export": ("pretrain.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
     "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
     "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),
     "verify-resume": (

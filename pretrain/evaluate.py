@@ -149,7 +149,9 @@ def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain evaluate`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run; its newest good checkpoint is used")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="directory of a run (its newest good checkpoint is used) or an export"
+    )
     parser.add_argument("--data", type=Path, help="corpus made by 'data-pipeline build' (default: the run's)")
     parser.add_argument("--split", default="validation", help="which of its splits (default %(default)s)")
     parser.add_argument(

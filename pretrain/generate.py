@@ -123,7 +123,9 @@ class TextStream:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain generate`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run; its newest good checkpoint is used")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="directory of a run (its newest good checkpoint is used) or an export"
+    )
     parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
     parser.add_argument("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default %(default)s)")
@@ -141,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
     sampling = Sampling(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
     trained = load_trained(arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr))
-    tokenizer = load_tokenizer(trained, arguments.data or trained.config.data.path)
+    tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
     memory_length = trained.config.model.memory_length if arguments.memory_length is None else arguments.memory_length
     tokens = generate(
         trained.module,

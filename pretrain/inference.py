@@ -12,21 +12,26 @@ from data_pipeline.tokenizer import Tokenizer
 from pretrain import checkpoint_files as files
 from pretrain.checkpoint import load_weights
 from pretrain.config import RunConfig
+from pretrain.exported import is_export, load_export
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run_dir import RunDir
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a run's newest good checkpoint, in evaluation mode, and what they belong to."""
+    """Trained weights in evaluation mode, and what they belong to."""
 
     module: TransformerXL
     config: RunConfig
     step: int
+    tokenizer_home: Path  # a directory with the tokenizer in it: the corpus, or the export itself
 
 
 def load_trained(run: Path, device: torch.device, say=print) -> TrainedModel:
-    """Load the newest good checkpoint of the run in `run`; a damaged one is said by name and the one before it used."""
+    """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used."""
+    if is_export(run):
+        module, config, step = load_export(run)
+        return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
     found = files.newest_good(run_dir.checkpoints, say)
     if found is None:
@@ -34,7 +39,7 @@ def load_trained(run: Path, device: torch.device, say=print) -> TrainedModel:
     config = run_dir.config
     module = TransformerXL(config.model)
     load_weights(module, found)
-    return TrainedModel(module.to(device).eval(), config, found.step)
+    return TrainedModel(module.to(device).eval(), config, found.step, config.data.path)
 
 
 def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
@@ -46,7 +51,7 @@ def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
             f"{trained.config.model.vocab_size}; give the corpus of the run ({trained.config.data.path}) "
             "or one built with its tokenizer (tokenizer.path)"
         )
-    own = trained.config.data.path / "tokenizer"
+    own = trained.tokenizer_home / "tokenizer"
     if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():
         expected = Tokenizer.load(own).fingerprint
         if tokenizer.fingerprint != expected:

@@ -44,7 +44,8 @@ def scorer(corpus):
     torch.manual_seed(1)
     vocab_size = corpus.manifest.vocab_size
     config = ModelConfig(vocab_size=vocab_size, num_layers=2, d_model=16, num_heads=2, memory_length=16, init_std=0.3)
-    trained = TrainedModel(TransformerXL(config).double().eval(), RunConfig(model=config, data=DataConfig(lanes=2)), 0)
+    run = RunConfig(model=config, data=DataConfig(lanes=2))
+    trained = TrainedModel(TransformerXL(config).double().eval(), run, 0, corpus.directory.parent)
     yield TrainedScorer(trained, init_world())
     leave_world()
 
