@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from data_pipeline.corpus import Corpus
-from data_pipeline.lane_plan import check_lanes
-from data_pipeline.lane_tokens import plan_of
+from data_pipeline.errors import DataError
+from data_pipeline.lane_plan import LanePlan, LaneWalk, Run, check_lanes
+from data_pipeline.lane_tokens import check_range, plan_of
+from data_pipeline.mixture import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +28,80 @@ class Piece:
     epoch: int  # of the lane
 
 
-def audit_steps(corpus: Corpus, num_lanes: int, seed: int, segment_length: int, steps: range) -> Iterator[Piece]:
-    """What each lane reads in each of `steps`, in the order of steps and lanes; step 0 is a run's first.
+def audit_steps(
+    corpus: Corpus | Mixture,
+    num_lanes: int,
+    seed: int,
+    segment_length: int,
+    steps: range,
+    lanes: range | None = None,
+) -> Iterator[Piece]:
+    """What each of `lanes` (all) reads in each of `steps`, in the order of steps and lanes; step 0 is a run's first.
 
     DataError when the lanes do not suit the corpus. Finding the first step takes a few binary searches per epoch.
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_document)
-    walks = [plan.walk(lane, *plan.locate(lane, steps.start * segment_length)) for lane in range(num_lanes)]
+    lanes = lanes or range(num_lanes)
+    check_range(lanes, num_lanes)
+    walks = [plan.walk(lane, *plan.locate(lane, steps.start * segment_length)) for lane in lanes]
     for step in steps:
         for walk in walks:
             for run in walk.take(segment_length):
-                shard = corpus.manifest.shards[run.unit]
-                reader = corpus.shard(run.unit)
-                pieces = zip(run.documents.tolist(), run.offsets.tolist(), run.lengths.tolist(), strict=True)
-                for index, offset, count in pieces:
-                    name = reader.document_id(index)
-                    yield Piece(step, walk.lane, shard.path, index, name, offset, count, run.epoch)
+                yield from _pieces(corpus, step, walk.lane, run)
+
+
+def find_document(
+    corpus: Corpus | Mixture, document: str, num_lanes: int, seed: int, segment_length: int, epochs: int
+) -> Iterator[Piece]:
+    """Every reading of the documents with this id in the first `epochs` epochs, in the order of epochs and places.
+
+    DataError when no document has the id. The headers of all shards are searched, no tokens are read.
+    """
+    plan = plan_of(corpus, num_lanes, seed)
+    check_lanes(plan, corpus.manifest.longest_document)
+    places = [(unit, index) for unit in range(len(plan.unit_tokens)) for index in _indices_of(corpus, unit, document)]
+    if not places:
+        raise DataError(
+            f"no document of the {corpus.manifest.documents:,} has the id {document!r}; `inspect` shows some"
+        )
+    token_begins = [0] * num_lanes  # of the epoch, in each lane's stream since the run began
+    for epoch in range(epochs):
+        lane_begins = [plan.lane_begin(epoch, lane) for lane in range(num_lanes + 1)]
+        for place in sorted(begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)):
+            lane = int(np.searchsorted(lane_begins, place, "right")) - 1
+            walk = plan.walk(lane, epoch, place - lane_begins[lane])
+            yield from _reading(corpus, walk, token_begins[lane] + walk.position, segment_length)
+        token_begins = [token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane] for lane in range(num_lanes)]
+
+
+def _indices_of(corpus: Corpus | Mixture, unit: int, document: str) -> list[int]:
+    reader = corpus.shard(unit)
+    return [index for index in range(len(reader)) if reader.document_id(index) == document]
+
+
+def _stream_places(plan: LanePlan, epoch: int, unit: int, index: int) -> list[int]:
+    """Where a document begins in the epoch's stream: once per copy of its unit."""
+    units, begins = plan.epoch_order(epoch)
+    layout = plan.unit_layout(epoch, unit)
+    inside = int(layout.begins[np.flatnonzero(layout.documents == index)[0]])
+    return (begins[np.flatnonzero(units == unit)] + inside).tolist()
+
+
+def _reading(corpus: Corpus | Mixture, walk: LaneWalk, token: int, segment_length: int) -> Iterator[Piece]:
+    """The pieces of the document that begins at the walk's place, which is token number `token` of the lane."""
+    first = walk.take(1)[0]
+    remaining = int(corpus.document_lengths(first.unit)[first.documents[0]])
+    offset = 0
+    while remaining:
+        count = min(remaining, segment_length - token % segment_length)
+        run = replace(first, offsets=np.array([offset]), lengths=np.array([count]))
+        yield from _pieces(corpus, token // segment_length, walk.lane, run)
+        token, offset, remaining = token + count, offset + count, remaining - count
+
+
+def _pieces(corpus: Corpus | Mixture, step: int, lane: int, run: Run) -> Iterator[Piece]:
+    shard = corpus.manifest.shards[run.unit]
+    reader = corpus.shard(run.unit)
+    for index, offset, count in zip(run.documents.tolist(), run.offsets.tolist(), run.lengths.tolist(), strict=True):
+        yield Piece(step, lane, shard.path, index, reader.document_id(index), offset, count, run.epoch)

@@ -45,6 +45,11 @@ class Corpus:
         return cls(path, manifest, check_hashes)
 
     @property
+    def identity(self) -> str:
+        """What a run's state says of its data: another value means other tokens or another order."""
+        return self.manifest.hash
+
+    @property
     def tokenizer_directory(self) -> Path:
         return self.directory.parent / TOKENIZER_DIRECTORY
 

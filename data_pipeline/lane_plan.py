@@ -62,21 +62,35 @@ class LanePlan:
         num_lanes: int,
         seed: int,
         document_lengths: Callable[[int], np.ndarray],
+        units_at: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        """`document_lengths(unit)` gives the tokens of each document of a unit as stored, [D]."""
+        """`document_lengths(unit)` gives the tokens of each document of a unit as stored, [D].
+
+        `units_at(epoch)` lists the units of an epoch, each as often as it is read there; without it, each is read once.
+        """
         self.unit_tokens = np.asarray(unit_tokens, np.int64)
         self.num_lanes = num_lanes
         self.seed = seed
-        self.num_tokens = int(self.unit_tokens.sum())
         self._document_lengths = document_lengths
+        self._units_at = units_at or (lambda epoch: np.arange(len(self.unit_tokens)))
         self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
         self._layouts: OrderedDict[tuple[int, int], UnitLayout] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the first epoch; the others have as many, or a shard's difference where repeats are fractions."""
+        return self.epoch_tokens(0)
+
+    def epoch_tokens(self, epoch: int) -> int:
+        """Tokens that all lanes together read in that epoch."""
+        return int(self.epoch_order(epoch).begins[-1])
 
     def epoch_order(self, epoch: int) -> EpochOrder:
         """The epoch's permutation of the units."""
         order = self._epochs.get(epoch)
         if order is None:
-            units = permutation(len(self.unit_tokens), key_of(self.seed, "units", epoch))
+            listed = self._units_at(epoch)
+            units = listed[permutation(len(listed), key_of(self.seed, "units", epoch))]
             order = EpochOrder(units.astype(np.int32), _begins(self.unit_tokens[units]))
         return _keep(self._epochs, epoch, order, EPOCHS_KEPT)
 
@@ -91,12 +105,12 @@ class LanePlan:
 
     def lane_begin(self, epoch: int, lane: int) -> int:
         """Where the lane's share begins in the epoch's stream; lane N begins at its end."""
-        return self.document_begin(epoch, lane * self.num_tokens // self.num_lanes)
+        return self.document_begin(epoch, lane * self.epoch_tokens(epoch) // self.num_lanes)
 
     def document_begin(self, epoch: int, place: int) -> int:
         """The place at or after `place` in the epoch's stream where a document begins, or where the stream ends."""
-        if place >= self.num_tokens:
-            return self.num_tokens
+        if place >= (end := self.epoch_tokens(epoch)):
+            return end
         units, begins = self.epoch_order(epoch)
         slot = int(np.searchsorted(begins, place, "right")) - 1
         inside = self.unit_layout(epoch, int(units[slot])).begins

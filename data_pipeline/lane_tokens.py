@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lane_plan import LanePlan, Run
 from data_pipeline.mds import ShardReader
+from data_pipeline.mixture import Mixture
 
 
-def plan_of(corpus: Corpus, num_lanes: int, seed: int) -> LanePlan:
-    """The lane plan whose units are the shards of `corpus`."""
+def plan_of(corpus: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:
+    """The lane plan whose units are the shards of `corpus`, or of all corpora of a mixture."""
     unit_tokens = [shard.tokens for shard in corpus.manifest.shards]
-    return LanePlan(unit_tokens, num_lanes, seed, corpus.document_lengths)
+    units_at = partial(corpus.units_at, seed=seed) if isinstance(corpus, Mixture) else None
+    return LanePlan(unit_tokens, num_lanes, seed, corpus.document_lengths, units_at)
 
 
 def check_range(lanes: range, num_lanes: int) -> None:
@@ -31,7 +35,7 @@ def copy_run(reader: ShardReader, run: Run, out: memoryview) -> None:
         place += size
 
 
-def read_runs(corpus: Corpus, runs: list[Run]) -> np.ndarray:
+def read_runs(corpus: Corpus | Mixture, runs: list[Run]) -> np.ndarray:
     """The tokens of some runs, joined."""
     parts = []
     for run in runs:

@@ -16,6 +16,7 @@ from data_pipeline.evaluation_stream import EvaluationStream
 from data_pipeline.lane_plan import LanePlan, LaneWalk, Run, check_lanes
 from data_pipeline.lane_tokens import check_range, copy_run, plan_of, read_runs
 from data_pipeline.mds import ShardReader
+from data_pipeline.mixture import Mixture, tokens_of_parts
 from data_pipeline.segment_batch import LaneCursor, SegmentBatch, check_value
 
 __all__ = ["EvaluationStream", "LaneCursor", "LaneStream", "SegmentBatch"]
@@ -35,7 +36,7 @@ class LaneStream:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | Mixture,
         num_lanes: int,
         seed: int,
         segment_length: int,
@@ -51,6 +52,12 @@ class LaneStream:
         places = _checked_places(cursor, lanes, self._plan, corpus) if cursor else [(0, 0)] * len(lanes)
         self._reader = _BlockReader(corpus, self._plan, lanes, places, segment_length)
         self._segment = self._reader.num_segments  # of the block; this one: the block is used up
+
+    def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
+        """Tokens of each corpus that the cursor's lanes have read since the run began, by the corpus' directory."""
+        corpora = self._corpus.corpora if isinstance(self._corpus, Mixture) else [self._corpus]
+        counts = tokens_of_parts(self._corpus, self._plan, cursor) if cursor else [0] * len(corpora)
+        return {str(corpus.directory): count for corpus, count in zip(corpora, counts, strict=True)}
 
     def __iter__(self) -> Iterator[SegmentBatch]:
         return self
@@ -81,7 +88,7 @@ class LaneStream:
         return LaneCursor(
             seed=self._plan.seed,
             num_lanes=self._plan.num_lanes,
-            manifest_hash=self._corpus.manifest.hash,
+            manifest_hash=self._corpus.identity,
             lanes=self.lanes,
             segment_length=length,
             epochs_B=epochs_B,
@@ -94,7 +101,7 @@ class _BlockReader:
     """The next K segments of every lane, one token more than that, and where each lane stands after each segment."""
 
     def __init__(
-        self, corpus: Corpus, plan: LanePlan, lanes: range, places: list[tuple[int, int]], segment_length: int
+        self, corpus: Corpus | Mixture, plan: LanePlan, lanes: range, places: list[tuple[int, int]], segment_length: int
     ) -> None:
         self.num_segments = max(1, min(BLOCK_SEGMENTS, BLOCK_TOKENS // segment_length))
         self._segment_length = segment_length
@@ -162,9 +169,11 @@ class _BlockReader:
             self._marks[row] = shifted[max(past - 1, 0) :]
 
 
-def _checked_places(cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus) -> list[tuple[int, int]]:
+def _checked_places(
+    cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture
+) -> list[tuple[int, int]]:
     """(epoch, position) of each lane, after the cursor was found to belong to this plan and these tokens."""
-    expected = {"seed": plan.seed, "num_lanes": plan.num_lanes, "manifest_hash": corpus.manifest.hash}
+    expected = {"seed": plan.seed, "num_lanes": plan.num_lanes, "manifest_hash": corpus.identity}
     for name, value in expected.items():
         if getattr(cursor, name) != value:
             raise DataError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.mixture_part import MixturePart
 from pretrain.model_config import ModelConfig
 
 Precision = Literal["fp32", "bf16"]
@@ -22,6 +23,7 @@ class DataConfig:
     """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
 
     path: Path = Path("data")  # a directory made by `data-pipeline build`
+    mixture: tuple[MixturePart, ...] = ()  # train on these instead; tokenizer and validation stay those of `path`
     lanes: int = 16
     segment_length: int = 64  # tgt_len
 

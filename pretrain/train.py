@@ -19,7 +19,7 @@ from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.schedule import learning_rate_at
 
 if TYPE_CHECKING:
-    from data_pipeline.lanes import SegmentBatch
+    from data_pipeline.lanes import LaneStream, SegmentBatch
     from pretrain.checkpoint import Checkpointer
     from pretrain.distributed import World
     from pretrain.engine import Engine
@@ -94,11 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what follows from the corpus, the vocabulary size; refuse a corpus that cannot fill the lanes."""
-    from data_pipeline.corpus import Corpus
     from data_pipeline.lanes import LaneStream
+    from data_pipeline.mixture import open_training_data
     from data_pipeline.tokenizer import Tokenizer
 
-    corpus = Corpus.open(config.data.path / "train")
+    corpus = open_training_data(config.data.path, config.data.mixture)
     LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, range(1))
     vocab_size = Tokenizer.load(corpus.tokenizer_directory).vocab_size
     if config.model.vocab_size not in (0, vocab_size):
@@ -158,8 +158,8 @@ def _train_in(config: RunConfig, directory: Path, world: World) -> int:
 
 
 def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault) -> int:
-    from data_pipeline.corpus import Corpus
     from data_pipeline.lanes import LaneStream
+    from data_pipeline.mixture import open_training_data
     from data_pipeline.prefetch import Prefetcher
     from pretrain.checkpoint import Checkpointer
     from pretrain.distributed import from_main_rank
@@ -177,7 +177,7 @@ def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
         run_dir.append_ledger({"event": "resume" if state.step else "start", **event})
-    corpus = Corpus.open(config.data.path / "train")
+    corpus = open_training_data(config.data.path, config.data.mixture)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:
@@ -188,6 +188,18 @@ def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault
         finished = train(config, engine, prefetcher, state, checkpointer, metrics, evaluate, stop, fault)
         metrics.close(finished)
     stop.restore_handlers()
+    event |= {"step": state.step, "tokens_of_corpora": _tokens_of_corpora(stream, state, world)}
     if world.is_main:
-        run_dir.append_ledger({"event": "finish" if finished else "stop", **event, "step": state.step})
+        run_dir.append_ledger({"event": "finish" if finished else "stop", **event})
     return 0 if finished else EXIT_STOPPED
+
+
+def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
+    """How many tokens of each corpus all lanes have read since the run began, by directory."""
+    import torch
+
+    from pretrain.distributed import sum_over_ranks
+
+    counts = stream.tokens_read(state.cursor)
+    totals = sum_over_ranks(torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device))
+    return dict(zip(counts, totals.tolist(), strict=True))

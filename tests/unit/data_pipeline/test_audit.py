@@ -93,3 +93,33 @@ def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
     assert heading.split("\t") == ["step", "lane", "document", "offset", "tokens", "epoch", "rank"]
     assert {line.split("\t")[0] for line in lines} == {"3", "4"}
     assert sum(int(line.split("\t")[4]) for line in lines) == 2 * 2 * 4
+
+
+def test_one_lane_alone_is_that_lane_of_the_whole_list(corpus, capsys):
+    whole = audited(capsys, corpus, "--steps=30:60")
+    assert audited(capsys, corpus, "--steps=30:60", "--lane=3") == [piece for piece in whole if piece["lane"] == 3]
+    assert main(["audit", str(corpus.directory), "--lanes=4", "--lane=4"]) == 2
+    assert "not among the 4 lanes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_document_is_found_at_the_steps_at_which_the_whole_list_has_it(corpus, tmp_path, capsys, mixed):
+    extra = ["--repeat=1.5"] if mixed else []
+    if mixed:
+        other = write_numbered_corpus(tmp_path, [[30, 7, 40], [12, 50]])
+        extra.append(f"--mix={other.directory}=2")
+    whole = audited(capsys, corpus, "--steps=0:200", *extra)
+    for name in ("document 0", "document 1200"):
+        name = next(piece["document"] for piece in whole if piece["document"] >= name)
+        found = audited(capsys, corpus, f"--document={name}", "--epochs=2", *extra)
+        expected = [piece for piece in whole if piece["document"] == name and piece["epoch"] < 2]
+        key = lambda piece: (piece["epoch"], piece["lane"], piece["step"], piece["offset"])  # noqa: E731
+        assert found
+        assert sorted(found, key=key) == sorted(expected, key=key)
+
+
+def test_what_the_audit_cannot_answer_is_said(corpus, capsys):
+    assert main(["audit", str(corpus.directory), "--lanes=2", "--document=nobody"]) == 2
+    assert "has the id 'nobody'" in capsys.readouterr().err
+    assert main(["audit", str(corpus.directory), "--lanes=2", "--mix=books"]) == 2
+    assert "expected DIR=REPEAT" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.lane_tokens import plan_of
+from data_pipeline.lanes import LaneCursor, LaneStream
+from data_pipeline.mixture import Mixture, open_mixture, open_training_data
+from data_pipeline.mixture_part import MixturePart
+from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
+
+NUM_LANES = 4
+SEED = 5
+SHARDS = st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=12), min_size=2, max_size=6)
+
+
+def mixture_in(directory: str, drawn: list[tuple[list[list[int]], Fraction]]) -> Mixture:
+    """Corpora whose tokens are 0, 1, 2, ... each; the lengths of the documents tell them apart in the tests."""
+    corpora = [write_numbered_corpus(Path(directory) / str(part), shards) for part, (shards, _) in enumerate(drawn)]
+    return Mixture(corpora, [repeat for _, repeat in drawn])
+
+
+def epoch_documents(mixture: Mixture, epoch: int) -> Counter:
+    """(unit, document) -> how often it is read in an epoch, from the units alone."""
+    units = mixture.units_at(epoch, SEED).tolist()
+    return Counter((unit, index) for unit in units for index in range(len(mixture.document_lengths(unit))))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    drawn=st.lists(
+        st.tuples(SHARDS, st.sampled_from([Fraction(1, 2), Fraction(1), Fraction(5, 2), Fraction(3)])),
+        min_size=1,
+        max_size=3,
+    ),
+    segment_length=st.integers(1, 17),
+    sessions=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 60)), min_size=2, max_size=4),
+)
+def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_in_the_lane_the_plan_gives(
+    drawn, segment_length, sessions
+):
+    with tempfile.TemporaryDirectory() as directory:
+        mixture = mixture_in(directory, drawn)
+        plan = plan_of(mixture, NUM_LANES, SEED)
+        assume(plan.num_tokens // NUM_LANES >= mixture.manifest.longest_document)
+        read: list[list[int]] = [[] for _ in range(NUM_LANES)]
+        cursor = None
+        for world_size, steps in sessions:
+            cursors = []
+            for rank in range(world_size):
+                lanes = range(rank * NUM_LANES // world_size, (rank + 1) * NUM_LANES // world_size)
+                stream = LaneStream(mixture, NUM_LANES, SEED, segment_length, lanes, cursor)
+                batches = [next(stream) for _ in range(steps + 2)]  # two steps whose work is lost
+                for batch in batches[:steps]:
+                    for lane, tokens_L in zip(lanes, batch.tokens_BL, strict=True):
+                        read[lane] += tokens_L.tolist()
+                cursors.append(batches[steps - 1].cursor)
+            cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
+        assert cursor is not None
+        tokens = LaneStream(mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor).tokens_read(cursor)
+        assert sum(tokens.values()) == sum(map(len, read))
+        for lane in range(NUM_LANES):
+            assert read[lane] == expected_lane(mixture, lane, len(read[lane]))
+
+
+def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
+    """The lane's first tokens, one document after the other; checks that an epoch's lanes hold all its documents."""
+    tokens: list[int] = []
+    for epoch in range(1000):
+        if len(tokens) >= count:
+            return tokens[:count]
+        plan = plan_of(mixture, NUM_LANES, SEED)
+        documents = Counter()
+        for other in range(NUM_LANES):
+            length = plan.lane_length(epoch, other)
+            runs = plan.walk(other, epoch).take(length) if length else []
+            for run in runs:
+                assert run.epoch == epoch
+                reader = mixture.shard(run.unit)
+                assert not run.offsets.any()
+                assert (run.lengths == reader.lengths[run.documents]).all(), "documents are whole"
+                documents.update((run.unit, index) for index in run.documents.tolist())
+                if other == lane:
+                    for index in run.documents.tolist():
+                        tokens += reader.tokens(index).tolist()
+        assert documents == epoch_documents(mixture, epoch)
+    raise AssertionError("the lane is empty")
+
+
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(1, 9), st.fractions(Fraction(1, 9), 4, max_denominator=9)), min_size=1, max_size=3
+    )
+)
+@settings(max_examples=20, deadline=None)
+def test_after_any_number_of_epochs_every_shard_was_read_repeat_times_as_often_up_to_rounding(drawn):
+    with tempfile.TemporaryDirectory() as directory:
+        mixture = mixture_in(directory, [([[3]] * shards, repeat) for shards, repeat in drawn])
+        counts = np.zeros(mixture.first_units[-1], int)
+        for epochs in range(1, 12):
+            counts += np.bincount(mixture.units_at(epochs - 1, SEED), minlength=len(counts))
+            for part, (_, repeat) in enumerate(drawn):
+                of_part = counts[mixture.first_units[part] : mixture.first_units[part + 1]]
+                assert (abs(of_part - repeat * epochs) < 1).all()
+
+
+def test_the_mixture_of_one_corpus_read_once_is_that_corpus(tmp_path):
+    corpus = write_numbered_corpus(tmp_path, np.random.default_rng(0).integers(1, 40, (6, 30)).tolist())
+    alone = LaneStream(corpus, 4, SEED, 16, range(4))
+    mixed = LaneStream(Mixture([corpus], [Fraction(1)]), 4, SEED, 16, range(4))
+    for _ in range(100):
+        assert np.array_equal(next(alone).tokens_BL, next(mixed).tokens_BL)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("corpora")
+    return make_tiny_corpus(root / "a", seed=1), make_tiny_corpus(root / "b", seed=2, documents=20)
+
+
+def test_weights_are_shares_of_the_tokens(corpora):
+    a, b = corpora
+    mixture = open_mixture([MixturePart(path=a, weight=3), MixturePart(path=b, weight=1)])
+    stream = LaneStream(mixture, 4, SEED, 16, range(4))
+    batch = next(stream)
+    for _ in range(6 * Corpus.open(a / "train").num_tokens // 64):
+        batch = next(stream)
+    first, second = stream.tokens_read(batch.cursor).values()
+    assert first / (first + second) == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_changed_part_is_refused_with_both_hashes(corpora, tmp_path):
+    parts = [MixturePart(path=corpora[0]), MixturePart(path=corpora[1], repeat=2.5)]
+    cursor = next(LaneStream(open_mixture(parts), 4, SEED, 16, range(4))).cursor
+    other = make_tiny_corpus(tmp_path / "b", seed=3, documents=20)
+    hashes = [Corpus.open(path / "train").manifest.hash for path in (corpora[1], other)]
+    changed = open_mixture([parts[0], MixturePart(path=other, repeat=2.5)])
+    with pytest.raises(DataError, match=f"5/2 x {hashes[0]}, this run has .* 5/2 x {hashes[1]}"):
+        LaneStream(changed, 4, SEED, 16, range(4), cursor)
+
+
+def test_what_cannot_be_mixed_is_refused(corpora, tmp_path):
+    a, b = corpora
+    with pytest.raises(ConfigError, match="found repeat and weight"):
+        MixturePart(path=a, repeat=1, weight=1)
+    with pytest.raises(ConfigError, match="some parts of the mixture have a weight"):
+        open_mixture([MixturePart(path=a, weight=1), MixturePart(path=b)])
+    with pytest.raises(ConfigError, match="too small"):
+        open_mixture([MixturePart(path=a, repeat=1e-9)])
+    unigram = make_tiny_corpus(tmp_path / "u", vocabulary="unigram")
+    with pytest.raises(DataError, match="was made with the tokenizer"):
+        open_mixture([MixturePart(path=a), MixturePart(path=unigram)])
+    with pytest.raises(DataError, match=r"let data\.path be the corpus"):
+        open_training_data(unigram, [MixturePart(path=a)])
