@@ -17,11 +17,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
+from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished, read_counts
 from data_pipeline.build_tokenizer import is_validation, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY
+from data_pipeline.document_rules import DocumentRules
 from data_pipeline.documents import Document, Reject, SourceFile, list_sources, read_documents
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, naming
@@ -43,6 +44,8 @@ class BuildResult:
     manifests: dict[str, Manifest]  # by split
     rejects: int
     was_finished: bool = False  # nothing had to be done
+    duplicates: int = 0  # documents dropped because their text came before
+    split_documents: int = 0  # documents cut into several
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda li
         report(f"tokenizer: {_tokenizer_plan(config)}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
-        _write_splits(config, sources, tokenizer, journal, report)
-        journal.finish()
+        rules = _write_splits(config, sources, tokenizer, journal, report)
+        journal.finish({"duplicates": rules.duplicates, "split_documents": rules.split_documents})
         return _result(output)
 
 
@@ -96,7 +99,8 @@ def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict
 def _result(output: Path, was_finished: bool = False) -> BuildResult:
     manifests = {split: read_manifest(output / split) for split in SPLITS if (output / split / MANIFEST_NAME).exists()}
     rejects = output / REJECTS_NAME
-    return BuildResult(manifests, len(rejects.read_bytes().splitlines()) if rejects.exists() else 0, was_finished)
+    num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
+    return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
 
 
 def _write_splits(
@@ -105,14 +109,15 @@ def _write_splits(
     tokenizer: Tokenizer,
     journal: BuildJournal,
     report: Callable[[str], None],
-) -> None:
+) -> DocumentRules:
     splits = ("train", "validation") if config.validation_input or config.validation_fraction else ("train",)
     writers = {split: SplitWriter(split, config.shard_bytes, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
+    rules = DocumentRules(config)
     with naming(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = _RejectList(rejects_file, config.max_rejects, rejects_path)
-        jobs = _jobs(config, sources, rejects, progress)
+        jobs = _jobs(config, sources, rejects, rules, progress)
         new_jobs = (job for job in jobs if not writers[job.split].has_already())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
@@ -125,10 +130,15 @@ def _write_splits(
         rejects_path.replace(config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: who finds its manifest finds everything
         writers[split].finish()
+    return rules
 
 
 def _jobs(
-    config: CorpusConfig, sources: list[tuple[str, SourceFile]], rejects: _RejectList, progress: Progress
+    config: CorpusConfig,
+    sources: list[tuple[str, SourceFile]],
+    rejects: _RejectList,
+    rules: DocumentRules,
+    progress: Progress,
 ) -> Iterator[_Job]:
     """Every usable document with the split it belongs to, in the order of the input."""
     for split, source in sources:
@@ -137,7 +147,9 @@ def _jobs(
                 rejects.add(document)
                 continue
             progress.read(document.text)
-            yield _Job(split or ("validation" if is_validation(document.id, config) else "train"), document)
+            # Decided by the whole document's name, so that its parts stay together.
+            target = split or ("validation" if is_validation(document.id, config) else "train")
+            yield from (_Job(target, part) for part in rules.apply(document))
         progress.finish_file(source.size)
 
 

@@ -91,9 +91,9 @@ class BuildJournal:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self) -> None:
-        """Leave nothing but the corpus and its recipe."""
-        write_json(self.output / RECIPE_NAME, self._recipe)
+    def finish(self, counts: dict[str, int]) -> None:
+        """Leave nothing but the corpus, its recipe, and the counts of what the build did beside writing documents."""
+        write_json(self.output / RECIPE_NAME, {**self._recipe, "counts": counts})
         # Renamed first: a directory that lost only its journal would look like a build that has not begun.
         self.directory.rename(self.output / DONE_DIRECTORY)
         shutil.rmtree(self.output / DONE_DIRECTORY)
@@ -148,9 +148,15 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
     """Nothing, if the finished corpus in `output` was made from this text with these settings; else ConfigError."""
     try:
         found = json.loads((output / RECIPE_NAME).read_bytes())
-    except ValueError:
+        del found["counts"]
+    except (ValueError, KeyError, TypeError):
         found = None
     if found != recipe:
         raise ConfigError(
             f"{output} holds a finished corpus from other text or settings; choose another output or remove it"
         )
+
+
+def read_counts(output: Path) -> dict[str, int]:
+    """The counts with which the build in `output` was finished."""
+    return json.loads((output / RECIPE_NAME).read_bytes())["counts"]

@@ -25,14 +25,18 @@ BUILD_FLAGS = {
     "text-field": (None, "of a JSONL record"),
     "id-field": (None, "of a JSONL record"),
     "max-rejects": (None, "unusable records before the build stops"),
+    "drop-duplicates": (None, "true: keep only the first of documents with the same text"),
+    "split-characters": (None, "cut longer documents at paragraph ends into NAME#1, NAME#2, ..."),
     "shard-bytes": (None, "size of a shard"),
     "threads": (None, "for encoding"),
     "vocab-size": (None, "of a tokenizer to train"),
     "tokenizer": (None, "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model"),
 }
-NUMBER_FLAGS = {
+SETTING_FLAGS = {
     "validation-fraction": "validation_fraction",
     "max-rejects": "max_rejects",
+    "drop-duplicates": "drop_duplicates",
+    "split-characters": "split_characters",
     "shard-bytes": "shard_bytes",
     "threads": "threads",
     "vocab-size": "tokenizer.vocab_size",
@@ -107,6 +111,10 @@ def _build(options: argparse.Namespace) -> int:
             f"{split:<11}{manifest.documents:>12,} documents {manifest.tokens:>15,} tokens "
             f"{len(manifest.shards):>7,} shards"
         )
+    if result.duplicates:
+        print(f"{result.duplicates:,} documents were left out because their text came before")
+    if result.split_documents:
+        print(f"{result.split_documents:,} long documents were cut into parts named NAME#1, NAME#2, ...")
     if result.rejects:
         print(f"{result.rejects:,} unusable records were left out; see {config.output / 'rejects.jsonl'}")
     return 0
@@ -144,8 +152,8 @@ def _tree_of_flags(options: argparse.Namespace) -> dict[str, Any]:
         value = getattr(options, name)
         if value is None:
             continue
-        if flag in NUMBER_FLAGS:
-            merge(tree, parse_override(f"{NUMBER_FLAGS[flag]}={value}"))
+        if flag in SETTING_FLAGS:
+            merge(tree, parse_override(f"{SETTING_FLAGS[flag]}={value}"))
         elif flag == "tokenizer":
             merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
         else:

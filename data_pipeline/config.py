@@ -44,6 +44,8 @@ class CorpusConfig:
     id_field: str = "id"  # JSONL; where a record lacks it, file and line name the document
     max_document_bytes: int = 1 << 28  # longer records are rejected
     max_rejects: int = 1000  # unusable records beyond this number stop the build
+    drop_duplicates: bool = False  # keep only the first of documents whose text is the same
+    split_characters: int = 0  # cut longer documents at paragraph ends, ids NAME#1, NAME#2, ...; 0: never
     shard_bytes: int = 8 << 20
     threads: int = 0  # encoding text; 0: one per core
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -61,3 +63,5 @@ class CorpusConfig:
             )
         if self.max_rejects < 0 or self.threads < 0:
             raise ConfigError("max_rejects and threads must be 0 or more")
+        if self.split_characters < 0:
+            raise ConfigError(f"split_characters={self.split_characters} must be positive, or 0 for never")
