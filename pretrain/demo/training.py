@@ -1,7 +1,8 @@
-"""The demo's training: ranks started as processes, watched through what they write, killed from outside."""
+"""The demo's training: ranks started as processes, watched through what they write, killed without warning."""
 
 from __future__ import annotations
 
+import signal
 import statistics
 import sys
 import time
@@ -12,6 +13,7 @@ from data_pipeline.errors import UserError
 from pretrain import checkpoint_files
 from pretrain.demo.screen import Screen
 from pretrain.demo.settings import CONFIG, RANKS, Settings
+from pretrain.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.local_ranks import RankGroup, failure_in_words
 from pretrain.run_dir import RunDir
 
@@ -29,7 +31,7 @@ class Start:
 
 
 def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kill_after: int | None = None) -> Start:
-    """Train to the end, or until the step `kill_after` has been seen and then SIGKILL every rank.
+    """Train to the end, or until SIGKILL hits every rank right after the step `kill_after`.
 
     Raises UserError with the failing rank's last lines if the ranks end in any other way.
     """
@@ -37,8 +39,11 @@ def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kil
     resumed_from, has_cut = newest_step(run_dir), False
     first_step_after: float | None = None
     what = f"{RANKS} ranks"
+    environment = {"OMP_NUM_THREADS": "1"}
+    if kill_after is not None:  # from within: seen from here, a quick run would be steps further already
+        environment[FAULT_VARIABLE] = f"sigkill@{kill_after}"
     with (
-        RankGroup(_command(settings, run_dir), RANKS, run_dir.logs, attempt, {"OMP_NUM_THREADS": "1"}) as group,
+        RankGroup(_command(settings, run_dir), RANKS, run_dir.logs, attempt, environment) as group,
         screen.progress(what, settings.steps) as meter,
     ):
         while any(status is None for status in group.poll()):
@@ -48,13 +53,12 @@ def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kil
             if first_step_after is None and has_cut and step > resumed_from:
                 first_step_after = time.monotonic() - begin
             meter.at(step, _note(last) if first_step_after else "starting: importing torch and DeepSpeed")
-            if kill_after is not None and step >= kill_after:
-                group.kill()
-                return Start(time.monotonic() - begin, first_step_after or 0.0, _last_train(run_dir)["step"], True)
             if any(group.poll()):
                 break
             time.sleep(POLL_SECONDS)
         statuses = group.wait()
+    if kill_after is not None and -signal.SIGKILL in statuses and newest_step(run_dir) < kill_after:
+        return Start(time.monotonic() - begin, first_step_after or 0.0, losses(run_dir)[-1][0], True)
     if any(statuses):
         raise UserError(failure_in_words(statuses, group.logs))
     if kill_after is not None:

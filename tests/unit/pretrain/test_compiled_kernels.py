@@ -21,6 +21,9 @@ OPTIONS = [
 WANTED = [*PLAIN, *OPTIONS, "query_gradient:64:90:adds_positions", "query_gradient:128:90:adds_positions"]
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture(scope="module")
 def resources() -> dict[str, dict[str, int]]:
     """Registers, spills and shared memory of every kernel; a process of its own, away from the interpreter."""
@@ -29,7 +32,7 @@ def resources() -> dict[str, dict[str, int]]:
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)

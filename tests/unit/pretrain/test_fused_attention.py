@@ -17,6 +17,9 @@ from tests.helpers.fused_attention_cases import CASES
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower beside other work
+
+
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
     """By case and tensor; one process for all, since the interpreter is chosen when triton is imported."""
@@ -25,7 +28,7 @@ def errors() -> dict[str, dict[str, float]]:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
@@ -59,7 +62,7 @@ def test_the_model_takes_the_fused_path_and_agrees_with_plain_operations():
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
