@@ -75,11 +75,14 @@ class EngineConfig:
     head_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
     micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
     threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
+    hang_seconds: float = 1800.0  # longest step, evaluation or save; then stacks are shown and the rank ends; 0: any
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # merged last; may not contradict a derived key
 
     def __post_init__(self) -> None:
         if self.head_chunk_tokens < 0:
             raise ConfigError(f"engine.head_chunk_tokens={self.head_chunk_tokens} must be 0 (all at once) or more")
+        if self.hang_seconds < 0:
+            raise ConfigError(f"engine.hang_seconds={self.hang_seconds:g} must be 0 (wait for ever) or more")
 
 
 @dataclass(frozen=True, kw_only=True)

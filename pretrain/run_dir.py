@@ -3,7 +3,7 @@
 RUN/run.json          identity; written last when the directory is made, so with it the rest is there
 RUN/config.yaml       every setting, resolved
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
-RUN/tensorboard/      RUN/logs/                    RUN/checkpoints/step-00000100/
+RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "engine.head_chunk_tokens",
     "engine.micro_batch_lanes",
     "engine.threads",
+    "engine.hang_seconds",
     "engine.deepspeed_extra*",
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
 )
@@ -68,6 +69,7 @@ class RunDir:
         self.ledger = self.path / "ledger.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
+        self.heartbeats = self.path / "heartbeats"
         self._identity_file = self.path / "run.json"
         self._config_file = self.path / "config.yaml"
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pretrain.checkpoint import Checkpointer
     from pretrain.distributed import World
     from pretrain.engine import Engine
+    from pretrain.heartbeat import Heartbeat
     from pretrain.metrics import Metrics
     from pretrain.preemption import StopRequest
     from pretrain.run_dir import RunDir
@@ -39,6 +40,7 @@ def train(
     evaluate: Callable[[], dict[str, float]],
     stop: StopRequest,
     fault: Fault,
+    heartbeat: Heartbeat,
 ) -> bool:
     """Train until `optim.steps` (returns True) or until any rank is asked to stop; both leave a checkpoint behind."""
     while state.step < run.optim.steps:
@@ -61,12 +63,15 @@ def train(
             metrics.write()
         fault.strike(state.step)
         if finished or (run.evaluation.interval and state.step % run.evaluation.interval == 0):
+            heartbeat.beat(state.step, "evaluate")
             metrics.write_evaluation(state.step, evaluate())
         if saving:
+            heartbeat.beat(state.step, "save")
             with metrics.saving():
                 checkpointer.save(engine, state)
         if stopping and not finished:
             return False
+        heartbeat.beat(state.step, "train")
     return True
 
 
@@ -142,6 +147,8 @@ def build_engine(config: RunConfig, world: World) -> Engine:
 
 def _train_in(config: RunConfig, directory: Path, world: World) -> int:
     from pretrain.distributed import raise_together
+    from pretrain.heartbeat import Heartbeat
+    from pretrain.preemption import StopRequest
     from pretrain.run_dir import RunDir
 
     lanes_of_rank(config, world.rank, world.world_size)
@@ -154,10 +161,15 @@ def _train_in(config: RunConfig, directory: Path, world: World) -> int:
             if world.is_main:
                 stack.enter_context(run_dir.locked())
                 RunDir.create_or_resume(directory, config)
-        return _train_locked(config, run_dir, world, fault)
+        stop = StopRequest()
+        stack.callback(stop.restore_handlers)
+        heartbeat = stack.enter_context(Heartbeat(run_dir.heartbeats, world.rank, config.engine.hang_seconds))
+        return _train_locked(config, run_dir, world, stop, fault, heartbeat)
 
 
-def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault) -> int:
+def _train_locked(
+    config: RunConfig, run_dir: RunDir, world: World, stop: StopRequest, fault: Fault, heartbeat: Heartbeat
+) -> int:
     from data_pipeline.lanes import LaneStream
     from data_pipeline.mixture import open_training_data
     from data_pipeline.prefetch import Prefetcher
@@ -165,10 +177,8 @@ def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault
     from pretrain.distributed import from_main_rank
     from pretrain.evaluate import training_evaluator
     from pretrain.metrics import Metrics
-    from pretrain.preemption import StopRequest
     from pretrain.state import TrainState
 
-    stop = StopRequest()
     attempt = from_main_rank(os.environ.get("PRETRAIN_ATTEMPT") or secrets.token_hex(4))
     engine = build_engine(config, world)
     checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt)
@@ -183,11 +193,11 @@ def _train_locked(config: RunConfig, run_dir: RunDir, world: World, fault: Fault
     if stream.advice and world.is_main:
         print(stream.advice, flush=True)
     with Prefetcher(stream) as prefetcher:
+        heartbeat.beat(state.step, "train")
         metrics = Metrics(config, run_dir, world, state, prefetcher)
         evaluate = training_evaluator(config, engine)
-        finished = train(config, engine, prefetcher, state, checkpointer, metrics, evaluate, stop, fault)
+        finished = train(config, engine, prefetcher, state, checkpointer, metrics, evaluate, stop, fault, heartbeat)
         metrics.close(finished)
-    stop.restore_handlers()
     event |= {"step": state.step, "tokens_of_corpora": _tokens_of_corpora(stream, state, world)}
     if world.is_main:
         run_dir.append_ledger({"event": "finish" if finished else "stop", **event})

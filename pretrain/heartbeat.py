@@ -1,0 +1,92 @@
+"""Signs of life of one rank: a small file that says where it is, and its Python stacks when it stays there too long.
+
+    RUN/heartbeats/rank-00003.json    {"time", "step", "phase", "host", "pid"}    replaced at most once a second
+
+`time` is when the rank last got somewhere, in seconds since 1970, not when the file was written. The file is removed
+when a rank ends in order; a killed one leaves it behind, to be told from a living one's by `pid`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from data_pipeline.errors import UserError
+
+Phase = Literal["start", "train", "evaluate", "save"]
+
+WRITE_SECONDS = 1.0
+STACKS_SIGNAL = signal.SIGUSR2
+
+
+class Heartbeat:
+    """Use as a context manager, after the handlers of StopRequest are set.
+
+    While it is open, SIGUSR2 writes every thread's Python stack to stderr and is then passed on to the handler set
+    before. After `hang_seconds` without a beat the stacks are written too and the process ends with status 1, by a
+    native thread that a blocked interpreter does not hold up; 0 waits for ever.
+    """
+
+    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
+        self._path = directory / f"rank-{rank:05d}.json"
+        self._hang_seconds = hang_seconds
+        self._beat: tuple[float, int, Phase] = (time.time(), 0, "start")
+        self._closing = threading.Event()
+        self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
+
+    def beat(self, step: int, phase: Phase) -> None:
+        """Say that `step` updates are done and what comes next. Costs nothing: another thread writes it."""
+        self._beat = (time.time(), step, phase)
+
+    def __enter__(self) -> Heartbeat:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self._path.parent}: cannot be made ({error.strerror}); make the run directory writable"
+            ) from None
+        faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True)
+        self._writer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._writer.join()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._path.unlink(missing_ok=True)
+
+    def _write_beats(self) -> None:
+        known = None
+        while True:
+            beat = self._beat
+            if beat != known:
+                known = beat
+                self._expect_another()
+                self._write(*beat)
+            if self._closing.wait(WRITE_SECONDS):
+                return
+
+    def _expect_another(self) -> None:
+        if self._hang_seconds:
+            faulthandler.dump_traceback_later(self._hang_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+
+    def _write(self, when: float, step: int, phase: Phase) -> None:
+        beat = {"time": when, "step": step, "phase": phase, "host": socket.gethostname(), "pid": os.getpid()}
+        beside = self._path.with_suffix(".tmp")
+        try:
+            beside.write_text(json.dumps(beat))  # not synced: after a power cut nobody asks whether a rank is alive
+            os.replace(beside, self._path)
+        except OSError as error:  # a full disk must not end a rank that still trains; the next save will say it
+            print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,36 @@
+"""A rank that stops running: the others do not wait for it for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.local_ranks import RankGroup
+from pretrain.run_dir import RunDir
+from tests.integration.test_checkpoint_failures import SETTINGS
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_stopped_one_show_their_stacks_and_end(tiny_corpus: Path, tmp_path: Path):
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    run_dir = RunDir(tmp_path / "run")
+    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *SETTINGS]
+    command += ["optim.steps=100000", "checkpoint.interval=100000", "engine.hang_seconds=15"]
+    with RankGroup(command, 2, tmp_path / "logs") as group:
+        deadline = time.monotonic() + 60
+        while not run_dir.read_metrics():
+            assert time.monotonic() < deadline, group.logs[0].read_text()
+            assert group.poll() == [None, None], group.logs[0].read_text()
+            time.sleep(0.05)
+        os.kill(group.pids[1], signal.SIGSTOP)
+        statuses = group.wait(timeout=60, grace=1)
+    assert statuses == [1, -signal.SIGKILL]
+    log = group.logs[0].read_text()
+    assert "Timeout" in log
+    assert "in train" in log

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pretrain.heartbeat import Heartbeat
+
+STEPS_THEN_WAITS = """
+import sys, time
+from pathlib import Path
+from pretrain.heartbeat import Heartbeat
+from pretrain.preemption import StopRequest
+
+def wait_for_ever():
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not stop._asked:
+        time.sleep(0.02)
+    sys.exit("stop requested" if stop._asked else "never ended")
+
+stop = StopRequest()
+with Heartbeat(Path(sys.argv[1]), rank=3, hang_seconds=float(sys.argv[2])) as heartbeat:
+    heartbeat.beat(5, "save")
+    wait_for_ever()
+"""
+
+
+def start(directory: Path, hang_seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STEPS_THEN_WAITS, str(directory), str(hang_seconds)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def read_when_step(path: Path, step: int) -> dict[str, object]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if path.exists() and (beat := json.loads(path.read_text()))["step"] == step:
+            return beat
+        time.sleep(0.02)
+    raise AssertionError(f"{path} never said step {step}")
+
+
+def test_a_beat_says_where_the_rank_is_and_goes_when_it_ends_in_order(tmp_path):
+    begin = time.time()
+    with Heartbeat(tmp_path / "heartbeats", rank=12, hang_seconds=0) as heartbeat:
+        heartbeat.beat(7, "evaluate")
+        path = tmp_path / "heartbeats" / "rank-00012.json"
+        beat = read_when_step(path, 7)
+    assert beat["phase"] == "evaluate"
+    assert beat["pid"] == os.getpid()
+    assert begin <= float(str(beat["time"])) <= time.time()
+    assert not list(path.parent.iterdir())
+
+
+def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
+    with start(tmp_path, hang_seconds=1.5) as process:
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "Timeout" in errors
+    assert "wait_for_ever" in errors
+    assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
+
+
+def test_sigusr2_shows_the_stacks_and_still_asks_for_a_stop(tmp_path):
+    with start(tmp_path, hang_seconds=0) as process:
+        read_when_step(tmp_path / "rank-00003.json", 5)
+        process.send_signal(signal.SIGUSR2)
+        _, errors = process.communicate(timeout=30)
+    assert "wait_for_ever" in errors
+    assert "stop requested" in errors
