@@ -53,7 +53,8 @@ class Checkpointer:
             try:
                 index = self._index(engine, state)
                 files.publish(partial, final, index, self._world.world_size)
-                files.prune(self._root, self._run.checkpoint.keep_last)
+                kept = self._run.checkpoint
+                files.prune(self._root, kept.keep_last, kept.keep_every)
             except (OSError, UserError) as error:
                 problem = str(error)
         self._raise_together(problem, partial)

@@ -124,9 +124,14 @@ def remove_partial(root: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def prune(root: Path, keep_last: int) -> list[int]:
-    """Remove all but the newest `keep_last` checkpoints; returns the steps removed. The marker goes first."""
-    removed = steps_on_disk(root)[:-keep_last]
+def superfluous(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
+    """Which of these steps, oldest first, are neither among the newest `keep_last` nor multiples of `keep_every`."""
+    return [step for step in steps[:-keep_last] if not keep_every or step % keep_every]
+
+
+def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
+    """Remove the checkpoints that `superfluous` names; returns their steps. The marker goes first."""
+    removed = superfluous(steps_on_disk(root), keep_last, keep_every)
     for step in removed:
         directory = step_directory(root, step)
         (directory / MARKER).unlink(missing_ok=True)

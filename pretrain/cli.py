@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("pretrain.generate", "sample text from a checkpoint"),
     "export": ("pretrain.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
     "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
+    "checkpoint": ("pretrain.checkpoint_command", "list, verify or prune what a run has saved"),
     "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),
     "verify-resume": (
         "pretrain.verify_resume",

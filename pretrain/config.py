@@ -87,12 +87,17 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """How often a run is saved, and which of its checkpoints stay: the newest, and those that `keep_every` adds."""
+
     interval: int = 200  # steps
     keep_last: int = 3
+    keep_every: int = 0  # checkpoints whose step is a multiple of it stay for ever; 0: none do
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.keep_last < 1:
             raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
+        if self.keep_every < 0:
+            raise ConfigError(f"checkpoint.keep_every={self.keep_every} must be 0 (none) or a number of steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,13 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [3, 4]
 
 
+def test_prune_leaves_multiples_of_keep_every(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        publish_step(tmp_path, step, num_ranks=1)
+    assert files.prune(tmp_path, keep_last=1, keep_every=3) == [1, 2, 4, 5]
+    assert files.steps_on_disk(tmp_path) == [3, 6, 7]
+
+
 def test_publishing_again_replaces_a_refused_checkpoint(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 3) / "engine-00000.safetensors")
     publish_step(tmp_path, 3)

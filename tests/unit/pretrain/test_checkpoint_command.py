@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from pretrain import checkpoint_files as files
+from pretrain.cli import main
+from pretrain.config import CheckpointConfig, ModelConfig, RunConfig
+from pretrain.run_dir import RunDir
+from tests.unit.pretrain.test_checkpoint_files import flip_a_bit, publish_step
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """A run with checkpoints of steps 10 to 40."""
+    kept = CheckpointConfig(interval=10, keep_last=2)
+    run_dir = RunDir.create(tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept))
+    for step in (10, 20, 30, 40):
+        publish_step(run_dir.checkpoints, step)
+    return run_dir
+
+
+def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
+    (run_dir.checkpoints / "step-00000020" / files.INDEX).write_text("{")
+    assert main(["checkpoint", "list", str(run_dir.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "40"]
+    assert "unreadable" in lines[2]
+
+
+def test_verify_names_the_damaged_file_and_fails(run_dir, capsys):
+    assert main(["checkpoint", "verify", str(run_dir.path)]) == 0
+    flip_a_bit(run_dir.checkpoints / "step-00000030" / "engine-00001.safetensors")
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(run_dir.path)]) == 1
+    said = capsys.readouterr().out
+    assert "step 30: DAMAGED" in said
+    assert "engine-00001.safetensors" in said
+    assert "3 of 4" in said
+
+
+def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys):
+    assert main(["checkpoint", "prune", str(run_dir.path), "--dry-run"]) == 0
+    assert "10, 20" in capsys.readouterr().out
+    assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
+    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-every", "20"]) == 0
+    assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
+
+
+def test_prune_never_removes_the_last_good_checkpoint(run_dir, capsys):
+    for step in (30, 40):
+        flip_a_bit(run_dir.checkpoints / f"step-{step:08d}" / "engine-00000.safetensors")
+    assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
+    assert "nothing was removed" in capsys.readouterr().err
+    assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
+
+
+def test_prune_is_refused_while_the_run_trains(run_dir, capsys):
+    with run_dir.locked():
+        assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+def test_options_of_prune_are_refused_elsewhere(run_dir, capsys):
+    assert main(["checkpoint", "list", str(run_dir.path), "--dry-run"]) == 2
+    assert "checkpoint prune" in capsys.readouterr().err
+
+
+def test_a_negative_keep_every_is_refused():
+    with pytest.raises(ConfigError, match="keep_every=-1"):
+        CheckpointConfig(keep_every=-1)
