@@ -1,13 +1,15 @@
-"""Whether two runs are the same run: every loss and every byte of their state, compared bitwise."""
+"""Whether two runs are the same run: losses and state, bitwise, or to rounding where ranks or ZeRO stage differed."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from data_pipeline.lanes import LaneCursor
 from pretrain import checkpoint_files as files
 from pretrain.run_dir import RunDir
 
@@ -26,13 +28,33 @@ def differing_losses(left: RunDir, right: RunDir) -> list[str]:
     return problems
 
 
+def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
+    """Where two runs' losses are further apart than `tolerance` of their size, or any step's tokens or rate differ."""
+    first, second = _per_step(left), _per_step(right)
+    problems = [f"step {step}: only in one of the runs" for step in sorted(first.keys() ^ second.keys())]
+    for step in sorted(first.keys() & second.keys()):
+        ours, theirs = first[step], second[step]
+        if not math.isclose(ours["loss"], theirs["loss"], rel_tol=tolerance):
+            problems.append(f"step {step}: loss {ours['loss']!r} against {theirs['loss']!r}")
+        problems += [
+            f"step {step}: {name} {ours[name]!r} against {theirs[name]!r}"
+            for name in ("learning_rate", "tokens")
+            if ours[name] != theirs[name]
+        ]
+    return problems
+
+
+def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
+    """Where two checkpoints, of any numbers of ranks, disagree about steps, tokens or where each lane stands."""
+    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps"))
+    if _joined_cursor(left) != _joined_cursor(right):
+        problems.append("lane cursors differ")
+    return problems
+
+
 def differing_state(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
     """Where two checkpoints of the same world size disagree: tensors by name, cursors, counters."""
-    problems = [
-        f"{key}: {left.index[key]!r} against {right.index[key]!r}"
-        for key in ("step", "tokens_seen", "optimizer_steps", "world_size")
-        if left.index[key] != right.index[key]
-    ]
+    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "world_size"))
     cursors = [[report["cursor"] for report in files.rank_reports(found.index)] for found in (left, right)]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
@@ -47,6 +69,19 @@ def summary(problems: list[str]) -> str:
     shown = "\n".join(f"  {problem}" for problem in problems[:MAX_SHOWN])
     more = len(problems) - MAX_SHOWN
     return shown + (f"\n  and {more} more" if more > 0 else "")
+
+
+def _differing_counters(left: files.Checkpoint, right: files.Checkpoint, keys: tuple[str, ...]) -> list[str]:
+    return [
+        f"{key}: {left.index[key]!r} against {right.index[key]!r}"
+        for key in keys
+        if left.index[key] != right.index[key]
+    ]
+
+
+def _joined_cursor(found: files.Checkpoint) -> dict[str, Any]:
+    cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+    return LaneCursor.join(cursors).to_tree()
 
 
 def _per_step(run_dir: RunDir) -> dict[int, dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 Three starts of real ranks: one to the end; one that SIGKILLs itself after a step, between two checkpoints; one that
 goes on from what the second left on disk. Then every loss and every byte of the final state is compared.
+
+With `--resume-ranks` or `--resume-zero` the third start has other ranks or another ZeRO stage. Rounding differs then:
+losses are compared to 1e-5 of their size, counters and the lanes' cursors exactly.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pretrain.run_dir import RunDir
 EXIT_DIFFERENT = 1
 START_SECONDS = 600.0
 KILLED = -9
+ELASTIC_TOLERANCE = 1e-5  # of a loss, in fp32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,15 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="length of the run (default %(default)s)")
     parser.add_argument("--kill-at", type=int, default=7, help="every rank is SIGKILLed after it (default %(default)s)")
+    parser.add_argument("--resume-ranks", type=int, metavar="N", help="ranks of the resumed start (default: the same)")
+    parser.add_argument(
+        "--resume-zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage of the resumed start (default: the same)"
+    )
     parser.add_argument("--work-dir", type=Path, help="keep the runs here (default: a temporary directory, removed)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare a killed and resumed run with an undisturbed one; 0 if identical, 1 if not."""
+    """Compare a killed and resumed run with an undisturbed one; 0 if they agree, 1 if not."""
     if not 1 <= arguments.kill_at < arguments.steps:
         raise ConfigError(f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}")
     config = load_config(RunConfig, arguments.config, arguments.overrides)
-    accumulation_steps(config, arguments.ranks)  # refused here rather than by every rank
+    for ranks in (arguments.ranks, _resume_ranks(arguments)):
+        accumulation_steps(config, ranks)  # refused here rather than by every rank
+    if _is_elastic(arguments) and config.engine.precision != "fp32":
+        raise ConfigError(
+            f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero losses are compared to "
+            f"{ELASTIC_TOLERANCE:g}, which only fp32 holds; add engine.precision=fp32"
+        )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         problems = _prove(arguments, work)
@@ -53,12 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(f"different: {len(problems)} differences\n{summary(problems)}")
         return EXIT_DIFFERENT
+    if _is_elastic(arguments):
+        print(f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane cursors exactly")
+        return 0
     print(f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors and random numbers")
     return 0
 
 
 def _prove(arguments: argparse.Namespace, work: Path) -> list[str]:
-    from pretrain.compare import differing_losses, differing_state
+    from pretrain.compare import differing_losses, differing_progress, differing_state, losses_apart
 
     undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
     for run_dir in (undisturbed, killed):
@@ -70,18 +87,30 @@ def _prove(arguments: argparse.Namespace, work: Path) -> list[str]:
     _start(arguments, killed, fault=f"sigkill@{arguments.kill_at}")
     steps = files.steps_on_disk(killed.checkpoints)
     _say(f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}")
-    _start(arguments, killed, fault="")
+    zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
+    _start(arguments, killed, fault="", ranks=_resume_ranks(arguments), more=zero)
     ends = [files.verify(files.step_directory(each.checkpoints, arguments.steps)) for each in (undisturbed, killed)]
+    if _is_elastic(arguments):
+        return losses_apart(undisturbed, killed, ELASTIC_TOLERANCE) + differing_progress(*ends)
     return differing_losses(undisturbed, killed) + differing_state(*ends)
 
 
-def _start(arguments: argparse.Namespace, run_dir: RunDir, fault: str) -> None:
+def _is_elastic(arguments: argparse.Namespace) -> bool:
+    return arguments.resume_ranks is not None or arguments.resume_zero is not None
+
+
+def _resume_ranks(arguments: argparse.Namespace) -> int:
+    return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
+
+
+def _start(
+    arguments: argparse.Namespace, run_dir: RunDir, fault: str, ranks: int = 0, more: Sequence[str] = ()
+) -> None:
     """One start of all ranks; raises UserError with the failing rank's last lines unless it ends as it should."""
-    command = [sys.executable, "-m", "pretrain", "train", str(arguments.config), *_overrides(arguments)]
+    command = [sys.executable, "-m", "pretrain", "train", str(arguments.config), *_overrides(arguments), *more]
     command += ["--run-dir", str(run_dir.path)]
-    group = RankGroup(
-        command, arguments.ranks, run_dir.path.parent / f"{run_dir.path.name}-logs", environment={FAULT_VARIABLE: fault}
-    )
+    logs = run_dir.path.parent / f"{run_dir.path.name}-logs"
+    group = RankGroup(command, ranks or arguments.ranks, logs, environment={FAULT_VARIABLE: fault})
     with group:
         statuses = group.wait(timeout=START_SECONDS)
     if fault and KILLED not in statuses:

@@ -1,0 +1,44 @@
+"""The proof of elastic resume as a user runs it, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.cli import main
+from pretrain.compare import losses_apart
+from pretrain.run_dir import RunDir
+from tests.integration.test_checkpoint_failures import SETTINGS
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(tiny_corpus: Path, tmp_path: Path, capsys):
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    settings = [each for each in SETTINGS if not each.startswith(("optim.steps", "engine.kind"))]
+    options = ["--steps=6", "--kill-at=4", "--resume-ranks=1", "--resume-zero=2", f"--work-dir={tmp_path / 'proof'}"]
+    assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "resumed from the checkpoint of step 3" in said
+    assert "agree: 6 losses" in said
+    assert RunDir(tmp_path / "proof" / "killed").config.engine.zero_stage == 2
+
+
+def written(path: Path, losses: list[float]) -> RunDir:
+    path.mkdir()
+    run_dir = RunDir(path)
+    lines = [
+        {"kind": "train", "step": step, "loss": loss, "learning_rate": 0.1, "tokens": 8 * step}
+        for step, loss in enumerate(losses, 1)
+    ]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_dir
+
+
+def test_losses_apart_names_what_rounding_does_not_explain(tmp_path):
+    left = written(tmp_path / "left", [5.0, 4.0, 3.0])
+    assert losses_apart(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
+    assert losses_apart(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == ["step 1: loss 5.0 against 5.001"]
+    assert losses_apart(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == ["step 3: only in one of the runs"]
