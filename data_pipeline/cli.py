@@ -1,4 +1,4 @@
-"""`data-pipeline build | verify | inspect | audit`. What a command needs is imported when it runs."""
+"""`data-pipeline build | fetch | verify | inspect | audit`. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | verify | inspect | audit")
+    commands = parser.add_subparsers(required=True, metavar="build | fetch | verify | inspect | audit")
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     build.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value")
     for flag, (count, text) in BUILD_FLAGS.items():
         build.add_argument(f"--{flag}", nargs=count, help=text)
     build.set_defaults(run=_build)
+    fetch = commands.add_parser("fetch", help="copy a built corpus from a web server, checking every shard")
+    fetch.add_argument("url", help="of the corpus: http:// or https://")
+    fetch.add_argument("directory", type=Path, help="where to; the same command goes on after a crash")
+    fetch.add_argument("--splits", nargs="+", default=["train"], choices=["train", "validation"])
+    fetch.set_defaults(run=_fetch)
     verify = commands.add_parser("verify", help="read every byte and compare it with the manifest")
     inspect = commands.add_parser("inspect", help="show sizes, tokenizer, a sample and how even the lanes are")
     audit = commands.add_parser("audit", help="list what each lane reads at each step, without reading tokens")
@@ -159,6 +164,17 @@ def _tree_of_flags(options: argparse.Namespace) -> dict[str, Any]:
         else:
             tree[name] = value
     return tree
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from data_pipeline.fetch import fetch_corpus
+    from data_pipeline.progress import StatusLine
+
+    status = StatusLine()
+    fetch_corpus(options.url, options.directory, options.splits, status.show)
+    status.end()
+    print(f"{options.directory} holds {' and '.join(options.splits)}, every shard checked")
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
