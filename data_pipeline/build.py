@@ -62,21 +62,36 @@ def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda li
     Raises ConfigError or DataError for what the user can put right; OSError when the disk is full. In all these cases
     no manifest has been written, and the same call goes on with what is finished.
     """
+    return build_sources(config, list_all_sources(config), report)
+
+
+def list_all_sources(config: CorpusConfig) -> list[tuple[str, SourceFile]]:
+    """Every input file in its order, with the split it is for: "validation", or "" where each document decides."""
     sources = [("", source) for source in list_sources(config.input, config)]
     if config.validation_input:
         sources += [("validation", source) for source in list_sources(config.validation_input, config)]
-    recipe = _recipe(config, sources)
+    return sources
+
+
+def build_sources(
+    config: CorpusConfig,
+    sources: list[tuple[str, SourceFile]],
+    report: Callable[[str], None] = lambda line: None,
+    is_part: bool = False,
+) -> BuildResult:
+    """As `build_corpus`, of these files alone; the splits of a part may be empty."""
+    recipe = recipe_of(config, sources)
     with claimed_output(config.output) as output:
         if is_finished(output):
             check_recipe(output, recipe)
-            return _result(output, was_finished=True)
-        journal = BuildJournal(output, recipe, max(source.modified for _, source in sources))
+            return result_of(output, was_finished=True)
+        journal = BuildJournal(output, recipe, max((source.modified for _, source in sources), default=0))
         report(f"tokenizer: {_tokenizer_plan(config)}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
-        rules = _write_splits(config, sources, tokenizer, journal, report)
+        rules = _write_splits(config, sources, tokenizer, journal, report, is_part)
         journal.finish({"duplicates": rules.duplicates, "split_documents": rules.split_documents})
-        return _result(output)
+        return result_of(output)
 
 
 def _tokenizer_plan(config: CorpusConfig) -> str:
@@ -87,7 +102,7 @@ def _tokenizer_plan(config: CorpusConfig) -> str:
     return f"training {settings.kind} with {settings.vocab_size:,} pieces on at most {megabytes:g} MB of the text"
 
 
-def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict[str, Any]:
+def recipe_of(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict[str, Any]:
     """All that the corpus' bytes depend on, without the places where things lie."""
     settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
     if config.tokenizer.path:
@@ -96,11 +111,17 @@ def _recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict
     return {"settings": settings, "files": len(sources), "files_hash": hashlib.sha256(listing.encode()).hexdigest()}
 
 
-def _result(output: Path, was_finished: bool = False) -> BuildResult:
+def result_of(output: Path, was_finished: bool = False) -> BuildResult:
+    """What a finished build has left in `output`."""
     manifests = {split: read_manifest(output / split) for split in SPLITS if (output / split / MANIFEST_NAME).exists()}
     rejects = output / REJECTS_NAME
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
     return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
+
+
+def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
+    """The splits that a build with these settings writes."""
+    return ("train", "validation") if config.validation_input or config.validation_fraction else ("train",)
 
 
 def _write_splits(
@@ -109,8 +130,9 @@ def _write_splits(
     tokenizer: Tokenizer,
     journal: BuildJournal,
     report: Callable[[str], None],
+    may_be_empty: bool,
 ) -> DocumentRules:
-    splits = ("train", "validation") if config.validation_input or config.validation_fraction else ("train",)
+    splits = splits_of_build(config)
     writers = {split: SplitWriter(split, config.shard_bytes, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
@@ -124,7 +146,8 @@ def _write_splits(
             progress.add(len(ids) + 1)
     for writer in writers.values():
         writer.flush()
-    _refuse_empty(writers, config, rejects)
+    if not may_be_empty:
+        _refuse_empty(writers, config, rejects)
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)

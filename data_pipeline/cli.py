@@ -1,4 +1,4 @@
-"""`data-pipeline build | fetch | verify | inspect | audit`. What a command needs is imported when it runs."""
+"""`data-pipeline build | merge | fetch | verify | inspect | audit`. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from data_pipeline.errors import ConfigError, DataError, exit_status_of
 
 if TYPE_CHECKING:
     from data_pipeline.audit import Piece
+    from data_pipeline.build import BuildResult
+    from data_pipeline.config import CorpusConfig
     from data_pipeline.corpus import Corpus
     from data_pipeline.mixture import Mixture
 
@@ -58,17 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | fetch | verify | inspect | audit")
+    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | verify | inspect | audit")
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     build.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value")
     for flag, (count, text) in BUILD_FLAGS.items():
         build.add_argument(f"--{flag}", nargs=count, help=text)
+    how = build.add_mutually_exclusive_group()
+    how.add_argument("--processes", type=int, help="build so many parts of the files at the same time and merge them")
+    how.add_argument("--part", type=_part, metavar="I/N", help="build part I of N alone, as a task of an array job")
     build.set_defaults(run=_build)
     fetch = commands.add_parser("fetch", help="copy a built corpus from a web server, checking every shard")
     fetch.add_argument("url", help="of the corpus: http:// or https://")
     fetch.add_argument("directory", type=Path, help="where to; the same command goes on after a crash")
     fetch.add_argument("--splits", nargs="+", default=["train"], choices=["train", "validation"])
     fetch.set_defaults(run=_fetch)
+    merge = commands.add_parser("merge", help="make one corpus of the parts that `build --part` built")
+    merge.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value")
+    for flag, (count, text) in BUILD_FLAGS.items():
+        merge.add_argument(f"--{flag}", nargs=count, help=text)
+    merge.add_argument("--parts", type=int, required=True, metavar="N", help="how many there are")
+    merge.set_defaults(run=_merge)
     verify = commands.add_parser("verify", help="read every byte and compare it with the manifest")
     inspect = commands.add_parser("inspect", help="show sizes, tokenizer, a sample and how even the lanes are")
     audit = commands.add_parser("audit", help="list what each lane reads at each step, without reading tokens")
@@ -101,14 +112,42 @@ def _steps(text: str) -> range:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected FIRST:END such as 0:200, or one step") from None
 
 
+def _part(text: str) -> tuple[int, int]:
+    try:
+        part, num_parts = map(int, text.split("/"))
+        return part, num_parts
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N such as 3/8") from None
+
+
 def _build(options: argparse.Namespace) -> int:
     config = _corpus_config(options)
     from data_pipeline.build import build_corpus
+    from data_pipeline.build_parts import build_in_processes, build_part
     from data_pipeline.progress import StatusLine
 
     status = StatusLine()
-    result = build_corpus(config, status.show)
+    if options.part:
+        part, num_parts = options.part
+        result = build_part(config, part, num_parts, status.show)
+    elif options.processes is not None:
+        _check_positive(options, "processes")
+        result = build_in_processes(config, options.processes, status.show)
+    else:
+        result = build_corpus(config, status.show)
     status.end()
+    return _print_result(config, result)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from data_pipeline.build_parts import merge_parts
+
+    _check_positive(options, "parts")
+    config = _corpus_config(options)
+    return _print_result(config, merge_parts(config, options.parts))
+
+
+def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     if result.was_finished:
         print(f"{config.output} is already built from this text with these settings")
     for split, manifest in result.manifests.items():

@@ -1,0 +1,195 @@
+"""One corpus built in n parts, by processes here or by the tasks of an array job, and merged.
+
+A part is a contiguous stretch of the input files in their order, of about 1/n of the bytes, and a build of its own in
+OUTPUT.parts: each goes on after a kill by itself. The merge moves the shards behind each other. The documents and
+their order do not depend on n; the borders of shards do, because each part ends one.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from data_pipeline.build import (
+    REJECTS_NAME,
+    BuildResult,
+    build_sources,
+    list_all_sources,
+    recipe_of,
+    result_of,
+    splits_of_build,
+)
+from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
+from data_pipeline.build_tokenizer import prepare_tokenizer
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.documents import SourceFile
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import fsync_directory, write_text
+from data_pipeline.manifest import ShardInfo, read_manifest
+from data_pipeline.mds import write_index
+from data_pipeline.tokenizer import Tokenizer
+
+PARENT_POLL_SECONDS = 0.2
+INDEX_NAME = "index.json"
+
+
+def parts_directory(config: CorpusConfig) -> Path:
+    """Where the parts lie until they are merged: beside the output, so that shards can be moved."""
+    return config.output.with_name(f"{config.output.name}.parts")
+
+
+def build_part(
+    config: CorpusConfig, part: int, num_parts: int, report: Callable[[str], None] = lambda line: None
+) -> BuildResult:
+    """Build part `part` of 1 to `num_parts`, or go on with it; any parts may be built at the same time."""
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        raise ConfigError(
+            "parts need one tokenizer that is there before them; set tokenizer.path to one, "
+            "such as that of a corpus built from a sample of the text"
+        )
+    _refuse_deduplication(config)
+    part_config, sources = _part(config, part, num_parts)
+    part_config.output.parent.mkdir(parents=True, exist_ok=True)
+    return build_sources(part_config, sources, report, is_part=True)
+
+
+def build_in_processes(
+    config: CorpusConfig, processes: int, report: Callable[[str], None] = lambda line: None
+) -> BuildResult:
+    """Build as many parts as processes at the same time and merge them; the same call goes on after a kill."""
+    _refuse_deduplication(config)
+    sources = list_all_sources(config)
+    if is_finished(config.output):
+        return merge_parts(config, processes)
+    parts = config
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        directory = parts_directory(config) / TOKENIZER_DIRECTORY
+        report("tokenizer: training")
+        prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
+        parts = replace(config, tokenizer=replace(config.tokenizer, path=directory))
+    threads = max(1, (config.threads or os.cpu_count() or 1) // processes)
+    parts = replace(parts, threads=threads)
+    began, context = time.monotonic(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
+        futures = [pool.submit(build_part, parts, part, processes) for part in range(1, processes + 1)]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            report(f"{done} of {processes} parts are built after {time.monotonic() - began:.0f} s")
+    return merge_parts(config, processes)
+
+
+def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
+    """One corpus out of finished parts, which are gone afterwards; the same call goes on after a kill.
+
+    DataError when a part is not finished, or the text holds nothing for a split.
+    """
+    recipe = {**recipe_of(config, list_all_sources(config)), "parts": num_parts}
+    if is_finished(config.output):
+        check_recipe(config.output, recipe)
+        shutil.rmtree(parts_directory(config), ignore_errors=True)
+        return result_of(config.output, was_finished=True)
+    results = _finished_parts(config, num_parts)
+    for split in splits_of_build(config):
+        if not any(result.manifests[split].shards for result in results):
+            raise DataError(f"no documents for the {split} split in all {num_parts} parts; give more text")
+    directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
+    with claimed_output(config.output) as output:
+        journal = BuildJournal(output, recipe, modified=0)
+        tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)
+        tokenizer.save(output / TOKENIZER_DIRECTORY)
+        _merge_rejects(config, directories)
+        for split in reversed(splits_of_build(config)):  # train last: who finds its manifest finds everything
+            _merge_split([directory / split for directory in directories], output / split)
+        journal.finish(
+            {name: sum(getattr(result, name) for result in results) for name in ("duplicates", "split_documents")}
+        )
+    shutil.rmtree(parts_directory(config))
+    return result_of(config.output)
+
+
+def _part(config: CorpusConfig, part: int, num_parts: int) -> tuple[CorpusConfig, list[tuple[str, SourceFile]]]:
+    """The settings of a part and its files: those whose first byte lies in the part's share of all bytes."""
+    sources = list_all_sources(config)
+    total, place, chosen = sum(source.size for _, source in sources), 0, []
+    for split, source in sources:
+        if place * num_parts // max(total, 1) == part - 1:
+            chosen.append((split, source))
+        place += source.size
+    return replace(config, output=_directory(config, part, num_parts)), chosen
+
+
+def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
+    return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
+
+
+def _finished_parts(config: CorpusConfig, num_parts: int) -> list[BuildResult]:
+    own_tokenizer = parts_directory(config) / TOKENIZER_DIRECTORY
+    if own_tokenizer.exists():
+        config = replace(config, tokenizer=replace(config.tokenizer, path=own_tokenizer))
+    results = []
+    for part in range(1, num_parts + 1):
+        part_config, sources = _part(config, part, num_parts)
+        if not is_finished(part_config.output):
+            raise DataError(f"part {part} of {num_parts} is not finished; run `build --part {part}/{num_parts}` first")
+        check_recipe(part_config.output, recipe_of(part_config, sources))
+        results.append(result_of(part_config.output))
+    return results
+
+
+def _merge_split(parts: list[Path], target: Path) -> None:
+    """Move the shards of all parts behind each other; index and manifest follow when all are there."""
+    target.mkdir(exist_ok=True)
+    manifests = [read_manifest(part) for part in parts]
+    shards: list[ShardInfo] = []
+    entries = []
+    for part, manifest in zip(parts, manifests, strict=True):
+        index = json.loads((part / INDEX_NAME).read_bytes())["shards"]
+        for shard, entry in zip(manifest.shards, index, strict=True):
+            name = f"shard.{len(shards):05d}.mds"
+            if (part / shard.path).exists():  # else a killed merge has moved it already
+                (part / shard.path).replace(target / name)
+            entry["raw_data"]["basename"] = name
+            shards.append(replace(shard, path=name))
+            entries.append(entry)
+    fsync_directory(target)
+    write_index(target, entries)
+    replace(manifests[0], shards=tuple(shards)).write(target)
+
+
+def _merge_rejects(config: CorpusConfig, parts: list[Path]) -> None:
+    lists = [(part / REJECTS_NAME).read_text() for part in parts if (part / REJECTS_NAME).exists()]
+    count = sum(len(text.splitlines()) for text in lists)
+    if count > config.max_rejects:
+        raise DataError(
+            f"the parts have {count} unusable records, more than max_rejects={config.max_rejects}; they are listed in "
+            f"{parts_directory(config)}/*/{REJECTS_NAME}: put them right or raise max_rejects"
+        )
+    if lists:
+        write_text(config.output / REJECTS_NAME, "".join(lists))
+
+
+def _refuse_deduplication(config: CorpusConfig) -> None:
+    if config.drop_duplicates:
+        raise ConfigError("drop_duplicates compares all documents, which parts cannot; build in one process with it")
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let this process end soon after the build that started it was killed, so that a new one can go on."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

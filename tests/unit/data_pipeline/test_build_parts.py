@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.build import build_corpus
+from data_pipeline.build_parts import build_in_processes, build_part, merge_parts, parts_directory
+from data_pipeline.cli import main
+from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.verify import verify_split
+from tests.helpers.corpora import contents, some_texts
+
+
+def folder_config(tmp_path: Path, **settings) -> CorpusConfig:
+    folder = tmp_path / "in"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(some_texts(300, seed=4)):
+        (folder / f"{number:04d}.txt").write_text(text)
+    settings = {"validation_fraction": 0.2, "shard_bytes": 5000, "tokenizer": TokenizerConfig(kind="bytes")} | settings
+    return CorpusConfig(input=(folder,), output=tmp_path / "out", threads=1, **settings)
+
+
+def stored(directory: Path) -> list[tuple[str, list[int]]]:
+    corpus = Corpus.open(directory)
+    readers = [corpus.shard(number) for number in range(len(corpus.manifest.shards))]
+    return [(reader.document_id(i), reader.tokens(i).tolist()) for reader in readers for i in range(len(reader))]
+
+
+def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_path):
+    config = folder_config(tmp_path)
+    whole = replace(config, output=tmp_path / "whole")
+    build_corpus(whole)
+    for part in (3, 1, 2, 4):
+        build_part(config, part, 4)
+    result = merge_parts(config, 4)
+    for split in ("train", "validation"):
+        assert stored(config.output / split) == stored(whole.output / split)
+        assert not verify_split(config.output / split, lambda line: None)
+        assert result.manifests[split].text_bytes == Corpus.open(whole.output / split).num_bytes
+    assert not parts_directory(config).exists()
+    assert merge_parts(config, 4).was_finished
+
+
+@pytest.mark.slow
+def test_processes_killed_at_any_moment_go_on_to_the_bytes_of_the_undisturbed_build(tmp_path):
+    config = folder_config(tmp_path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=350))
+    build_in_processes(config, 2)
+    killed = replace(config, output=tmp_path / "killed")
+    context = multiprocessing.get_context("spawn")
+    generator, kills = random.Random(1), 0
+    for _ in range(2):
+        process = context.Process(target=build_in_processes, args=(killed, 2))
+        process.start()
+        time.sleep(2 + 4 * generator.random())
+        process.kill()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+        time.sleep(0.5)  # its children notice
+    build_in_processes(killed, 2)
+    assert kills
+    assert contents(killed.output) == contents(config.output)
+
+
+def test_a_merge_killed_between_two_moves_goes_on(tmp_path, monkeypatch):
+    config = folder_config(tmp_path)
+    for part in (1, 2):
+        build_part(config, part, 2)
+    moves = []
+    replace_file = Path.replace
+
+    def failing(self, target):
+        moves.append(target)
+        if len(moves) == 5:
+            raise KeyboardInterrupt
+        return replace_file(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", failing)
+        with pytest.raises(KeyboardInterrupt):
+            merge_parts(config, 2)
+    merge_parts(config, 2)
+    assert not verify_split(config.output / "train", lambda line: None)
+    assert len(stored(config.output / "train")) + len(stored(config.output / "validation")) == 300
+
+
+def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
+    config = folder_config(tmp_path)
+    with pytest.raises(ConfigError, match="found part 3 of 2"):
+        build_part(config, 3, 2)
+    with pytest.raises(ConfigError, match="one tokenizer"):
+        build_part(replace(config, tokenizer=TokenizerConfig()), 1, 2)
+    with pytest.raises(ConfigError, match="drop_duplicates"):
+        build_part(replace(config, drop_duplicates=True), 1, 2)
+    build_part(config, 1, 2)
+    with pytest.raises(DataError, match="part 2 of 2 is not finished"):
+        merge_parts(config, 2)
+    flags = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out2"), "--tokenizer", "bytes"]
+    for part in (1, 2):
+        assert main(["build", *flags, f"--part={part}/2"]) == 0
+    assert main(["merge", *flags, "--parts=2"]) == 0
+    assert "documents" in capsys.readouterr().out
