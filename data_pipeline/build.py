@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished, read_counts
-from data_pipeline.build_tokenizer import is_validation, prepare_tokenizer
+from data_pipeline.build_tokenizer import is_validation, needs_training, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY
@@ -27,7 +27,7 @@ from data_pipeline.documents import Document, Reject, SourceFile, list_sources, 
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, naming
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
-from data_pipeline.progress import Progress
+from data_pipeline.progress import Progress, Report
 from data_pipeline.split_writer import SplitWriter
 from data_pipeline.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class _Job:
     document: Document
 
 
-def build_corpus(config: CorpusConfig, report: Callable[[str], None] = lambda line: None) -> BuildResult:
+def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> BuildResult:
     """Build the corpus that `config` describes, or go on where a killed build left off; `report` gets progress lines.
 
     Raises ConfigError or DataError for what the user can put right; OSError when the disk is full. In all these cases
@@ -76,7 +76,7 @@ def list_all_sources(config: CorpusConfig) -> list[tuple[str, SourceFile]]:
 def build_sources(
     config: CorpusConfig,
     sources: list[tuple[str, SourceFile]],
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda what: None,
     is_part: bool = False,
 ) -> BuildResult:
     """As `build_corpus`, of these files alone; the splits of a part may be empty."""
@@ -96,7 +96,7 @@ def build_sources(
 
 def _tokenizer_plan(config: CorpusConfig) -> str:
     settings = config.tokenizer
-    if settings.path or settings.kind == "bytes":
+    if not needs_training(settings):
         return str(settings.path or "bytes")
     megabytes = settings.training_bytes / 1e6
     return f"training {settings.kind} with {settings.vocab_size:,} pieces on at most {megabytes:g} MB of the text"
@@ -129,7 +129,7 @@ def _write_splits(
     sources: list[tuple[str, SourceFile]],
     tokenizer: Tokenizer,
     journal: BuildJournal,
-    report: Callable[[str], None],
+    report: Report,
     may_be_empty: bool,
 ) -> DocumentRules:
     splits = splits_of_build(config)
@@ -144,6 +144,7 @@ def _write_splits(
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
             progress.add(len(ids) + 1)
+    progress.show()
     for writer in writers.values():
         writer.flush()
     if not may_be_empty:

@@ -153,7 +153,8 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
         found = None
     if found != recipe:
         raise ConfigError(
-            f"{output} holds a finished corpus from other text or settings; choose another output or remove it"
+            f"{output} holds a finished corpus from other text or settings, or another number of parts; "
+            "choose another output or remove it"
         )
 
 

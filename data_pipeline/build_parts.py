@@ -8,13 +8,7 @@ their order do not depend on n; the borders of shards do, because each part ends
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +22,7 @@ from data_pipeline.build import (
     splits_of_build,
 )
 from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
-from data_pipeline.build_tokenizer import prepare_tokenizer
+from data_pipeline.build_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY
 from data_pipeline.documents import SourceFile
@@ -36,9 +30,9 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.manifest import ShardInfo, read_manifest
 from data_pipeline.mds import write_index
+from data_pipeline.progress import Report
 from data_pipeline.tokenizer import Tokenizer
 
-PARENT_POLL_SECONDS = 0.2
 INDEX_NAME = "index.json"
 
 
@@ -47,46 +41,19 @@ def parts_directory(config: CorpusConfig) -> Path:
     return config.output.with_name(f"{config.output.name}.parts")
 
 
-def build_part(
-    config: CorpusConfig, part: int, num_parts: int, report: Callable[[str], None] = lambda line: None
-) -> BuildResult:
+def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None) -> BuildResult:
     """Build part `part` of 1 to `num_parts`, or go on with it; any parts may be built at the same time."""
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
-    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+    if needs_training(config.tokenizer):
         raise ConfigError(
             "parts need one tokenizer that is there before them; set tokenizer.path to one, "
             "such as that of a corpus built from a sample of the text"
         )
-    _refuse_deduplication(config)
+    refuse_deduplication(config)
     part_config, sources = _part(config, part, num_parts)
     part_config.output.parent.mkdir(parents=True, exist_ok=True)
     return build_sources(part_config, sources, report, is_part=True)
-
-
-def build_in_processes(
-    config: CorpusConfig, processes: int, report: Callable[[str], None] = lambda line: None
-) -> BuildResult:
-    """Build as many parts as processes at the same time and merge them; the same call goes on after a kill."""
-    _refuse_deduplication(config)
-    sources = list_all_sources(config)
-    if is_finished(config.output):
-        return merge_parts(config, processes)
-    parts = config
-    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
-        directory = parts_directory(config) / TOKENIZER_DIRECTORY
-        report("tokenizer: training")
-        prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
-        parts = replace(config, tokenizer=replace(config.tokenizer, path=directory))
-    threads = max(1, (config.threads or os.cpu_count() or 1) // processes)
-    parts = replace(parts, threads=threads)
-    began, context = time.monotonic(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
-        futures = [pool.submit(build_part, parts, part, processes) for part in range(1, processes + 1)]
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            report(f"{done} of {processes} parts are built after {time.monotonic() - began:.0f} s")
-    return merge_parts(config, processes)
 
 
 def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
@@ -123,7 +90,8 @@ def _part(config: CorpusConfig, part: int, num_parts: int) -> tuple[CorpusConfig
     sources = list_all_sources(config)
     total, place, chosen = sum(source.size for _, source in sources), 0, []
     for split, source in sources:
-        if place * num_parts // max(total, 1) == part - 1:
+        share = place * num_parts // max(total, 1)
+        if min(share, num_parts - 1) == part - 1:  # empty files at the end belong to the last part
             chosen.append((split, source))
         place += source.size
     return replace(config, output=_directory(config, part, num_parts)), chosen
@@ -179,17 +147,7 @@ def _merge_rejects(config: CorpusConfig, parts: list[Path]) -> None:
         write_text(config.output / REJECTS_NAME, "".join(lists))
 
 
-def _refuse_deduplication(config: CorpusConfig) -> None:
+def refuse_deduplication(config: CorpusConfig) -> None:
+    """ConfigError if the settings ask for what parts cannot do."""
     if config.drop_duplicates:
         raise ConfigError("drop_duplicates compares all documents, which parts cannot; build in one process with it")
-
-
-def _end_with_parent(parent: int) -> None:
-    """Let this process end soon after the build that started it was killed, so that a new one can go on."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.config import CorpusConfig
+from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.documents import COMPRESSED_SUFFIXES, Document, SourceFile, read_documents
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, train_tokenizer
@@ -22,6 +22,11 @@ def fraction_of(text: str) -> float:
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
     """Whether a document of `config.input` belongs to the validation split."""
     return not config.validation_input and fraction_of(document_id) < config.validation_fraction
+
+
+def needs_training(settings: TokenizerConfig) -> bool:
+    """Whether there is no tokenizer yet with these settings."""
+    return not settings.path and settings.kind != "bytes"
 
 
 def prepare_tokenizer(directory: Path, sources: list[SourceFile], config: CorpusConfig) -> Tokenizer:

@@ -123,7 +123,8 @@ def _part(text: str) -> tuple[int, int]:
 def _build(options: argparse.Namespace) -> int:
     config = _corpus_config(options)
     from data_pipeline.build import build_corpus
-    from data_pipeline.build_parts import build_in_processes, build_part
+    from data_pipeline.build_parts import build_part
+    from data_pipeline.build_processes import build_in_processes
     from data_pipeline.progress import StatusLine
 
     status = StatusLine()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
-import random
 import signal
 import time
 from dataclasses import replace
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.build import build_corpus
-from data_pipeline.build_parts import build_in_processes, build_part, merge_parts, parts_directory
+from data_pipeline.build_parts import build_part, merge_parts, parts_directory
+from data_pipeline.build_processes import build_in_processes
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpus import Corpus
@@ -49,24 +50,46 @@ def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_pat
     assert merge_parts(config, 4).was_finished
 
 
-@pytest.mark.slow
-def test_processes_killed_at_any_moment_go_on_to_the_bytes_of_the_undisturbed_build(tmp_path):
+def test_processes_killed_in_the_middle_go_on_to_the_bytes_of_the_undisturbed_build(tmp_path):
     config = folder_config(tmp_path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=350))
-    build_in_processes(config, 2)
+    told = []
+    build_in_processes(config, 2, told.append)
+    assert "300 documents" in str(told[-2])
+    assert "100% of the files" in str(told[-2])
     killed = replace(config, output=tmp_path / "killed")
-    context = multiprocessing.get_context("spawn")
-    generator, kills = random.Random(1), 0
-    for _ in range(2):
-        process = context.Process(target=build_in_processes, args=(killed, 2))
-        process.start()
-        time.sleep(2 + 4 * generator.random())
-        process.kill()
-        process.join()
-        kills += process.exitcode == -signal.SIGKILL
-        time.sleep(0.5)  # its children notice
+    process = multiprocessing.get_context("forkserver").Process(target=build_in_processes, args=(killed, 2))
+    process.start()
+    while process.is_alive() and len(list(parts_directory(killed).glob("*/train/*.mds"))) < 5:
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    while not all_locks_are_free(parts_directory(killed)):  # its processes notice
+        time.sleep(0.01)
+    assert not killed.output.exists()
     build_in_processes(killed, 2)
-    assert kills
     assert contents(killed.output) == contents(config.output)
+
+
+def all_locks_are_free(parts: Path) -> bool:
+    for path in parts.glob("*/.build/lock"):
+        with open(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+    return True
+
+
+def test_what_is_wrong_in_one_process_ends_all_with_its_words(tmp_path):
+    config = folder_config(tmp_path, max_rejects=0)
+    (tmp_path / "in" / "0299.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"max_rejects=0 unusable records, the last one 0299.txt: invalid UTF-8"):
+        build_in_processes(config, 2)
+    assert not multiprocessing.active_children()
+    (tmp_path / "in" / "0299.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"0299.txt: empty"):
+        build_in_processes(replace(config, output=tmp_path / "out2"), 2)
 
 
 def test_a_merge_killed_between_two_moves_goes_on(tmp_path, monkeypatch):

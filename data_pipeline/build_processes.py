@@ -1,0 +1,115 @@
+"""All parts of a build at the same time, a process for each; they end with the command that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from data_pipeline.build import BuildResult, list_all_sources
+from data_pipeline.build_journal import is_finished
+from data_pipeline.build_parts import build_part, merge_parts, parts_directory, refuse_deduplication
+from data_pipeline.build_tokenizer import needs_training, prepare_tokenizer
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.errors import DataError, UserError
+from data_pipeline.progress import Reading, Report, joined
+
+
+def build_in_processes(config: CorpusConfig, processes: int, report: Report = lambda what: None) -> BuildResult:
+    """Build as many parts as processes at the same time and merge them; the same call goes on after a kill.
+
+    There are never more parts than input files.
+    """
+    refuse_deduplication(config)
+    sources = list_all_sources(config)
+    num_parts = min(processes, len(sources))
+    if is_finished(config.output):
+        return merge_parts(config, num_parts)
+    parts = replace(config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts))
+    if needs_training(config.tokenizer):
+        directory = parts_directory(config) / TOKENIZER_DIRECTORY
+        report(f"tokenizer: training {config.tokenizer.kind}")
+        prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
+        parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
+    _run_parts(parts, num_parts, report)
+    report("merging")
+    return merge_parts(config, num_parts)
+
+
+def _run_parts(config: CorpusConfig, num_parts: int, report: Report) -> None:
+    began, readings = time.monotonic(), {}
+    with _processes(config, num_parts) as running:
+        while running:
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                part, process = running[connection]
+                try:
+                    what = connection.recv()
+                except EOFError:
+                    del running[connection]
+                    _check_end(part, process)
+                    continue
+                if isinstance(what, Exception):
+                    raise what
+                readings[part] = what
+            if len(readings) == num_parts:
+                report(joined(readings.values(), time.monotonic() - began))
+
+
+@contextlib.contextmanager
+def _processes(config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
+    """A process for each part, by the connection to it; none is left when the block ends, however it ends."""
+    # Forked from one process that has imported what takes seconds, before any of them has threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_pipeline.build_processes", "streaming"])
+    running = {}
+    try:
+        for part in range(1, num_parts + 1):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, config, part, num_parts), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = (part, process)
+        yield running
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _check_end(part: int, process: BaseProcess) -> None:
+    process.join()
+    if process.exitcode:
+        raise DataError(
+            f"the process of part {part} ended with status {process.exitcode}, after a signal if below 0 (such as "
+            "for want of memory); finished shards are kept: run the same command again, with fewer processes perhaps"
+        )
+
+
+def _work(connection: Connection, config: CorpusConfig, part: int, num_parts: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends its processes
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+
+    def send(what: str | Reading) -> None:
+        if isinstance(what, Reading):
+            connection.send(what)
+
+    try:
+        build_part(config, part, num_parts, send)
+    except (UserError, OSError) as error:
+        connection.send(error)
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process when the one at the other end is gone, even by SIGKILL, so that the build can be begun again."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
