@@ -62,7 +62,7 @@ def write_shards(screen: Screen, settings: Settings, results: Results) -> Result
     from data_pipeline.build import build_corpus
 
     with screen.progress("encoding", None) as meter:
-        built = build_corpus(corpus_config(settings, settings.tokenizer), lambda line: meter.advance(1, line))
+        built = build_corpus(corpus_config(settings, settings.tokenizer), lambda what: meter.advance(1, str(what)))
     return {
         split: {
             "documents": manifest.documents,
