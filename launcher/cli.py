@@ -13,6 +13,7 @@ from data_pipeline.yaml_files import did_you_mean
 # name -> (module, what it does)
 COMMANDS = {
     "local": ("launcher.local", "train on this machine; restart after crashes, give up on a crash loop"),
+    "status": ("launcher.status", "how runs stand: state, step, loss, speed, goodput, last checkpoint, last failure"),
     "sweep": ("launcher.sweep", "run the cells of a sweep file, several at once; skip what is done"),
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from launcher.run_state import read_state
 from pretrain.compare import differing_losses
 from pretrain.faults import VARIABLE
 from pretrain.local_ranks import EXIT_STOPPED
@@ -81,6 +82,8 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     pids = [int(pid) for pid in re.findall(r"\d+", first.partition("processes")[2])]
     assert len(pids) == RANKS, first
     until(lambda: last_measured(run_dir) > INTERVAL)
+    running = read_state(run_dir)
+    assert (running.state, running.attempts, running.ranks) == ("running", 1, RANKS)
     os.kill(pids[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -89,6 +92,11 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, STEPS + 1))
     events = [event["event"] for event in run_dir.read_ledger()]
     assert events == ["start", "attempt_ended", "resume", "finish", "attempt_ended"]
+    done = read_state(run_dir)
+    assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 2, STEPS, STEPS)
+    assert done.last_failure == "rank 1 was ended by SIGKILL"
+    assert done.goodput is not None
+    assert 0 < done.goodput < 1
 
 
 def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, tmp_path):
@@ -118,6 +126,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(experiment, undisturbed, tmp_
     assert process.returncode == EXIT_STOPPED, output
     stopped_after = last_measured(run_dir)
     assert f"the same command goes on from step {stopped_after}" in output
+    stopped = read_state(run_dir)
+    assert (stopped.state, stopped.checkpoint) == ("stopped", stopped_after)
     second = launch(experiment, run_dir.path)
     output, _ = second.communicate(timeout=120)
     assert second.returncode == 0, output

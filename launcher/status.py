@@ -1,0 +1,94 @@
+"""`launcher status`: how runs stand, told from their directories."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError, UserError
+from launcher.run_state import RunState, read_state
+from pretrain.run_dir import RunDir
+
+_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_WATCH_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher status`."""
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directories of runs (default: --all)")
+    parser.add_argument("--all", action="store_true", help="every run below --runs-dir")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where --all looks (default %(default)s)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object per run and line, for scripts")
+    form.add_argument("--watch", action="store_true", help=f"again every {_WATCH_SECONDS:g} s, until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print how the runs stand; 0."""
+    if arguments.all and arguments.runs:
+        raise ConfigError("--all and the names of runs contradict each other; give one of them")
+    if arguments.watch:
+        return _watch(arguments)
+    states = read_states(chosen(arguments))
+    if arguments.json:
+        for state in states:
+            print(json.dumps({**asdict(state), "done_share": state.done_share}))
+        return 0
+    from launcher.status_table import console, render
+
+    console().print(render(states))
+    return 0
+
+
+def chosen(arguments: argparse.Namespace) -> list[Path]:
+    """The directories asked for; ConfigError if there is none."""
+    if arguments.runs:
+        return [RunDir.open(path).path for path in arguments.runs]
+    found = sorted(find_runs(arguments.runs_dir))
+    if not found:
+        raise ConfigError(f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are")
+    return found
+
+
+def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Directories of runs at or below `root`; nothing is looked for inside of one."""
+    if RunDir(root).exists():
+        yield root
+    elif depth and root.is_dir():
+        for entry in root.iterdir():
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from find_runs(entry, depth - 1)
+
+
+def read_states(paths: Sequence[Path]) -> list[RunState]:
+    """A state for each directory, in their order. One that cannot be read is a row which says why."""
+    states = []
+    for path in paths:
+        try:
+            states.append(read_state(RunDir.open(path)))
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            states.append(RunState(name=path.name, path=str(path), state="damaged", why=str(error)))
+    return states
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if not sys.stdout.isatty():
+        raise ConfigError("--watch draws on a terminal and this is none; leave it out, or use --json")
+    from rich.live import Live
+
+    from launcher.status_table import console, render
+
+    with Live(render(read_states(chosen(arguments))), console=console(), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(_WATCH_SECONDS)
+                live.update(render(read_states(chosen(arguments))), refresh=True)
+        except KeyboardInterrupt:
+            return 0

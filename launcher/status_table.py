@@ -1,0 +1,122 @@
+"""Runs' states for people: a table of several, all about one. The only module that draws with rich."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from launcher.run_state import RunState
+from pretrain.console import clock
+
+STYLES = {
+    "running": "green",
+    "done": "bold green",
+    "queued": "yellow",
+    "requeued": "yellow",
+    "preempted": "yellow",
+    "stopped": "cyan",
+    "cancelled": "magenta",
+    "silent": "bold red",
+    "failed": "bold red",
+}
+WIDTH_OF_PIPES = 200
+NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
+
+
+def console() -> Console:
+    """Where tables go; a pipe gets whole lines, whatever the terminal's width."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
+
+
+def render(states: Sequence[RunState]) -> Group | Table:
+    """One run in full, several as a table."""
+    return one_run(states[0]) if len(states) == 1 else many_runs(states)
+
+
+def many_runs(states: Sequence[RunState]) -> Table:
+    """A row per run."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("run", "state", *NUMBERS):
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim")
+    table.add_column("", overflow="fold")
+    for state in states:
+        table.add_row(
+            state.path,
+            _word(state),
+            f"{state.step:,}",
+            f"{state.done_share:.0%}",
+            _number(state.loss, ".4f"),
+            _number(state.tokens_per_second, ",.0f"),
+            _number(state.goodput, ".0%"),
+            _left(state),
+            "-" if state.checkpoint is None else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
+            str(state.attempts),
+            Text(state.why, style="dim"),
+        )
+    return table
+
+
+def one_run(state: RunState) -> Group:
+    """Everything known of a run, a line each."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in _lines(state):
+        grid.add_row(name, value)
+    return Group(grid)
+
+
+def age(seconds: float | None) -> str:
+    """How long ago, in the largest unit that says enough."""
+    if seconds is None:
+        return "?"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _lines(state: RunState) -> list[tuple[str, str | Text]]:
+    checkpoint = "none yet"
+    if state.checkpoint is not None:
+        checkpoint = f"step {state.checkpoint:,}, {age(state.checkpoint_age)}"
+    lines: list[tuple[str, str | Text]] = [
+        ("run", f"{state.name}  {state.path}"),
+        ("state", _word(state) if not state.why else _word(state).append(f"  {state.why}", style="default")),
+        ("step", f"{state.step:,} of {state.steps:,}  ({state.done_share:.0%})"),
+        ("loss", _number(state.loss, ".4f")),
+        ("speed", "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s"),
+        ("time left", _left(state)),
+        ("goodput", "-" if state.goodput is None else f"{state.goodput:.0%} of the time went into steps that count"),
+        ("checkpoint", checkpoint),
+        ("attempts", _attempts(state)),
+    ]
+    if state.job:
+        lines.append(("job", state.job))
+    if state.last_failure:
+        ago = ""
+        if state.last_failure_age is not None:
+            ago = f", {age(state.last_failure_age)}"
+        lines.append(("last failure", f"{state.last_failure}{ago}"))
+    return lines
+
+
+def _attempts(state: RunState) -> str:
+    ranks = "" if state.ranks is None else f", {state.ranks} rank{'s' * (state.ranks != 1)}"
+    return f"{state.attempts}{ranks}" + (f" on {' '.join(state.hosts)}" if state.hosts else "")
+
+
+def _word(state: RunState) -> Text:
+    return Text(state.state, style=STYLES.get(state.state, "default"))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _left(state: RunState) -> str:
+    return "-" if state.seconds_left is None else clock(state.seconds_left)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.run_state import RunState
+from launcher.status_table import age, console, render
+from pretrain.config import RunConfig
+from pretrain.run_dir import RunDir
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    RunDir.create(tmp_path / "runs" / "alone", RunConfig(name="alone"))
+    RunDir.create(tmp_path / "runs" / "sweep" / "cell", RunConfig(name="cell"))
+    return tmp_path / "runs"
+
+
+def test_all_runs_are_found_those_of_sweeps_too(runs, capsys):
+    assert main(["status", "--all", f"--runs-dir={runs}", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(state["name"], state["state"]) for state in found] == [("alone", "new"), ("cell", "new")]
+
+
+def test_without_a_name_it_tells_of_all_runs(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    assert main(["status"]) == 0
+    output = capsys.readouterr().out
+    assert "runs/alone" in output
+    assert "runs/sweep/cell" in output
+
+
+def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys):
+    (runs / "alone" / "run.json").write_text("{")
+    assert main(["status", f"--runs-dir={runs}"]) == 0
+    output = capsys.readouterr().out
+    assert "damaged" in output
+    assert "run.json is not JSON" in output
+    assert main(["status", str(runs / "alone")]) == 2
+    assert "run.json is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{runs}"], "holds no run"),
+        (["--runs-dir={runs}/nowhere"], "holds no runs; name one"),
+        (["{runs}/alone", "--all"], "contradict each other"),
+        (["{runs}/alone", "--watch"], "draws on a terminal"),
+    ],
+)
+def test_bad_input_gets_one_line(runs, capsys, arguments, message):
+    assert main(["status", *(text.format(runs=runs) for text in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+STATE = RunState(
+    name="books",
+    path="runs/books",
+    state="running",
+    why="saving a checkpoint",
+    attempts=3,
+    ranks=4,
+    hosts=("n1", "n2"),
+    job="17",
+    step=1500,
+    steps=6000,
+    loss=2.34567,
+    tokens_per_second=12345.6,
+    goodput=0.876,
+    seconds_left=3723.0,
+    checkpoint=1400,
+    checkpoint_age=130.0,
+    last_failure="rank 1 was ended by SIGKILL",
+    last_failure_age=7300.0,
+)
+
+
+def drawn(*states: RunState) -> str:
+    screen = console()
+    with screen.capture() as capture:
+        screen.print(render(states))
+    return capture.get()
+
+
+def test_one_run_is_told_in_full():
+    text = " ".join(drawn(STATE).split())
+    for part in (
+        "running saving a checkpoint",
+        "1,500 of 6,000 (25%)",
+        "2.3457",
+        "12,346 tokens/s",
+        "1:02:03",
+        "88% of the time",
+        "step 1,400, 2 min ago",
+        "3, 4 ranks on n1 n2",
+        "job 17",
+        "rank 1 was ended by SIGKILL, 2 h ago",
+    ):
+        assert part in text
+
+
+def test_several_runs_take_a_row_each():
+    lines = drawn(STATE, RunState(name="new", path="runs/new", state="new", steps=10)).splitlines()
+    assert len(lines) == 3
+    assert lines[1].split()[:4] == ["runs/books", "running", "1,500", "25%"]
+    assert lines[2].split()[:4] == ["runs/new", "new", "0", "0%"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "?"), (3, "3 s ago"), (119, "119 s ago"), (7100, "118 min ago"), (86400, "24 h ago"), (2e5, "2 d ago")],
+)
+def test_an_age_is_told_in_the_largest_unit_that_says_enough(seconds, text):
+    assert age(seconds) == text
