@@ -1,84 +1,16 @@
 from __future__ import annotations
 
-import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes import LaneCursor, LaneStream
-from data_pipeline.permutation import key_of, permutation, sort_order
 from tests.helpers.corpora import write_numbered_corpus
 
-NUM_LANES = 8
 SEED = 5
-
-
-def expected_lanes(shards: list[list[int]], num_lanes: int, epochs: int) -> list[list[int]]:
-    """Each lane's tokens, written down one document after the other from the definition in the design."""
-    begins = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
-    total = begins[-1]
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    for epoch in range(epochs):
-        place = 0
-        for unit in permutation(len(shards), key_of(SEED, "units", epoch)).tolist():
-            for document in sort_order(len(shards[unit]), key_of(SEED, "documents", epoch, unit)).tolist():
-                first = begins[unit] + sum(shards[unit][:document])
-                length = shards[unit][document]
-                lane = next(i for i in range(num_lanes) if place < (i + 1) * total // num_lanes)
-                lanes[lane] += range(first, first + length)
-                place += length
-    return lanes
-
-
-@st.composite
-def sessions(draw):
-    """Runs of one training: each a world size and the number of steps until it was interrupted."""
-    return draw(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 90)), min_size=2, max_size=5))
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    shards=st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=20), min_size=3, max_size=8),
-    segment_length=st.integers(1, 17),
-    sessions=sessions(),
-)
-def test_any_interruptions_and_world_sizes_read_every_token_once_per_epoch_in_lane_order(
-    shards, segment_length, sessions
-):
-    assume(sum(map(sum, shards)) // NUM_LANES >= max(map(max, shards)))
-    starts = np.cumsum([0] + [length for shard in shards for length in shard])
-    with tempfile.TemporaryDirectory() as directory:
-        corpus = write_numbered_corpus(Path(directory), shards)
-        read: list[list[int]] = [[] for _ in range(NUM_LANES)]
-        ahead: dict[int, int] = {}  # the last target of each lane: its next token
-        cursor = None
-        for world_size, steps in sessions:
-            per_rank = NUM_LANES // world_size
-            cursors = []
-            for rank in range(world_size):
-                lanes = range(rank * per_rank, (rank + 1) * per_rank)
-                stream = LaneStream(corpus, NUM_LANES, SEED, segment_length, lanes, cursor)
-                batches = [next(stream) for _ in range(steps + 2)]  # two steps whose work is lost
-                for batch in batches[:steps]:
-                    assert np.array_equal(batch.starts_BL, np.isin(batch.tokens_BL, starts))
-                    for lane, tokens_L, targets_L in zip(lanes, batch.tokens_BL, batch.targets_BL, strict=True):
-                        assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
-                        assert ahead.get(lane, tokens_L[0]) == tokens_L[0]
-                        read[lane] += tokens_L.tolist()
-                        ahead[lane] = targets_L[-1]
-                cursors.append(batches[steps - 1].cursor)
-            cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
-    num_tokens = len(read[0])
-    epochs = 2 + num_tokens * NUM_LANES // int(starts[-1]) * 3
-    for lane, expected in enumerate(expected_lanes(shards, NUM_LANES, epochs)):
-        assert read[lane] == expected[:num_tokens]
 
 
 @pytest.fixture(scope="module")

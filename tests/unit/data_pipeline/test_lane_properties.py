@@ -1,0 +1,122 @@
+"""What must hold for every corpus, every number of lanes and ranks, and every interruption: drawn by hypothesis."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import LaneCursor, LaneStream, SegmentBatch
+from data_pipeline.permutation import key_of, permutation, sort_order
+from data_pipeline.prefetch import Prefetcher
+from tests.helpers.corpora import write_numbered_corpus
+
+Shards = list[list[int]]  # lengths of the documents of each shard
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run's life between two interruptions: `steps` count, the `lost` ones after them were never saved."""
+
+    world_size: int
+    steps: int
+    lost: int
+    segment_length: int
+    reads_ahead: bool
+
+
+@st.composite
+def runs(draw) -> tuple[int, list[Session]]:
+    """A number of lanes, and sessions of ranks among which the lanes divide."""
+    num_lanes = draw(st.integers(1, 12))
+    divisors = [size for size in range(1, num_lanes + 1) if num_lanes % size == 0]
+    session = st.builds(
+        Session,
+        world_size=st.sampled_from(divisors),
+        steps=st.integers(1, 90),
+        lost=st.integers(0, 3),
+        segment_length=st.integers(1, 17),
+        reads_ahead=st.booleans(),
+    )
+    return num_lanes, draw(st.lists(session, min_size=2, max_size=5))
+
+
+def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> list[list[int]]:
+    """Each lane's tokens of an epoch, one document after the other, from the definition in docs/lanes.md."""
+    begins = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
+    total, place = begins[-1], 0
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    for unit in permutation(len(shards), key_of(seed, "units", epoch)).tolist():
+        for document in sort_order(len(shards[unit]), key_of(seed, "documents", epoch, unit)).tolist():
+            first = begins[unit] + sum(shards[unit][:document])
+            length = shards[unit][document]
+            lane = next(i for i in range(num_lanes) if place < (i + 1) * total // num_lanes)
+            lanes[lane] += range(first, first + length)
+            place += length
+    return lanes
+
+
+def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
+    """The steps that count, handed out by a stream that may have read ahead; then as many again as are lost."""
+    count = session.steps + session.lost
+    if not session.reads_ahead:
+        return iter([next(stream) for _ in range(count)])
+    with Prefetcher(stream) as prefetcher:
+        return iter([next(prefetcher) for _ in range(count)])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shards=st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=20), min_size=3, max_size=8),
+    seed=st.integers(0, 1 << 40),
+    run=runs(),
+)
+def test_every_token_is_read_once_per_epoch_in_its_lane_whatever_is_interrupted_or_changes_its_ranks(shards, seed, run):
+    num_lanes, sessions = run
+    total = sum(map(sum, shards))
+    assume(total // num_lanes >= max(map(max, shards)))
+    starts = np.cumsum([0] + [length for shard in shards for length in shard])
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = write_numbered_corpus(Path(directory), shards)
+        read, epochs = read_in_sessions(corpus, num_lanes, seed, sessions, starts)
+    assert len({len(tokens) for tokens in read}) == 1, "lanes go in lock step"
+    by_epoch = [expected_lanes(shards, num_lanes, seed, epoch) for epoch in range(max(epochs) + 1)]
+    for lane, tokens in enumerate(read):
+        expected = [token for lanes in by_epoch[: epochs[lane] + 1] for token in lanes[lane]]
+        assert tokens == expected[: len(tokens)]
+    for lanes in by_epoch:
+        assert sorted(token for lane in lanes for token in lane) == list(range(total))
+
+
+def read_in_sessions(
+    corpus: Corpus, num_lanes: int, seed: int, sessions: list[Session], starts: np.ndarray
+) -> tuple[list[list[int]], list[int]]:
+    """All that each lane has read when the last session ends, and the epoch in which it is then."""
+    read: list[list[int]] = [[] for _ in range(num_lanes)]
+    ahead: dict[int, int] = {}  # the last target of each lane: its next token
+    cursor = None
+    for session in sessions:
+        per_rank, cursors = num_lanes // session.world_size, []
+        for first in range(0, num_lanes, per_rank):
+            lanes = range(first, first + per_rank)
+            stream = LaneStream(corpus, num_lanes, seed, session.segment_length, lanes, cursor)
+            batches = list(batches_of(stream, session))[: session.steps]
+            for batch in batches:
+                assert batch.lanes == lanes
+                assert np.array_equal(batch.starts_BL, np.isin(batch.tokens_BL, starts))
+                for lane, tokens_L, targets_L in zip(lanes, batch.tokens_BL, batch.targets_BL, strict=True):
+                    assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
+                    assert ahead.get(lane, tokens_L[0]) == tokens_L[0]
+                    read[lane] += tokens_L.tolist()
+                    ahead[lane] = targets_L[-1]
+            cursors.append(batches[-1].cursor)
+        cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
+    assert cursor is not None
+    return read, cursor.epochs_B.tolist()
