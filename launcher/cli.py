@@ -1,4 +1,4 @@
-"""`launcher local | ...`: finds the command, runs it. Torch-free: it starts in under a second on a login node."""
+"""`launcher local | submit | ...`: finds the command, runs it. Torch-free: it starts at once on a login node."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from data_pipeline.yaml_files import did_you_mean
 COMMANDS = {
     "local": ("launcher.local", "train on this machine; restart after crashes, give up on a crash loop"),
     "status": ("launcher.status", "how runs stand: state, step, loss, speed, goodput, last checkpoint, last failure"),
+    "submit": ("launcher.submit", "hand a run to Slurm, once; it goes on through time limits and crashes"),
+    "batch": ("launcher.batch", "the supervisor inside a Slurm job; batch scripts call it"),
     "sweep": ("launcher.sweep", "run the cells of a sweep file, several at once; skip what is done"),
 }
 

@@ -46,7 +46,8 @@ MAY_CHANGE = (
     "engine.deepspeed_extra*",
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
 )
-_BEFORE_IDENTITY = ("config.yaml", "logs", "*.lock", ".*.tmp")  # what a crash may leave before run.json is there
+# What may be there before run.json: left by a crash, or by a launcher that submitted the run.
+_BEFORE_IDENTITY = ("config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,19 @@ class RunDir:
 
     # --------------------------------------------------------------------------------------------- checks
 
+    def refuse_other_run(self, config: RunConfig) -> None:
+        """Raise ConfigError unless this run may go on with the settings of `config`."""
+        changes = differences(to_tree(self.config), to_tree(config))
+        refused = [reason for key, (old, new) in changes.items() if (reason := _refusal(key, old, new))]
+        if refused:
+            name = self.identity.name
+            whose = f"another run, {name!r} (not {config.name!r})" if name != config.name else f"the run {name!r}"
+            raise ConfigError(
+                f"{self.path} holds {whose} with other settings:\n  "
+                + "\n  ".join(refused)
+                + "\nuse its settings to go on with it, or choose another --run-dir"
+            )
+
     def _refuse_strangers(self) -> None:
         if not self.path.exists():
             return
@@ -222,18 +236,9 @@ class RunDir:
         changes = differences(to_tree(self.config), to_tree(config))
         if not changes:
             return
-        lines = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items()]
-        refused = [reason for key, (old, new) in changes.items() if (reason := _refusal(key, old, new))]
-        if refused:
-            name = self.identity.name
-            whose = f"another run, {name!r} (not {config.name!r})" if name != config.name else f"the run {name!r}"
-            raise ConfigError(
-                f"{self.path} holds {whose} with other settings:\n  "
-                + "\n  ".join(refused)
-                + "\nuse its settings to go on with it, or choose another --run-dir"
-            )
-        for line in lines:
-            say(f"changed setting  {line}")
+        self.refuse_other_run(config)
+        for key, (old, new) in changes.items():
+            say(f"changed setting  {key}: {old} -> {new}")
         self.append_ledger({"event": "settings_changed", "changes": changes})
         write_text(self._config_file, dump_yaml(to_tree(config)))
 

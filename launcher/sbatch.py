@@ -1,0 +1,91 @@
+"""The batch script of a run: pure text, readable, runnable by hand with `sbatch`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from launcher.cluster import ClusterConfig
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """How many nodes a run takes: as many as are free, from `least` to `most`."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}"
+
+
+def parse_nodes(text: str) -> NodeRange:
+    """`4` or `4:16`."""
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 up to 16")
+    nodes = NodeRange(int(parts[0]), int(parts[-1]))
+    if not 1 <= nodes.least <= nodes.most:
+        raise ConfigError(f"--nodes={text}: expected 1 or more, the smaller number first")
+    return nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is submitted. `name` is unique to the run, so that its job is found again by it."""
+
+    name: str
+    run_dir: Path
+    code: Path  # the snapshot that the ranks import
+    python: str
+    nodes: NodeRange
+    cluster: ClusterConfig
+    attempts_without_progress: int
+
+
+def render(job: Job) -> str:
+    """The script. The job's log, and all that it writes, is in the run directory."""
+    command = [job.python, "-m", "launcher", "batch", str(job.run_dir)]
+    command += [f"--attempts-without-progress={job.attempts_without_progress}"]
+    lines = [
+        "#!/bin/bash",
+        "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; the run goes on from its newest checkpoint.",
+        "#SBATCH --requeue",
+        *(f"#SBATCH --{option}" for option in _options(job)),
+        "",
+        "set -e",
+        *(f"module load {shlex.quote(module)}" for module in job.cluster.modules),
+        *job.cluster.setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.cluster.environment.items()),
+        "",
+        "# exec: Slurm's notice goes to this process alone, which is then the supervisor.",
+        f"exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _options(job: Job) -> list[str]:
+    cluster = job.cluster
+    derived: dict[str, object] = {
+        "job-name": job.name,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "nodes": job.nodes,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "gpus-per-node": cluster.gpus_per_node,
+        "cpus-per-task": cluster.cpus_per_rank,
+        "time": cluster.time_limit,
+        "signal": f"B:USR1@{cluster.warning_seconds}",
+        "open-mode": "append",  # a requeued job goes on in the same log
+        "output": job.run_dir / "logs" / "slurm-%j.log",
+        "chdir": job.code,
+    }
+    if taken := sorted(derived.keys() & cluster.options.keys()):
+        raise ConfigError(
+            f"options.{taken[0]} of the cluster file is for the launcher to set; use a setting of its own"
+        )
+    own = [f"{name}={value}" for name, value in derived.items() if value]
+    return own + [f"{name}={value}" if value else name for name, value in cluster.options.items()]

@@ -1,0 +1,225 @@
+"""Slurm's commands; the only place that runs them. Output is asked for field by field: JSON varies by version."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError, UserError
+
+_INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")  # a surrounding job's would change ours
+_UNREACHABLE = ("unable to contact", "timed out", "connection refused", "connect failure", "zero bytes", "unreachable")
+_UNREACHABLE += ("unable to establish controller", "temporarily unable", "communication", "unexpected message")
+_COMMAND_SECONDS = 120.0
+_SETTLE_SECONDS = 2.0  # a controller that comes back answers questions before it has taken what lay in its sockets
+_JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
+_RECORD_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,Start,End,NodeList"
+
+
+class SlurmUnreachable(UserError):
+    """The controller gave no answer: nothing is known about any job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """What squeue says about a job; those that ended stay for minutes."""
+
+    id: str
+    array_id: str  # of the array it belongs to; its own id without one
+    array_index: str  # "" outside of arrays
+    name: str
+    state: str  # PENDING, RUNNING, COMPLETING, TIMEOUT ...
+    reason: str  # why it waits or ended, in Slurm's words
+    hosts: str  # n[1-2]
+    elapsed: str
+    time_left: str
+    start: str  # when it began, or is expected to
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it waits, runs or is being ended."""
+        return self.state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "PREEMPTED", "REQUEUED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What accounting says about one start of a job; a requeued job has several."""
+
+    id: str
+    array_task: str  # 17_3, or the id
+    name: str
+    state: str
+    exit_code: str
+    start: str
+    end: str
+    hosts: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    name: str
+    is_default: bool
+    num_nodes: int
+    cpus_per_node: int  # of its largest node, as are the GPUs
+    gpus_per_node: int
+    time_limit: str
+
+
+def submit(script: Path, name: str, say: Callable[[str], None] = print, patience: float = 300.0) -> str:
+    """Hand a batch script whose job is called `name` to Slurm; the job's id.
+
+    There is never a second live job of that name: where an answer was lost, the job is looked for before another try.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            if live := live_jobs(name):
+                return live[0].id
+            result = _run(["sbatch", "--parsable", str(script)])
+        except SlurmUnreachable as error:
+            if time.monotonic() > deadline:
+                raise
+            say(f"{error}; trying for {deadline - time.monotonic():.0f} s more")
+            _wait_for_controller(deadline)
+            continue
+        if result.returncode:
+            raise ConfigError(f"sbatch refused {script}: {_one_line(result.stderr)}")
+        return result.stdout.strip().split(";")[0]
+
+
+def live_jobs(name: str) -> list[QueuedJob]:
+    """The jobs of this name that wait or run, oldest first; array tasks one by one."""
+    return [job for job in _squeue("--name", name) if job.is_live]
+
+
+def jobs(ids: Sequence[str]) -> list[QueuedJob]:
+    """What squeue knows of these jobs. One missing was forgotten (minutes after its end) or never was."""
+    return _squeue("-j", ",".join(ids)) if ids else []
+
+
+def details(job: str) -> dict[str, str]:
+    """All that `scontrol show job` says, such as JobState, Reason, NodeList; empty for a job it has forgotten."""
+    result = _run(["scontrol", "show", "job", "-o", job])
+    return dict(re.findall(r"(\w+)=(\S*)", result.stdout)) if result.returncode == 0 else {}
+
+
+def records(ids: Sequence[str]) -> list[JobRecord]:
+    """Accounting's records of these jobs, oldest first; empty without accounting, and at first: it lags a second."""
+    if not ids:
+        return []
+    result = _run(["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)])
+    lines = [line.split("|") for line in result.stdout.splitlines()] if result.returncode == 0 else []
+    keys = ("id", "array_task", "name", "state", "exit_code", "start", "end", "hosts")
+    return [JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)]
+
+
+def partitions() -> list[Partition]:
+    """The partitions open to this user's cluster."""
+    result = _checked(["sinfo", "-h", "-o", "%P|%D|%c|%G|%l"])
+    found: dict[str, Partition] = {}
+    for line in result.splitlines():  # one for each kind of node
+        label, nodes, cpus, resources, limit = line.split("|")
+        name = label.rstrip("*")
+        known = found.get(name)
+        gpus = sum(map(int, re.findall(r"gpu(?::[^:(,]+)?:(\d+)", resources)))
+        found[name] = Partition(
+            name=name,
+            is_default=label.endswith("*"),
+            num_nodes=int(nodes) + (known.num_nodes if known else 0),
+            cpus_per_node=max(int(cpus.rstrip("+")), known.cpus_per_node if known else 0),
+            gpus_per_node=max(gpus, known.gpus_per_node if known else 0),
+            time_limit=limit,
+        )
+    return list(found.values())
+
+
+def cancel(job: str) -> None:
+    """End a job for good; one that ended already is left alone."""
+    _checked(["scancel", job])
+
+
+def requeue(job: str, exclude: Sequence[str] = ()) -> None:
+    """Put a job back into the queue at once, away from the hosts to `exclude`.
+
+    Ends what the job runs now, and with it this process if it is the job's.
+    """
+    _checked(["scontrol", "requeue", job])
+    changes = [f"ExcNodeList={','.join(exclude)}"] if exclude else []
+    # Slurm holds a requeued job back for the life of a credential, two minutes; its owner need not wait.
+    _run(["scontrol", "update", f"JobId={job}", "StartTime=now", *changes])
+
+
+def host_names(node_list: str) -> list[str]:
+    """`n[1-2]` -> n1, n2."""
+    return _checked(["scontrol", "show", "hostnames", node_list]).split()
+
+
+def _squeue(*which: str) -> list[QueuedJob]:
+    result = _run(["squeue", "-h", "-r", "-t", "all", "-o", _JOB_FIELDS, *which])
+    if result.returncode and "invalid job id" not in result.stderr.lower():
+        raise UserError(f"squeue failed: {_one_line(result.stderr)}")
+    found = []
+    for line in result.stdout.splitlines():
+        number, array, index, name, state, reason, hosts, elapsed, left, start = line.split("|")
+        found.append(
+            QueuedJob(
+                id=number,
+                array_id=array,
+                array_index="" if index == "N/A" else index,
+                name=name,
+                state=state,
+                reason=reason,
+                hosts=hosts,
+                elapsed=elapsed,
+                time_left=left,
+                start=start,
+            )
+        )
+    return sorted(found, key=lambda job: int(job.id))
+
+
+def _wait_for_controller(deadline: float) -> None:
+    while time.monotonic() < deadline:
+        time.sleep(1)
+        try:
+            if _run(["squeue", "-h", "-o", "%A"]).returncode == 0:
+                break
+        except SlurmUnreachable:
+            continue
+    time.sleep(_SETTLE_SECONDS)
+
+
+def _checked(command: Sequence[str]) -> str:
+    result = _run(command)
+    if result.returncode:
+        raise UserError(f"'{' '.join(command[:3])}' failed: {_one_line(result.stderr)}")
+    return result.stdout
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The finished command; SlurmUnreachable if the controller was not there to answer it."""
+    environment = {
+        key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith(_INHERITED)
+    }
+    try:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except FileNotFoundError:
+        raise UserError(
+            f"'{command[0]}' was not found: no Slurm on this host; run this on a login node, or use 'launcher local'"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmUnreachable(
+            f"'{command[0]}' got no answer in {_COMMAND_SECONDS:.0f} s from the controller"
+        ) from None
+    if result.returncode and any(sign in result.stderr.lower() for sign in _UNREACHABLE):
+        raise SlurmUnreachable(f"the Slurm controller does not answer ({_one_line(result.stderr)})")
+    return result
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

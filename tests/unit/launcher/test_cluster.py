@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from launcher.cluster import ClusterConfig, load_cluster, seconds_of
+from launcher.job_checks import check_request, check_run, usable_nodes
+from launcher.sbatch import Job, NodeRange, parse_nodes, render
+from launcher.slurm import Partition
+from pretrain.config import CheckpointConfig, DataConfig, EngineConfig, RunConfig
+from pretrain.model_config import ModelConfig
+
+CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
+CPU = ClusterConfig(ranks_per_node=2)
+TWO = NodeRange(2, 2)
+GPU = ClusterConfig(gpus_per_node=8, gpu="A100", cpus_per_rank=4)
+
+
+def run_config(lanes: int = 16, **settings) -> RunConfig:
+    model = ModelConfig(num_layers=2, d_model=32, num_heads=2, vocab_size=100)
+    return RunConfig(**{"model": model, "data": DataConfig(lanes=lanes, segment_length=8), **settings})
+
+
+def job(cluster: ClusterConfig = CPU, nodes: NodeRange = TWO) -> Job:
+    return Job(
+        name="books-12345678",
+        run_dir=Path("/shared/my runs/books"),
+        code=Path("/shared/my runs/books/slurm/code"),
+        python="/opt/python",
+        nodes=nodes,
+        cluster=cluster,
+        attempts_without_progress=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("24:00:00", 86_400),
+        ("2-00", 172_800),
+        ("1-02:03", 93_780),
+        ("1-02:03:04", 93_784),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
+def test_the_example_clusters_are_valid(path):
+    assert render(job(load_cluster(path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("partitoin: gpu\nranks_per_node: 1\n", "did you mean 'partition'"),
+        ("gpus_per_node: 0\n", "leave nothing to run on"),
+        ("gpus_per_node: 8\nranks_per_node: 4\n", "use one rank per GPU"),
+        ("ranks_per_node: 1\ngpu: H100\n", "say how many GPUs"),
+        ("ranks_per_node: 1\ntime_limit: soon\n", "is no time"),
+        ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
+        ("ranks_per_node: 1\ntime_limit: 24:00:00\n", "in quotes"),  # to YAML this is the number 86400
+    ],
+)
+def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_supervisor():
+    cluster = dataclasses.replace(
+        GPU,
+        partition="gpu",
+        options={"mem": "0", "exclusive": ""},
+        modules=("cuda/13",),
+        setup=("ulimit -l unlimited",),
+        environment={"NCCL_DEBUG": "WARN", "NOTE": "two words"},
+    )
+    lines = render(job(cluster, NodeRange(4, 16))).splitlines()
+    assert lines[0] == "#!/bin/bash"
+    wanted = ["requeue", "partition=gpu", "nodes=4-16", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=4"]
+    wanted += ["time=24:00:00", "signal=B:USR1@180", "open-mode=append", "mem=0", "exclusive"]
+    assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
+    assert not [line for line in lines if "account" in line or "qos" in line]
+    assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
+    assert "export NOTE='two words'" in lines
+    assert shlex.split(lines[-1])[:6] == ["exec", "/opt/python", "-m", "launcher", "batch", "/shared/my runs/books"]
+
+
+def test_an_option_that_the_launcher_sets_itself_is_refused():
+    with pytest.raises(ConfigError, match=r"options\.nodes"):
+        render(job(dataclasses.replace(CPU, options={"nodes": "3"})))
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("4", NodeRange(4, 4)), ("4:16", NodeRange(4, 16))])
+def test_nodes_are_a_number_or_a_range(text, nodes):
+    assert parse_nodes(text) == nodes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4:2", "1:2:3", "two"])
+def test_nodes_that_are_neither_are_refused(text):
+    with pytest.raises(ConfigError, match="--nodes"):
+        parse_nodes(text)
+
+
+def test_a_run_that_fits_its_cluster_gets_no_words(tmp_path):
+    assert check_run(run_config(), GPU, NodeRange(1, 2), tmp_path / "not" / "yet") == []
+
+
+def test_lanes_that_do_not_divide_over_the_ranks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not divide over 6 ranks"):
+        check_run(run_config(), CPU, NodeRange(3, 3), tmp_path)
+
+
+def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_path):
+    assert [usable_nodes(run_config(16), 2, nodes) for nodes in (1, 2, 3, 4, 7, 8, 9)] == [1, 2, 2, 4, 4, 8, 8]
+    assert usable_nodes(run_config(15), 2, 4) == 0
+    assert "only 2 would be used" in check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)[0]
+
+
+def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path):
+    config = run_config(lanes=4096, model=ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000))
+    config = dataclasses.replace(config, data=DataConfig(lanes=4096, segment_length=512))
+    with pytest.raises(ConfigError, match=r"a rank needs about .* A100 leaves .* set engine\.micro_batch_lanes="):
+        check_run(config, GPU, NodeRange(1, 1), tmp_path)
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused(tmp_path):
+    model = ModelConfig(num_layers=1000, d_model=32_768, num_heads=16, vocab_size=32_000)
+    with pytest.raises(ConfigError, match="GiB free, 4 checkpoints need"):
+        check_run(run_config(model=model), CPU, NodeRange(1, 1), tmp_path)
+
+
+def test_checkpoints_rarer_than_jobs_are_remarked(tmp_path):
+    rare = run_config(checkpoint=CheckpointConfig(interval=10**12), engine=EngineConfig())
+    assert "lower checkpoint.interval" in check_run(rare, GPU, NodeRange(1, 1), tmp_path)[0]
+
+
+PARTITIONS = [
+    Partition(name="main", is_default=True, num_nodes=4, cpus_per_node=8, gpus_per_node=0, time_limit="infinite"),
+    Partition(name="short", is_default=False, num_nodes=2, cpus_per_node=64, gpus_per_node=8, time_limit="1:00:00"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "reason"),
+    [
+        (dataclasses.replace(CPU, partition="nowhere"), 1, "'nowhere' is unknown here; this cluster has main, short"),
+        (CPU, 5, "5 nodes asked for, partition 'main' has 4"),
+        (dataclasses.replace(CPU, cpus_per_rank=5), 1, "10 CPUs per node asked for, partition 'main' has 8"),
+        (GPU, 1, "32 CPUs per node asked for|8 GPUs per node asked for"),
+        (dataclasses.replace(GPU, partition="short"), 1, "time_limit=24:00:00 is beyond the 1:00:00"),
+    ],
+)
+def test_a_request_that_can_never_start_is_refused(cluster, nodes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_request(cluster, NodeRange(nodes, nodes), PARTITIONS)
+
+
+def test_a_request_that_fits_goes_through():
+    check_request(CPU, NodeRange(4, 8), PARTITIONS)
+    check_request(dataclasses.replace(GPU, partition="short", time_limit="30:00"), NodeRange(2, 2), PARTITIONS)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from launcher.cli import main
+from launcher.cluster import load_cluster
+from launcher.snapshot import Snapshot
+from pretrain.config import RunConfig
+from pretrain.run_dir import RunDir
+
+SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2", "model.num_layers=2", "data.lanes=8"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.yaml").write_text("name: tiny\ndata: {path: corpus}\n")
+    (tmp_path / "cluster.yaml").write_text("ranks_per_node: 2\n")
+    return tmp_path
+
+
+def submit(files: Path, *more: str) -> int:
+    cluster = f"--cluster={files / 'cluster.yaml'}"
+    return main(["submit", str(files / "tiny.yaml"), cluster, f"--run-dir={files / 'run'}", *more, *SETTINGS])
+
+
+def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
+    assert submit(files, "--nodes=2", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+    assert not (files / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--nodes=3"], "does not divide over 6 ranks"),
+        (["--nodes=many"], "--nodes=many"),
+        (["--attempts-without-progress=0"], "must be 1 or more"),
+    ],
+)
+def test_what_can_not_work_gets_one_line_before_anything_is_written(files, capsys, more, words):
+    assert submit(files, *more) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (files / "run").exists()
+
+
+def test_without_slurm_on_this_host_it_says_so(files, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(files))
+    assert submit(files) == 2
+    error = capsys.readouterr().err
+    assert "no Slurm on this host" in error
+    assert error.count("\n") == 1
+    assert not (files / "run").exists()
+
+
+def test_a_directory_that_holds_another_run_is_refused(files, capsys):
+    other = load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "seed=7"])
+    RunDir.create(files / "run", other)
+    assert submit(files) == 2
+    assert "seed: 7 -> 1" in capsys.readouterr().err
+
+
+def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files):
+    config = load_config(RunConfig, files / "tiny.yaml", SETTINGS)
+    snapshot = Snapshot(files / "run")
+    snapshot.take(config, load_cluster(files / "cluster.yaml"), "#!/bin/bash\n")
+    assert load_config(RunConfig, snapshot.experiment) == config
+    assert load_cluster(snapshot.cluster).tasks_per_node == 2
+    assert {path.name for path in snapshot.code.iterdir()} == {"data_pipeline", "launcher", "pretrain"}
+    assert (snapshot.path / "code.commit").exists()
