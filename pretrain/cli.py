@@ -23,6 +23,10 @@ COMMANDS = {
     "evaluate": ("pretrain.evaluate", "loss, perplexity and bits per character, with memories of several lengths"),
     "generate": ("pretrain.generate", "sample text from a checkpoint"),
     "export": ("pretrain.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
+    "import-original": (
+        "pretrain.import_original",
+        "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
+    ),
     "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
     "checkpoint": ("pretrain.checkpoint_command", "list, verify or prune what a run has saved"),
     "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),

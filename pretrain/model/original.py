@@ -91,8 +91,8 @@ class _Remaining:
     def refuse_leftovers(self) -> None:
         if self._unused:
             raise CheckpointError(
-                f"the original's state holds {sorted(self._unused)[0]!r} and {len(self._unused) - 1} more names "
-                "that these settings have no use for; check the configuration it was trained with"
+                f"the original's state holds {', '.join(sorted(self._unused))}, "
+                "which these settings have no use for; check the configuration it was trained with"
             )
 
 

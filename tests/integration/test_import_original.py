@@ -1,0 +1,111 @@
+"""Weights of the original code and in Hugging Face's layout: the same losses, nothing lost or made up on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.errors import CheckpointError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.cli import main
+from pretrain.exported import load_export
+from pretrain.import_original import checked_loss, import_state, read_state
+from pretrain.model.original import config_of_original
+from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
+
+ADAPTIVE: dict[str, Any] = {"cutoffs": [9, 20], "div_val": 2, "tie_projs": [True] * 3, "untie_r": True}
+
+
+def original(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    settings = {**DEFAULTS, **options}
+    state, ties = random_state(settings)
+    full = {name: tensor.detach() for name, tensor in state.items()}
+    return settings, {**full, **{name: full[origin] for name, origin in ties.items()}}
+
+
+def as_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    theirs = {name if name.startswith("crit.") else f"transformer.{name}": value for name, value in state.items()}
+    for name in ("crit.cluster_weight", "crit.cluster_bias"):
+        theirs[name] = theirs[name].flip(0)
+    for bias in ("r_w_bias", "r_r_bias"):
+        for layer, rows in enumerate(theirs.pop(f"transformer.{bias}")):
+            theirs[f"transformer.layers.{layer}.dec_attn.{bias}"] = rows
+    return theirs
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTIVE])
+def test_imported_weights_give_the_originals_losses(options: dict[str, Any]) -> None:
+    settings, state = original(options)
+    tokens_LB = torch.randint(0, settings["n_token"], (7, 3), generator=torch.Generator().manual_seed(1))
+    expected_LB = reference_segment(state, {}, settings, tokens_LB[:-1], tokens_LB[1:], []).nll
+    module = import_state(state, config_of_original(settings))
+    with torch.no_grad():
+        nll_BL, _ = module(tokens_LB[:-1].T, tokens_LB[1:].T, None)
+    torch.testing.assert_close(nll_BL.T.double(), expected_LB, atol=2e-5, rtol=1e-5)
+
+
+def test_hugging_faces_layout_gives_the_same_model() -> None:
+    settings, state = original(ADAPTIVE)
+    config = config_of_original(settings)
+    expected, found = import_state(state, config), import_state(as_hugging_face(state), config)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, found.get_parameter(name)), name
+
+
+def test_biases_of_layers_are_not_dropped() -> None:
+    settings, state = original(ADAPTIVE)
+    config = dataclasses.replace(config_of_original(settings), untie_biases=False)
+    with pytest.raises(CheckpointError, match="untie_biases=true"):
+        import_state(as_hugging_face(state), config)
+
+
+def test_missing_unused_and_untied_tensors_are_named() -> None:
+    settings, state = original({})
+    config = config_of_original(settings)
+    missing = "layers.1.dec_attn.r_net.weight"
+    with pytest.raises(CheckpointError, match=missing):
+        import_state({name: value for name, value in state.items() if name != missing}, config)
+    with pytest.raises(CheckpointError, match="surplus_a, surplus_b"):
+        import_state({**state, "surplus_a": torch.ones(1), "surplus_b": torch.ones(1)}, config)
+    untied = "crit.out_layers.0.weight"
+    with pytest.raises(CheckpointError, match="tie_embeddings=false"):
+        import_state({**state, untied: state["word_emb.emb_layers.0.weight"] + 1}, config)
+
+
+def test_weights_that_are_no_numbers_fail_the_forward_pass() -> None:
+    settings, state = original({})
+    state["layers.0.dec_attn.o_net.weight"] = torch.full_like(state["layers.0.dec_attn.o_net.weight"], torch.nan)
+    with pytest.raises(CheckpointError, match="loss of nan"):
+        checked_loss(import_state(state, config_of_original(settings)))
+
+
+def test_a_pickled_model_is_not_executed(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="no file of plain tensors"):
+        read_state(tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        read_state(tmp_path / "absent.pt")
+
+
+def test_the_command_writes_an_export_that_can_be_evaluated(tiny_corpus: Path, tmp_path: Path) -> None:
+    _, state = original({"n_token": Tokenizer.load(tiny_corpus / "tokenizer").vocab_size})
+    torch.save(state, tmp_path / "state.pt")
+    (tmp_path / "original.yaml").write_text(
+        f"""model: {{num_layers: 2, d_model: 16, num_heads: 2, d_head: 8, d_inner: 24, memory_length: 6}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: 1}}
+"""
+    )
+    command = ["import-original", str(tmp_path / "state.pt"), "--config", str(tmp_path / "original.yaml")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    module, config, step = load_export(tmp_path / "out")
+    expected = import_state(state, config.model)
+    assert step == 0
+    assert all(torch.equal(module.get_parameter(name), value) for name, value in expected.named_parameters())
+    assert main(["evaluate", str(tmp_path / "out"), "--max-tokens", "200"]) == 0
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
