@@ -20,7 +20,10 @@ from data_pipeline.yaml_files import did_you_mean
 # name -> (module, what it does)
 COMMANDS = {
     "train": ("pretrain.train", "train or resume one run (one rank's program; 'launcher local' starts several)"),
-    "evaluate": ("pretrain.evaluate", "loss, perplexity and bits per character, with memories of several lengths"),
+    "evaluate": (
+        "pretrain.evaluate_command",
+        "loss and bits per character with memories of any length, and how far back models look",
+    ),
     "generate": ("pretrain.generate", "sample text from a checkpoint"),
     "export": ("pretrain.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
     "import-original": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -54,3 +55,9 @@ def si(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {prefix}"
     return f"{value:.3g} "
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Cells under one another, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,4 +1,4 @@
-"""`pretrain evaluate`: how well a model predicts a split, with memories of any length; every token is scored once.
+"""How well a model predicts a split, with memories of any length; every token is scored once.
 
 B lanes, L tokens of the segment, V vocabulary. Each lane carries its memory from segment to segment; lanes and ranks
 are joined by sums in float64, so the result does not depend on how many ranks took part (beyond rounding).
@@ -6,29 +6,23 @@ are joined by sums in float64, so the result does not depend on how many ranks t
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import math
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from data_pipeline.corpus import Corpus
-from data_pipeline.errors import ConfigError
 from data_pipeline.lanes import EvaluationStream, SegmentBatch
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config import RunConfig
 from pretrain.console import perplexity
-from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
+from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import Engine, Memory, batch_tensors
-from pretrain.inference import TrainedModel, load_tokenizer, load_trained
+from pretrain.inference import TrainedModel
 from pretrain.model.cached import Stream, new_stream
 
 
@@ -145,107 +139,3 @@ def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str,
         return {**{name: getattr(result, name) for name in shown}, "loss_without_memory": without}
 
     return values
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain evaluate`."""
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="directory of a run (its newest good checkpoint is used) or an export"
-    )
-    parser.add_argument("--data", type=Path, help="corpus made by 'data-pipeline build' (default: the run's)")
-    parser.add_argument("--split", default="validation", help="which of its splits (default %(default)s)")
-    parser.add_argument(
-        "--memory-length", type=int, nargs="+", metavar="N", help="tokens of memory to try (default: as in training)"
-    )
-    parser.add_argument("--segment-length", type=int, default=0, metavar="N", help="default: as in training")
-    parser.add_argument(
-        "--lanes", type=int, default=0, metavar="N", help="streams read side by side (default: the run's)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="score only so many (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print one row per memory length."""
-    if (
-        min(arguments.memory_length or [0]) < 0
-        or min(arguments.segment_length, arguments.lanes, arguments.max_tokens) < 0
-    ):
-        raise ConfigError("--memory-length, --segment-length, --lanes and --max-tokens must be 0 or more")
-    world = init_world()
-    try:
-        trained = load_trained(arguments.run, world.device, say=lambda text: print(text, file=sys.stderr))
-        config = trained.config
-        corpus = Corpus.open((arguments.data or config.data.path) / arguments.split)
-        load_tokenizer(trained, corpus.directory.parent)
-        results = _with_progress(
-            TrainedScorer(trained, world),
-            corpus,
-            arguments.memory_length or [config.model.memory_length],
-            segment_length=arguments.segment_length or config.data.segment_length,
-            num_lanes=arguments.lanes or config.evaluation.lanes,
-            max_tokens=arguments.max_tokens,
-        )
-    finally:
-        leave_world()
-    if world.is_main and arguments.json:
-        print(json.dumps({"step": trained.step, "results": [dataclasses.asdict(result) for result in results]}))
-    elif world.is_main:
-        print(
-            f"step {trained.step}, {results[0].tokens:,} tokens of {corpus.directory}, segments of "
-            f"{results[0].segment_length}; trained with a memory of {config.model.memory_length}\n"
-        )
-        print(table(results))
-    return 0
-
-
-def table(results: Sequence[EvaluationResult]) -> str:
-    """One aligned row per result."""
-    heads = ("memory", "loss", "perplexity", "bits/byte", "bits/character", "tokens/s")
-    rows = [
-        (
-            f"{result.memory_length:,}",
-            f"{result.loss:.4f}",
-            f"{result.perplexity:,.2f}",
-            f"{result.bits_per_byte:.4f}",
-            f"{result.bits_per_character:.4f}",
-            f"{result.tokens / result.seconds:,.0f}",
-        )
-        for result in results
-    ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)
-    )
-
-
-def _with_progress(
-    scorer: Scorer,
-    corpus: Corpus,
-    memory_lengths: Sequence[int],
-    *,
-    segment_length: int,
-    num_lanes: int,
-    max_tokens: int,
-) -> list[EvaluationResult]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    results = []
-    total = min(max_tokens, corpus.num_tokens) if max_tokens else corpus.num_tokens
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (console.is_terminal and scorer.world.is_main)) as bar:
-        for memory_length in memory_lengths:
-            task = bar.add_task(f"memory {memory_length}", total=total)
-            results.append(
-                evaluate(
-                    scorer,
-                    corpus,
-                    memory_length=memory_length,
-                    segment_length=segment_length,
-                    num_lanes=num_lanes,
-                    max_tokens=max_tokens,
-                    advance=lambda tokens, task=task: bar.advance(task, tokens),
-                )
-            )
-    return results

@@ -55,7 +55,8 @@ def write_export(trained: TrainedModel, output: Path) -> None:
         save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
         fsync_file(beside / WEIGHTS)
         write_json(beside / CONFIG, {"format": FORMAT, "step": trained.step, "run": to_tree(trained.config)})
-        shutil.copytree(trained.tokenizer_home / "tokenizer", beside / "tokenizer")
+        if (trained.tokenizer_home / "tokenizer").is_dir():  # imported weights may come without one
+            shutil.copytree(trained.tokenizer_home / "tokenizer", beside / "tokenizer")
         os.rename(beside, output)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,8 +27,15 @@ def is_export(directory: Path) -> bool:
     return (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file()
 
 
-def load_export(directory: Path) -> tuple[TransformerXL, RunConfig, int]:
-    """The model in evaluation mode, the settings it was trained with, and the step.
+def with_model_settings(config: RunConfig, settings: Mapping[str, Any] | None) -> RunConfig:
+    """The run's settings with some of its model's replaced; ConfigError if they do not go together."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **(settings or {})))
+
+
+def load_export(
+    directory: Path, model_settings: Mapping[str, Any] | None = None
+) -> tuple[TransformerXL, RunConfig, int]:
+    """The model in evaluation mode, the settings it was trained with (but for `model_settings`), and the step.
 
     CheckpointError, with the file's name, if something is missing or damaged.
     """
@@ -38,7 +48,7 @@ def load_export(directory: Path) -> tuple[TransformerXL, RunConfig, int]:
         raise CheckpointError(f"{directory / CONFIG} is damaged ({error}); export the run again") from None
     if found != FORMAT:
         raise CheckpointError(f"{directory / CONFIG} has format {found}, this version reads format {FORMAT}")
-    config = parse_config(RunConfig, settings, str(directory / CONFIG))
+    config = with_model_settings(parse_config(RunConfig, settings, str(directory / CONFIG)), model_settings)
     module = TransformerXL(config.model)
     try:
         load_parameters(module, load_file(directory / WEIGHTS))

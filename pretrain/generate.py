@@ -28,6 +28,7 @@ class Sampling:
 
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # among so many likeliest tokens only; 0: all
+    repetition_penalty: float = 1.0  # tokens of the text so far become less likely (Keskar et al. 2019); 1: no change
     top_p: float = 1.0  # among the fewest tokens that hold this share of the probability
 
     def __post_init__(self) -> None:
@@ -36,6 +37,8 @@ class Sampling:
                 f"temperature={self.temperature} and top_k={self.top_k} must be 0 or more, "
                 f"and top_p={self.top_p} above 0 and at most 1"
             )
+        if not 1.0 <= self.repetition_penalty < float("inf"):
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be 1 or more")
 
 
 @torch.no_grad()
@@ -65,14 +68,27 @@ def generate(
     length = module.config.memory_length if memory_length is None else memory_length
     stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))
     logits_BLV = tokens_BL
+    seen_BV = seen_tokens(tokens_BL.cpu(), module.config.vocab_size)
     for begin in range(0, tokens_BL.shape[1], segment_length):
         part = slice(begin, begin + segment_length)
         logits_BLV = stream.logits_BLV(tokens_BL[:, part], starts_BL[:, part], 1)
     for remaining in reversed(range(num_tokens)):
-        yield (tokens_B := choose(logits_BLV[:, -1], sampling, generator))
+        logits_BV = penalized(logits_BLV[:, -1].float().cpu(), seen_BV, sampling.repetition_penalty)
+        yield (tokens_B := choose(logits_BV, sampling, generator))
+        seen_BV.scatter_(1, tokens_B[:, None], True)
         if remaining:
             starts_BL, tokens_BL = tokens_BL[:, -1:] == end_id, tokens_B[:, None].to(device)
             logits_BLV = stream.logits_BLV(tokens_BL, starts_BL)
+
+
+def seen_tokens(tokens_BL: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens of the vocabulary occur in each row, [B, V]."""
+    return torch.zeros(len(tokens_BL), vocab_size, dtype=torch.bool).scatter_(1, tokens_BL, True)
+
+
+def penalized(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Log-probabilities with those of tokens seen multiplied by `penalty`: being negative, they fall."""
+    return torch.where(seen_BV, logits_BV * penalty, logits_BV)
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -132,6 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="probability kept (default %(default)s)")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (default: none)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to write (default %(default)s)")
     parser.add_argument("--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)")
@@ -141,7 +160,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it: one sample as it is written, several one after another."""
     if arguments.tokens < 1 or arguments.samples < 1 or (arguments.memory_length or 0) < 0:
         raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
-    sampling = Sampling(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+    )
     trained = load_trained(arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr))
     tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
     memory_length = trained.config.model.memory_length if arguments.memory_length is None else arguments.memory_length

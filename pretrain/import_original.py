@@ -41,23 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the export after a forward pass through the imported model."""
     refuse_existing(arguments.output)
-    config = load_config(RunConfig, arguments.config, arguments.settings)
-    vocab_size = Tokenizer.load(config.data.path / "tokenizer").vocab_size
-    if config.model.vocab_size not in (0, vocab_size):
-        raise ConfigError(
-            f"{config.data.path} has a tokenizer of {vocab_size} tokens, model.vocab_size is "
-            f"{config.model.vocab_size}; give the data whose tokens the weights were trained on"
-        )
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
     module = import_state(read_state(arguments.state_dict), config.model)
     loss = checked_loss(module)
     write_export(TrainedModel(module, config, 0, config.data.path), arguments.output)
     total = sum(parameter.numel() for parameter in module.parameters())
     print(
         f"{arguments.output}: {total:,} parameters; {loss:.3f} nats per token on random tokens "
-        f"(guessing evenly: {math.log(vocab_size):.3f})"
+        f"(guessing evenly: {math.log(config.model.vocab_size):.3f})"
     )
     return 0
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The vocabulary's size from the corpus' tokenizer if there is one; ConfigError if they differ or none tells it."""
+    tokenizer = config.data.path / "tokenizer"
+    if not tokenizer.is_dir():
+        if not config.model.vocab_size:
+            raise ConfigError(
+                f"{tokenizer} does not exist and model.vocab_size is 0; set it, or data.path to a corpus whose "
+                "tokenizer numbers tokens as the weights do"
+            )
+        return config
+    vocab_size = Tokenizer.load(tokenizer).vocab_size
+    if config.model.vocab_size not in (0, vocab_size):
+        raise ConfigError(
+            f"{config.data.path} has a tokenizer of {vocab_size} tokens, model.vocab_size is "
+            f"{config.model.vocab_size}; give the data whose tokens the weights were trained on"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +14,7 @@ from data_pipeline.tokenizer import Tokenizer
 from pretrain import checkpoint_files as files
 from pretrain.checkpoint import load_weights
 from pretrain.config import RunConfig
-from pretrain.exported import is_export, load_export
+from pretrain.exported import is_export, load_export, with_model_settings
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run_dir import RunDir
 
@@ -27,16 +29,21 @@ class TrainedModel:
     tokenizer_home: Path  # a directory with the tokenizer in it: the corpus, or the export itself
 
 
-def load_trained(run: Path, device: torch.device, say=print) -> TrainedModel:
-    """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used."""
+def load_trained(
+    run: Path, device: torch.device, say=print, model_settings: Mapping[str, Any] | None = None
+) -> TrainedModel:
+    """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used.
+
+    `model_settings` replace those of training; no weight may depend on them. ConfigError if they do not go together.
+    """
     if is_export(run):
-        module, config, step = load_export(run)
+        module, config, step = load_export(run, model_settings)
         return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
     found = files.newest_good(run_dir.checkpoints, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
-    config = run_dir.config
+    config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
     load_weights(module, found)
     return TrainedModel(module.to(device).eval(), config, found.step, config.data.path)

@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,13 @@ class TransformerXL(nn.Module):
             self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)
         width = config.head_width if config.positions == "rope" else config.d_model
         self._encodings = RelativePositions(width, config.clamp_length)
+
+    @classmethod
+    def from_export(cls, directory: Path | str) -> TransformerXL:
+        """The model that `pretrain export` wrote, in evaluation mode, on the CPU; needs no DeepSpeed."""
+        from pretrain.exported import load_export  # which builds this class
+
+        return load_export(Path(directory))[0]
 
     def forward(
         self,

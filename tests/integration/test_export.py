@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from data_pipeline.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.exported import load_export
 from pretrain.inference import load_trained
+from pretrain.model.transformer_xl import TransformerXL
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     with torch.no_grad():
         expected, _ = of_run.module.logits_BLV(tokens_BL)
         found, _ = module.logits_BLV(tokens_BL)
+        again, _ = TransformerXL.from_export(output).logits_BLV(tokens_BL)
     assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
     assert step == of_run.step == 20
 
 
@@ -63,3 +67,27 @@ def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_
     (tmp_path / "config.json").write_bytes((output / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
         load_export(tmp_path)
+
+
+def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
+    command = ["evaluate", *map(str, exported), "--memory-length", "0", "8", "--json"]
+    assert main([*command, "--same-length"]) == 0
+    of_run, of_export = json.loads(capsys.readouterr().out)
+    for mine, its in zip(of_run["results"], of_export["results"], strict=True):
+        assert mine["loss"] == its["loss"] > 0.0
+    assert [result["memory_length"] for result in of_run["results"]] == [0, 8]
+    assert main(["evaluate", str(exported[0]), "--clamp", "4"]) == 2
+    assert "positions=rope; remove one of them" in capsys.readouterr().err
+
+
+def test_context_lengths_and_the_sliding_window_of_a_run(exported, capsys):
+    run = str(exported[0])
+    contexts = ["--context-length", "--context-step", "4", "--longest-context", "16", "--positions", "20"]
+    assert main(["evaluate", run, run, *contexts]) == 0
+    text = capsys.readouterr().out
+    assert text.count("context length") == 4  # a title and a head each
+    assert main(["evaluate", run, "--compare-sliding-window", "--memory-length", "8", "24", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["attention_length"] for result in results] == [16, 32]
+    assert all(result["cached"] > result["sliding_window"] > 0.0 for result in results)
+    assert main(["evaluate", run, "--context-length", "--context-step", "9", "--longest-context", "16"]) == 2

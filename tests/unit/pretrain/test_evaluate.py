@@ -3,40 +3,20 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from data_pipeline.build import build_corpus
-from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpus import Corpus
 from data_pipeline.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from pretrain.config import DataConfig, ModelConfig, RunConfig
+from pretrain.console import aligned
 from pretrain.distributed import init_world, leave_world
-from pretrain.evaluate import EvaluationResult, TrainedScorer, evaluate, table
+from pretrain.evaluate import EvaluationResult, TrainedScorer, evaluate
+from pretrain.evaluate_command import loss_rows
 from pretrain.inference import TrainedModel
 from pretrain.model.transformer_xl import TransformerXL
-
-TEXTS = [f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5) for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Corpus:
-    root: Path = tmp_path_factory.mktemp("corpus")
-    (root / "text").mkdir()
-    for number, words in enumerate(TEXTS):
-        (root / "text" / f"{number:02}.txt").write_text(words, encoding="utf-8")
-    build_corpus(
-        CorpusConfig(
-            input=(root / "text",),
-            output=root / "data",
-            validation_fraction=0.3,
-            tokenizer=TokenizerConfig(kind="bpe", vocab_size=320),
-        )
-    )
-    return Corpus.open(root / "data" / "validation")
 
 
 @pytest.fixture
@@ -124,7 +104,7 @@ def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
 
 
 def test_the_table_aligns_its_columns(scorer, corpus):
-    rows = table([measured(scorer, corpus, memory_length=length) for length in (0, 16)]).splitlines()
+    rows = aligned(loss_rows([measured(scorer, corpus, memory_length=length) for length in (0, 16)])).splitlines()
     assert len(rows) == 3
     assert len({len(row) for row in rows}) == 1
     assert rows[2].split()[0] == "16"

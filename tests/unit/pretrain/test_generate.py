@@ -8,7 +8,7 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from pretrain.config import ModelConfig
-from pretrain.generate import Sampling, TextStream, choose, generate, prompt_tokens
+from pretrain.generate import Sampling, TextStream, choose, generate, penalized, prompt_tokens
 from pretrain.model.transformer_xl import TransformerXL
 
 END = 16
@@ -96,3 +96,20 @@ def test_streamed_text_is_the_text_of_all_tokens(kind):
 def test_an_end_of_document_shows_as_a_line():
     stream = TextStream(Tokenizer("bytes"))
     assert [stream.add(token) for token in (ord("a"), 256, ord("b"))] == ["a", "\n----\n", "b"]
+
+
+def test_the_penalty_lowers_tokens_seen_and_no_others():
+    logits_BV = torch.tensor([[-1.0, -2.0, -0.5]])
+    seen_BV = torch.tensor([[True, False, True]])
+    assert penalized(logits_BV, seen_BV, 2.0).tolist() == [[-2.0, -2.0, -1.0]]
+    assert torch.equal(penalized(logits_BV, seen_BV, 1.0), logits_BV)
+
+
+def test_a_strong_penalty_lets_no_token_come_twice_while_others_remain():
+    tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e6), 8)[0].tolist()
+    assert len({*PROMPT, *tokens}) == len(set(PROMPT)) + 8
+
+
+def test_a_penalty_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"repetition_penalty=0.5"):
+        Sampling(repetition_penalty=0.5)

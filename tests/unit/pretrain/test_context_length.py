@@ -1,0 +1,93 @@
+"""Relative effective context length: its rule on made-up losses, and the losses of a model with exactly c tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import ConfigError
+from pretrain.config import ModelConfig
+from pretrain.context_length import Contexts, Losses, SplitPositions, relative_effective_context_lengths
+from pretrain.model.transformer_xl import TransformerXL
+
+CONTEXTS = Contexts(step=10, longest=100)
+
+
+def falling_until(end: int, start: float = 5.0) -> Losses:
+    """Each further 10 tokens lower the loss by .05 up to `end` tokens, then no more."""
+    return lambda length: torch.full((8,), start - 0.005 * min(length, end), dtype=torch.float64)
+
+
+def test_the_length_is_where_gains_end() -> None:
+    ((found,),) = relative_effective_context_lengths([falling_until(60)], CONTEXTS, [1.0])
+    assert found.length == 60
+    assert not found.reached_longest
+    assert found.gains[:5] == pytest.approx([1 - math.exp(-0.05)] * 5)
+    assert found.gains[5] == 0.0
+
+
+def test_a_model_that_still_gains_at_the_end_says_so() -> None:
+    ((found,),) = relative_effective_context_lengths([falling_until(1000)], CONTEXTS, [1.0])
+    assert (found.length, found.reached_longest, len(found.gains)) == (100, True, 9)
+
+
+def test_gains_count_from_the_best_model_of_the_group() -> None:
+    """A model that is always worse than another one gains nothing over it, however much it improves."""
+    poor, good = falling_until(100, start=6.0), falling_until(50)
+    (of_poor,), (of_good,) = relative_effective_context_lengths([poor, good], CONTEXTS, [1.0])
+    assert (of_poor.length, of_good.length) == (10, 50)
+    ((alone,),) = relative_effective_context_lengths([poor], CONTEXTS, [1.0])
+    assert alone.length == 100
+
+
+def test_shares_take_the_hardest_positions() -> None:
+    """Only the hardest of ten positions goes on gaining."""
+
+    def losses(length: int) -> Tensor:
+        losses_P = torch.ones(10, dtype=torch.float64)
+        losses_P[3] = 9.0 - 0.01 * length
+        return losses_P
+
+    ((hardest, all_positions),) = relative_effective_context_lengths([losses], CONTEXTS, [0.1, 1.0])
+    assert hardest.length == 100
+    assert all_positions.length == 10  # a tenth of .1 nats is below one percent
+
+
+def test_nothing_longer_than_needed_is_computed() -> None:
+    asked: list[int] = []
+
+    def losses(length: int) -> Tensor:
+        asked.append(length)
+        return falling_until(20)(length)
+
+    relative_effective_context_lengths([losses], CONTEXTS, [0.5, 1.0])
+    assert asked == [10, 20, 30]
+
+
+@pytest.mark.parametrize("positions", ["relative", "rope"])
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_a_position_sees_exactly_so_many_tokens(corpus, positions, length) -> None:
+    torch.manual_seed(1)
+    config = ModelConfig(
+        vocab_size=corpus.manifest.vocab_size, num_layers=2, d_model=16, num_heads=2, positions=positions, init_std=0.3
+    )
+    module = TransformerXL(config).double().eval()
+    places = SplitPositions(corpus, num_positions=70, longest=30)
+    found_P = places.losses(module, length, memory_length=30, segment_length=5)
+    for index in (0, 1, 69):
+        place = int(places.places_P[index])
+        window_W = places.tokens_T[place - length : place + 1]
+        with torch.no_grad():
+            nll_BL, _ = module(window_W[None, :-1], window_W[None, 1:], memory_length=30)
+        assert float(found_P[index]) == pytest.approx(float(nll_BL[0, -1]), abs=1e-10)
+    assert len(found_P) == len(places) == 70
+
+
+def test_impossible_measurements_are_refused(corpus) -> None:
+    with pytest.raises(ConfigError, match="at most half of the longest"):
+        Contexts(step=60, longest=100)
+    with pytest.raises(ConfigError, match=r"are wanted; use fewer positions"):
+        SplitPositions(corpus, num_positions=10**9, longest=30)
