@@ -28,7 +28,7 @@ FORMAT = 1
 MARKER = "COMPLETE"
 INDEX = "index.json"
 STEP_NAME = re.compile(r"step-(\d{8})")
-WAIT_FOR_RANKS_SECONDS = 600.0
+POLL_SECONDS = 0.02
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -66,21 +66,21 @@ class Checkpoint:
         return int(self.index["step"])
 
 
-def publish(partial: Path, final: Path, index: dict[str, Any], num_ranks: int) -> None:
-    """Wait for every rank's list of files, write index and marker, and give the directory its name (rank 0 only)."""
-    reports = [_wait_for_json(partial / rank_file("rank", rank)) for rank in range(num_ranks)]
+def publish(
+    partial: Path, final: Path, index: dict[str, Any], num_ranks: int, while_waiting: Callable[[], None] = lambda: None
+) -> None:
+    """Wait for every rank's list of files, write index and marker, and give the directory its name (rank 0 only).
+
+    `while_waiting` is called again and again and may raise to give up.
+    """
+    reports = [_wait_for_json(partial / rank_file("rank", rank), while_waiting) for rank in range(num_ranks)]
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
-    if final.exists():  # only a refused one can be in the way: a good one would have been resumed from
-        shutil.rmtree(final)
+    if final.exists():  # a refused one, or one that a rewind went behind
+        _remove(final)
     partial.rename(final)
     fsync_directory(final.parent)
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Size and hash of a finished file, as the index keeps them."""
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def verify(directory: Path) -> Checkpoint:
@@ -130,13 +130,19 @@ def superfluous(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
 
 
 def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
-    """Remove the checkpoints that `superfluous` names; returns their steps. The marker goes first."""
+    """Remove the checkpoints that `superfluous` names; returns their steps."""
     removed = superfluous(steps_on_disk(root), keep_last, keep_every)
     for step in removed:
-        directory = step_directory(root, step)
-        (directory / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(directory)
+        _remove(step_directory(root, step))
     return removed
+
+
+def _remove(directory: Path) -> None:
+    """Take the name away first, at once: what is half removed must not look like a damaged checkpoint."""
+    gone = directory.with_name(f".partial-{directory.name}-removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    directory.rename(gone)
+    shutil.rmtree(gone)
 
 
 def rank_reports(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -154,10 +160,8 @@ def _check_file(path: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: its contents changed since it was written; the checkpoint cannot be used")
 
 
-def _wait_for_json(path: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT_FOR_RANKS_SECONDS
+def _wait_for_json(path: Path, while_waiting: Callable[[], None]) -> dict[str, Any]:
     while not path.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"{path}: its rank did not finish writing within {WAIT_FOR_RANKS_SECONDS:.0f} s")
-        time.sleep(0.005)
+        while_waiting()
+        time.sleep(POLL_SECONDS)
     return json.loads(path.read_text())

@@ -90,6 +90,7 @@ class CheckpointConfig:
     """How often a run is saved, and which of its checkpoints stay: the newest, and those that `keep_every` adds."""
 
     interval: int = 200  # steps
+    asynchronous: bool = True  # write while training goes on; costs host memory for a copy of each rank's part
     keep_last: int = 3
     keep_every: int = 0  # checkpoints whose step is a multiple of it stay for ever; 0: none do
 

@@ -12,7 +12,7 @@ import torch
 from data_pipeline.errors import CheckpointError, DataError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain import checkpoint_files as files
-from pretrain.checkpoint import load_weights
+from pretrain.checkpoint_reader import load_weights
 from pretrain.config import RunConfig
 from pretrain.exported import is_export, load_export, with_model_settings
 from pretrain.model.transformer_xl import TransformerXL

@@ -50,6 +50,8 @@ def train(
             loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
             metrics.add_loss(loss)
         learning_rate = learning_rate_at(run.optim, state.step)
+        with metrics.saving():
+            checkpointer.wait_for_copy()  # the update changes what is still being copied
         result = engine.step(learning_rate)
         state.step += 1
         state.tokens_seen += run.tokens_per_step
@@ -69,6 +71,8 @@ def train(
             heartbeat.beat(state.step, "save")
             with metrics.saving():
                 checkpointer.save(engine, state)
+                if finished or stopping:
+                    checkpointer.finish()
         if stopping and not finished:
             return False
         heartbeat.beat(state.step, "train")
@@ -192,7 +196,7 @@ def _train_locked(
     stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:
         print(stream.advice, flush=True)
-    with Prefetcher(stream) as prefetcher:
+    with checkpointer, Prefetcher(stream) as prefetcher:
         heartbeat.beat(state.step, "train")
         metrics = Metrics(config, run_dir, world, state, prefetcher)
         evaluate = training_evaluator(config, engine)

@@ -88,6 +88,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         for slot, part in enumerate(batch.split(num_slots)):
             loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
             total += loss.double() / num_slots
+        checkpointer.wait_for_copy()
         result = engine.step(learning_rate_at(run.optim, state.step))
         state.step += 1
         state.cursor = batch.cursor
@@ -96,6 +97,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         assert not result.skipped
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
+    checkpointer.finish()
     return {"losses": losses, "norms": norms}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import CheckpointError
-from data_pipeline.files import write_json
+from data_pipeline.files import sha256_of, write_json
 from pretrain import checkpoint_files as files
 
 
@@ -17,7 +17,10 @@ def publish_step(root: Path, step: int, num_ranks: int = 2) -> Path:
         for kind in ("engine", "state"):
             (partial / files.rank_file(kind, rank)).write_bytes(bytes([step, rank]) * 100)
         names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
-        report = {"files": {name: files.describe_file(partial / name) for name in names}, "cursor": None}
+        written = {
+            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in names
+        }
+        report = {"files": written, "cursor": None}
         write_json(partial / files.rank_file("rank", rank), report)
     final = files.step_directory(root, step)
     files.publish(partial, final, {"step": step}, num_ranks)

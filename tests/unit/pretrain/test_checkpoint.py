@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import dataclasses
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.errors import CheckpointError
+from pretrain import checkpoint_files as files
+from pretrain.checkpoint import Checkpointer
+from pretrain.checkpoint_save import HostBuffers, Save, files_of_rank
+from pretrain.config import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.distributed import World, init_world, leave_world
+from pretrain.engine import Engine
+from pretrain.state import TrainState
+from pretrain.train import build_engine
+from tests.helpers.models import random_tokens
+
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=37, num_layers=2, d_model=256, num_heads=2, memory_length=8),
+    data=DataConfig(lanes=4, segment_length=8),
+    engine=EngineConfig(kind="torch", zero_stage=0, micro_batch_lanes=2),
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield init_world()
+    leave_world()
+
+
+@pytest.fixture(scope="module")
+def engine(world: World) -> Engine:
+    return build_engine(RUN, world)
+
+
+def state_of(engine: Engine, step: int) -> TrainState:
+    """Two slots with a memory each, as after `step` updates."""
+    tokens_BL = random_tokens(4, 9, seed=step)
+    memories = []
+    for slot in (slice(0, 2), slice(2, 4)):
+        _, memory = engine.module(tokens_BL[slot, :-1], tokens_BL[slot, 1:], None)
+        memories.append(tuple(part.detach() for part in memory))
+    return TrainState(step=step, memories=memories)
+
+
+def checkpointer(root: Path, world: World, asynchronous: bool = True) -> Checkpointer:
+    kept = CheckpointConfig(asynchronous=asynchronous, keep_last=9)
+    return Checkpointer(dataclasses.replace(RUN, checkpoint=kept), root, world, "attempt")
+
+
+def scramble(engine: Engine) -> None:
+    for fragment in engine.fragments():
+        for value in fragment.values.values():
+            value.uniform_(-1.0, 1.0)
+
+
+def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_loop_does_next(engine, world, tmp_path):
+    state = state_of(engine, step=3)
+    checkpointer(tmp_path / "blocking", world, asynchronous=False).save(engine, state)
+    beside = checkpointer(tmp_path / "beside", world)
+    beside.save(engine, state)
+    beside.wait_for_copy()
+    scramble(engine)
+    beside.finish()
+    blocking, found = (files.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside"))
+    assert found.index["files"] == blocking.index["files"]
+    assert len(found.index["files"]) == 2
+
+
+def test_a_save_begins_when_the_one_before_is_published(engine, world, tmp_path):
+    with checkpointer(tmp_path, world) as saving:
+        for step in (1, 2, 3):
+            saving.save(engine, state_of(engine, step))
+            for before in range(1, step):
+                files.verify(files.step_directory(tmp_path, before))
+        saving.finish()
+    assert files.steps_on_disk(tmp_path) == [1, 2, 3]
+
+
+def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, world, tmp_path):
+    saving = checkpointer(tmp_path, world)
+    saving.save(engine, state_of(engine, 1))
+    saving.finish()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        saving.save(engine, state_of(engine, 2))
+        with pytest.raises(CheckpointError, match=r"could not save partial-00000002.*engine-00000.safetensors"):
+            saving.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    saving.save(engine, state_of(engine, 2))
+    saving.finish()
+    assert files.steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_path):
+    partial, final = files.partial_directory(tmp_path, 4, "attempt"), files.step_directory(tmp_path, 4)
+    save = Save(
+        partial,
+        files_of_rank(engine, state_of(engine, 4)),
+        {},
+        HostBuffers(torch.device("cpu")),
+        world,
+        publish=lambda while_waiting: files.publish(partial, final, {}, num_ranks=2, while_waiting=while_waiting),
+    )
+    save.start()
+    assert save.wait_for_files() == ""
+    assert save in threading.enumerate()
+    save.abandon()
+    assert save not in threading.enumerate()
+    assert not final.exists()
