@@ -16,6 +16,9 @@ COMMANDS = {
     "status": ("launcher.status", "how runs stand: state, step, loss, speed, goodput, last checkpoint, last failure"),
     "submit": ("launcher.submit", "hand a run to Slurm, once; it goes on through time limits and crashes"),
     "batch": ("launcher.batch", "the supervisor inside a Slurm job; batch scripts call it"),
+    "logs": ("launcher.logs", "what a run's ranks say, as they say it, or only what went wrong"),
+    "cancel": ("launcher.cancel", "end a run for good, after a last checkpoint where there is time"),
+    "resume": ("launcher.resume", "go on with a run as it was started: in a new Slurm job, or on this machine"),
     "sweep": ("launcher.sweep", "run the cells of a sweep file, several at once; skip what is done"),
 }
 

@@ -41,6 +41,11 @@ class QueuedJob:
     start: str  # when it began, or is expected to
 
     @property
+    def address(self) -> str:
+        """What Slurm's commands know this job alone by: 17, or 17_3 for a task of an array."""
+        return f"{self.array_id}_{self.array_index}" if self.array_index else self.id
+
+    @property
     def is_live(self) -> bool:
         """Whether it waits, runs or is being ended."""
         return self.state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "PREEMPTED", "REQUEUED")

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
-from launcher.run_state import RunState, read_state
+from launcher.queue_state import last_job, with_queue
+from launcher.run_state import RunState, is_run, read_state
 from pretrain.run_dir import RunDir
 
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
@@ -41,14 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from launcher.status_table import console, render
 
-    console().print(render(states))
+    console().print(render(states, in_full=bool(arguments.runs)))
     return 0
 
 
 def chosen(arguments: argparse.Namespace) -> list[Path]:
     """The directories asked for; ConfigError if there is none."""
     if arguments.runs:
-        return [RunDir.open(path).path for path in arguments.runs]
+        return arguments.runs
     found = sorted(find_runs(arguments.runs_dir))
     if not found:
         raise ConfigError(f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are")
@@ -57,7 +58,7 @@ def chosen(arguments: argparse.Namespace) -> list[Path]:
 
 def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
     """Directories of runs at or below `root`; nothing is looked for inside of one."""
-    if RunDir(root).exists():
+    if is_run(root):
         yield root
     elif depth and root.is_dir():
         for entry in root.iterdir():
@@ -70,25 +71,29 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
     states = []
     for path in paths:
         try:
-            states.append(read_state(RunDir.open(path)))
+            states.append(read_state(path))
         except UserError as error:
             if len(paths) == 1:
                 raise
             states.append(RunState(name=path.name, path=str(path), state="damaged", why=str(error)))
-    return states
+    return with_queue(states, [last_job(RunDir(path).read_ledger()) for path in paths])
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not sys.stdout.isatty():
         raise ConfigError("--watch draws on a terminal and this is none; leave it out, or use --json")
+    from rich.console import RenderableType
     from rich.live import Live
 
     from launcher.status_table import console, render
 
-    with Live(render(read_states(chosen(arguments))), console=console(), auto_refresh=False) as live:
+    def picture() -> RenderableType:
+        return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
+
+    with Live(picture(), console=console(), auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(_WATCH_SECONDS)
-                live.update(render(read_states(chosen(arguments))), refresh=True)
+                live.update(picture(), refresh=True)
         except KeyboardInterrupt:
             return 0

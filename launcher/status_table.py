@@ -32,9 +32,9 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
 
 
-def render(states: Sequence[RunState]) -> Group | Table:
-    """One run in full, several as a table."""
-    return one_run(states[0]) if len(states) == 1 else many_runs(states)
+def render(states: Sequence[RunState], in_full: bool) -> Group | Table:
+    """One run in full if that was asked for, several as a table."""
+    return one_run(states[0]) if in_full and len(states) == 1 else many_runs(states)
 
 
 def many_runs(states: Sequence[RunState]) -> Table:

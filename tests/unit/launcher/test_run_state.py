@@ -7,8 +7,10 @@ import socket
 
 import pytest
 
-from launcher.run_state import SILENT_SECONDS, Evidence, goodput, judge, num_attempts, read_state
+from launcher.journal import num_attempts
+from launcher.run_state import read_state
 from launcher.signs import Beat, Lock, Measured, read_beats, read_lock, read_measured
+from launcher.verdict import SILENT_SECONDS, Evidence, goodput, judge
 from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 
@@ -43,6 +45,8 @@ LEFT = Lock(pid=1, host="here", since=NOW - 100, is_held=False)
 RETRY = event(ENDED, next="retry", reason="rank 1 was ended by SIGKILL", step=40)
 GIVEN_UP = event(ENDED, next="give up", reason="3 in a row")
 START = event("start", 100)
+SUBMITTED = event("submitted", -1, job="17")
+CANCELLED = event("cancelled", 20)
 
 
 def elsewhere(seconds_ago: float) -> Lock:
@@ -70,6 +74,11 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, GIVEN_UP), "failed", "3 in a row"),
         (evidence(START, event(ENDED, next="refused", reason="a setting")), "failed", "a setting"),
         (evidence(START, event(ENDED, next="stopped", step=1200)), "stopped", "on request after step 1,200"),
+        (evidence(SUBMITTED), "queued", "not begun since"),
+        (evidence(START, GIVEN_UP, SUBMITTED), "queued", "not begun since"),
+        (evidence(event("submitted", 200, job="17"), START, GIVEN_UP), "failed", "3 in a row"),
+        (evidence(START, CANCELLED, event(ENDED, next="stopped"), checkpoint=40), "cancelled", "after step 40"),
+        (evidence(CANCELLED, event("submitted", -1)), "queued", "not begun since"),
         (evidence(START, event("stop", step=12)), "stopped", "on request after step 12"),
         (evidence(START, event("finish", step=100), checkpoint=100), "done", ""),
         (evidence(START, event("finish"), event(ENDED, next="finished"), checkpoint=100), "done", ""),
@@ -146,7 +155,7 @@ def test_a_directory_is_read_as_a_whole(tmp_path):
     marker.parent.mkdir()
     marker.touch()
     with run_dir.locked("launcher"):
-        state = read_state(run_dir)
+        state = read_state(run_dir.path)
     assert (state.name, state.state, state.attempts, state.ranks) == ("books", "running", 2, 2)
     assert (state.step, state.loss, state.checkpoint) == (12, 3.5, 10)
     config = run_dir.config

@@ -84,7 +84,7 @@ STATE = RunState(
 def drawn(*states: RunState) -> str:
     screen = console()
     with screen.capture() as capture:
-        screen.print(render(states))
+        screen.print(render(states, in_full=True))
     return capture.get()
 
 

@@ -1,0 +1,127 @@
+"""In which state a run is, judged from what its directory shows: pure, without files or clocks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.journal import (
+    BEGINNINGS,
+    Event,
+    is_beginning,
+    is_finished,
+    is_request,
+    last_of,
+    last_turn,
+    seconds_spent,
+    time_of,
+)
+from launcher.signs import Beat, Lock, Measured, is_alive
+from pretrain.console import clock
+
+# A rank elsewhere whose last sign of life is older than this may be gone; one here is asked for by its process id.
+SILENT_SECONDS = 300.0
+LOST = "ended without a word"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a run's directory shows at one moment."""
+
+    now: float
+    ledger: Sequence[Event]
+    measured: Measured
+    beats: Sequence[Beat]
+    locks: Sequence[Lock]
+    checkpoint: int | None
+    checkpoint_time: float | None
+    steps: int
+
+    @property
+    def newest_step(self) -> int:
+        """The newest one known of, a checkpoint behind it or not."""
+        return max([self.measured.step, self.checkpoint or 0, *(beat.step for beat in self.beats)])
+
+    @property
+    def last_sign(self) -> float:
+        """When something of the run was seen for the last time: nobody writes down when a killed run ended."""
+        events = [time_of(event) for event in self.ledger[-1:]]
+        return max([*events, *(beat.time for beat in self.beats), self.checkpoint_time or 0.0])
+
+
+def judge(evidence: Evidence) -> tuple[str, str]:
+    """(state, why in words)."""
+    last = last_turn(evidence.ledger)
+    is_over = last is not None and not is_beginning(last) and last.get("next") != "retry"
+    # a rank that was killed leaves its heartbeat behind
+    beats = [beat for beat in evidence.beats if last is None or not is_over or beat.time > time_of(last)]
+    if any(lock.is_held for lock in evidence.locks) or any(is_alive(beat) for beat in beats):
+        return "running", _what_it_does(last, beats, evidence.now)
+    if not is_over and (silence := _silence_elsewhere(evidence, beats)) is not None:
+        if silence < SILENT_SECONDS:
+            return "running", _what_it_does(last, beats, evidence.now)
+        host = beats[0].host if beats else evidence.locks[0].host
+        return "silent", f"no sign of life from {host} for {clock(silence)}"
+    return _waiting_or_cancelled(evidence, last) or _how_it_ended(evidence, last)
+
+
+def goodput(evidence: Evidence, is_running: bool) -> float | None:
+    """The share of the time since the run's first step that went into steps which count; None before the first one.
+
+    Time in which it was stopped on request does not count against it. Saves, evaluations, start-up, waiting after
+    failures and steps done again do.
+    """
+    spent = seconds_spent(evidence.ledger, end=evidence.now if is_running else evidence.last_sign)
+    useful = evidence.measured.seconds
+    return min(1.0, useful / spent) if spent > 0 and useful else None
+
+
+def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, str] | None:
+    begun, submitted, cancelled = (
+        0.0 if event is None else time_of(event)
+        for event in (
+            last_of(evidence.ledger, *BEGINNINGS),
+            last_of(evidence.ledger, "submitted"),
+            last_of(evidence.ledger, "cancelled"),
+        )
+    )
+    if cancelled > max(begun, submitted):
+        return "cancelled", f"after step {evidence.newest_step:,}"
+    if submitted > (0.0 if last is None else time_of(last)):
+        return "queued", "submitted, and not begun since"
+    return None
+
+
+def _how_it_ended(evidence: Evidence, last: Event | None) -> tuple[str, str]:
+    if last is None:
+        return "new", "no attempt has begun"
+    if is_finished(last):
+        if evidence.newest_step >= evidence.steps:
+            return "done", ""
+        return "stopped", f"finished after step {evidence.newest_step:,}, but the run now asks for {evidence.steps:,}"
+    if is_request(last):
+        return "stopped", f"stopped on request after step {last.get('step', 0):,}"
+    if last.get("next") in ("give up", "refused"):
+        return "failed", str(last.get("reason", last["next"]))
+    when = datetime.datetime.fromtimestamp(evidence.last_sign).strftime("%Y-%m-%d %H:%M:%S")
+    return "failed", f"its processes {LOST} after {when}; they were killed, or the host went down"
+
+
+def _silence_elsewhere(evidence: Evidence, beats: Sequence[Beat]) -> float | None:
+    """Seconds since the last sign of life from another host; None without any."""
+    times = [beat.time for beat in beats if is_alive(beat) is None]
+    times += [lock.since for lock in evidence.locks if lock.is_held is None]
+    return evidence.now - max(times) if times else None
+
+
+def _what_it_does(last: Event | None, beats: Sequence[Beat], now: float) -> str:
+    if last is not None and last.get("next") == "retry":
+        return f"starting again: {last.get('reason', 'the last attempt failed')}"
+    if not beats:
+        return "" if last is not None and is_beginning(last) else "starting"
+    newest = max(beats, key=lambda beat: beat.time)
+    doing = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}.get(newest.phase, "")
+    if now - newest.time > SILENT_SECONDS:
+        return f"no progress for {clock(now - newest.time)}" + (f" while {doing}" if doing else "")
+    return doing

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.run_logs import error_lines
+from pretrain.config import RunConfig
+from pretrain.run_dir import RunDir
+
+TRACEBACK = """Traceback (most recent call last):
+  File "x.py", line 3, in step
+    fail()
+ValueError: no such lane
+"""
+STACKS = """Thread 0x00007f12 (most recent call first):
+  File "y.py", line 9 in wait
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    for attempt, rank, text in (
+        (2, 0, "of attempt 2\n"),
+        (10, 0, "step 1\nstep 2\nstep 3\n"),
+        (10, 1, f"step 1\n{TRACEBACK}step 2\n{STACKS}"),
+    ):
+        (run_dir.logs / f"attempt-{attempt}-rank-{rank}.log").write_text(text)
+    return run_dir
+
+
+def test_the_newest_attempts_first_rank_is_shown_from_its_end(run_dir, capsys):
+    assert main(["logs", str(run_dir.path), "--lines=2"]) == 0
+    assert capsys.readouterr().out == "step 2\nstep 3\n"
+    assert main(["logs", str(run_dir.path), "--lines=0", "--rank=1"]) == 0
+    assert capsys.readouterr().out == f"step 1\n{TRACEBACK}step 2\n{STACKS}"
+
+
+def test_errors_are_shown_with_their_tracebacks_for_all_ranks_and_the_job(run_dir, capsys):
+    (run_dir.logs / "slurm-17.log").write_text("attempt 10\nslurmstepd: error: *** STEP 17.0 CANCELLED ***\n")
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "[job] slurmstepd: error: *** STEP 17.0 CANCELLED ***"
+    assert lines[1:] == [f"[rank 1] {line}" for line in (TRACEBACK + STACKS).splitlines()]
+    assert main(["logs", str(run_dir.path), "--errors", "--rank=0", "--lines=1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_quiet_run_has_no_errors(run_dir, capsys):
+    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert capsys.readouterr().out == "no errors in attempt 10\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "tells"),
+    [
+        ("error: data.lanes=8 does not divide over 3 ranks", True),
+        ("RuntimeError: connection closed", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
+        ("gave up: rank 0 was ended by SIGKILL", True),
+        ("step 17/100  loss 4.2  grad 0.9", False),
+        ("a document about errors", False),
+    ],
+)
+def test_lines_that_speak_of_an_error_are_told_from_others(line, tells):
+    assert bool(list(error_lines([line]))) is tells
+
+
+def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with_the_run(run_dir):
+    lock = f"from pretrain.run_dir import RunDir; from pathlib import Path; run = RunDir(Path({str(run_dir.path)!r}))"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{lock}\nwith run.locked('launcher'): print('held', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "launcher", "logs", str(run_dir.path), "--follow", "--lines=1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == "step 3\n"
+    with open(run_dir.logs / "attempt-10-rank-0.log", "a") as file:
+        file.write("step 4\n")
+    assert follower.stdout.readline() == "step 4\n"
+    (run_dir.logs / "attempt-11-rank-0.log").write_text("step 5\n")
+    assert follower.stdout.readline() == "--- attempt 11\n"
+    assert follower.stdout.readline() == "step 5\n"
+    run_dir.append_ledger({"event": "attempt_ended", "next": "give up", "reason": "rank 0 ended with status 1"})
+    holder.communicate(b"\n")
+    output, _ = follower.communicate(timeout=60)
+    assert output == "--- the run is failed: rank 0 ended with status 1\n"
+    assert follower.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank=7"], "attempt 10 has the ranks 0 to 1"),
+        (["--lines=-1"], "--lines=-1 must be 0 or more"),
+        (["--errors", "--follow"], "contradict each other"),
+    ],
+)
+def test_bad_input_gets_one_line(run_dir, capsys, arguments, message):
+    assert main(["logs", str(run_dir.path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_logs_says_how_it_stands(tmp_path, capsys):
+    RunDir.create(tmp_path / "run", RunConfig())
+    assert main(["logs", str(tmp_path / "run")]) == 2
+    assert "holds no logs yet; the run is new: no attempt has begun" in capsys.readouterr().err
