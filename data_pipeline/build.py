@@ -133,7 +133,7 @@ def _write_splits(
     may_be_empty: bool,
 ) -> DocumentRules:
     splits = splits_of_build(config)
-    writers = {split: SplitWriter(split, config.shard_bytes, tokenizer, journal) for split in splits}
+    writers = {split: SplitWriter(split, config, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
     rules = DocumentRules(config)

@@ -7,7 +7,6 @@ their order do not depend on n; the borders of shards do, because each part ends
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +28,9 @@ from data_pipeline.documents import SourceFile
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.manifest import ShardInfo, read_manifest
-from data_pipeline.mds import write_index
 from data_pipeline.progress import Report
+from data_pipeline.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
-
-INDEX_NAME = "index.json"
 
 
 def parts_directory(config: CorpusConfig) -> Path:
@@ -77,7 +74,7 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         tokenizer.save(output / TOKENIZER_DIRECTORY)
         _merge_rejects(config, directories)
         for split in reversed(splits_of_build(config)):  # train last: who finds its manifest finds everything
-            _merge_split([directory / split for directory in directories], output / split)
+            _merge_split(config, [directory / split for directory in directories], output / split)
         journal.finish(
             {name: sum(getattr(result, name) for result in results) for name in ("duplicates", "split_documents")}
         )
@@ -115,21 +112,19 @@ def _finished_parts(config: CorpusConfig, num_parts: int) -> list[BuildResult]:
     return results
 
 
-def _merge_split(parts: list[Path], target: Path) -> None:
+def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
     """Move the shards of all parts behind each other; index and manifest follow when all are there."""
     target.mkdir(exist_ok=True)
     manifests = [read_manifest(part) for part in parts]
     shards: list[ShardInfo] = []
     entries = []
     for part, manifest in zip(parts, manifests, strict=True):
-        index = json.loads((part / INDEX_NAME).read_bytes())["shards"]
-        for shard, entry in zip(manifest.shards, index, strict=True):
-            name = f"shard.{len(shards):05d}.mds"
+        for shard, entry in zip(manifest.shards, read_index(part, len(manifest.shards)), strict=True):
+            name = shard_name(len(shards), config.shard_format)
             if (part / shard.path).exists():  # else a killed merge has moved it already
                 (part / shard.path).replace(target / name)
-            entry["raw_data"]["basename"] = name
             shards.append(replace(shard, path=name))
-            entries.append(entry)
+            entries.append(renamed(entry, name))
     fsync_directory(target)
     write_index(target, entries)
     replace(manifests[0], shards=tuple(shards)).write(target)

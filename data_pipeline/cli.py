@@ -29,6 +29,7 @@ BUILD_FLAGS = {
     "max-rejects": (None, "unusable records before the build stops"),
     "drop-duplicates": (None, "true: keep only the first of documents with the same text"),
     "split-characters": (None, "cut longer documents at paragraph ends into NAME#1, NAME#2, ..."),
+    "shard-format": (None, "mds or webdataset"),
     "shard-bytes": (None, "size of a shard"),
     "threads": (None, "for encoding"),
     "vocab-size": (None, "of a tokenizer to train"),

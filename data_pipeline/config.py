@@ -46,6 +46,7 @@ class CorpusConfig:
     max_rejects: int = 1000  # unusable records beyond this number stop the build
     drop_duplicates: bool = False  # keep only the first of documents whose text is the same
     split_characters: int = 0  # cut longer documents at paragraph ends, ids NAME#1, NAME#2, ...; 0: never
+    shard_format: Literal["mds", "webdataset"] = "mds"  # .mds files, or .tar files with an array for each document
     shard_bytes: int = 8 << 20
     threads: int = 0  # encoding text; 0: one per core
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

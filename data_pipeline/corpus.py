@@ -12,7 +12,7 @@ import numpy as np
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
-from data_pipeline.mds import ShardReader
+from data_pipeline.shards import ShardReader
 
 OPEN_SHARDS = 16
 TOKENIZER_DIRECTORY = "tokenizer"

@@ -9,8 +9,8 @@ import numpy as np
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lane_plan import LanePlan, Run
-from data_pipeline.mds import ShardReader
 from data_pipeline.mixture import Mixture
+from data_pipeline.shards import ShardReader
 
 
 def plan_of(corpus: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:

@@ -15,9 +15,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.evaluation_stream import EvaluationStream
 from data_pipeline.lane_plan import LanePlan, LaneWalk, Run, check_lanes
 from data_pipeline.lane_tokens import check_range, copy_run, plan_of, read_runs
-from data_pipeline.mds import ShardReader
 from data_pipeline.mixture import Mixture, tokens_of_parts
 from data_pipeline.segment_batch import LaneCursor, SegmentBatch, check_value
+from data_pipeline.shards import ShardReader
 
 __all__ = ["EvaluationStream", "LaneCursor", "LaneStream", "SegmentBatch"]
 

@@ -16,12 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_directory, fsync_file, naming, write_json
+from data_pipeline.shard_layout import ShardDamage, ShardLayout
 
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
 SAMPLE_HEAD_BYTES = 8  # the sizes of id and tokens
-LARGEST_SAMPLE_OVERHEAD = 4 + SAMPLE_HEAD_BYTES + 9
+LARGEST_SHAPE_BYTES = 9
+
+
+def sample_bytes(document_id: str, token_bytes: int) -> int:
+    """How much of a shard a document takes up, at most."""
+    return 4 + SAMPLE_HEAD_BYTES + LARGEST_SHAPE_BYTES + len(document_id.encode()) + token_bytes
 
 
 def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path) -> dict[str, Any]:
@@ -45,8 +50,7 @@ def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch
         written.replace(path)
     fsync_directory(path.parent)
     shutil.rmtree(scratch)
-    entry["raw_data"]["basename"] = path.name
-    return entry
+    return renamed(entry, path.name)
 
 
 def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
@@ -54,78 +58,65 @@ def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
     write_json(directory / INDEX_NAME, {"version": 2, "shards": list(entries)})
 
 
-class ShardReader:
-    """One shard by memory map; opening it reads the header of every document, but no tokens.
+def read_index(directory: Path) -> list[dict[str, Any]]:
+    """The entries of the index in `directory`; none if there is no index."""
+    path = directory / INDEX_NAME
+    return json.loads(path.read_bytes())["shards"] if path.exists() else []
 
-    Raises DataError, which names the file, when it is absent, truncated, or not what its header says.
-    """
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.itemsize = np.dtype(dtype).itemsize
-        self._dtype = dtype
-        try:
-            with open(path, "rb") as file:
-                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise DataError(f"shard {path} is missing; restore it or build the corpus again") from None
-        except ValueError:
-            raise DataError(f"shard {path} is empty; restore it or build the corpus again") from None
-        self.view = memoryview(self.memory)
-        raw = np.frombuffer(self.memory, np.uint8)
-        self._begins = self._read_begins(raw)
-        self._locate_documents(raw)
+def renamed(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry of a shard that has another name now."""
+    return {**entry, "raw_data": {**entry["raw_data"], "basename": name}}
 
-    def _read_begins(self, raw: np.ndarray) -> np.ndarray:
-        """Byte offset of each sample, and of the end of the last."""
-        if len(raw) < 8:
-            raise self._damaged("it is too short for a header")
-        num_documents = int.from_bytes(self.memory[:4], "little")
-        end_of_table = 8 + 4 * num_documents
-        if not num_documents or end_of_table > len(raw):
-            raise self._damaged(f"its header promises {num_documents} documents")
-        begins = np.frombuffer(self.memory, "<u4", num_documents + 1, 4).astype(np.int64)
-        if begins[0] < end_of_table or begins[-1] != len(raw) or (np.diff(begins) <= SAMPLE_HEAD_BYTES).any():
-            raise self._damaged(f"it has {len(raw)} bytes and its header promises {begins[-1]}")
-        try:
-            config = json.loads(self.memory[end_of_table : int(begins[0])])
-            columns = dict(zip(config["column_names"], config["column_encodings"], strict=True))
-        except (ValueError, KeyError, TypeError):
-            raise self._damaged("its column description cannot be read") from None
-        if columns != {"id": "str", "tokens": f"ndarray:{self._dtype}"}:
-            raise self._damaged(f"it has the columns {columns}, expected id and tokens of type {self._dtype}")
-        return begins
 
-    def _locate_documents(self, raw: np.ndarray) -> None:
-        begins, ends = self._begins[:-1], self._begins[1:]
-        heads = raw[begins[:, None] + np.arange(SAMPLE_HEAD_BYTES)].view("<u4").astype(np.int64)
-        id_sizes, token_sizes = heads[:, 0], heads[:, 1]
-        if (begins + SAMPLE_HEAD_BYTES + id_sizes + token_sizes != ends).any() or (token_sizes < 2).any():
-            raise self._damaged("the sizes in its documents' headers do not add up")
-        shape_begins = begins + SAMPLE_HEAD_BYTES + id_sizes
-        shape_codes = raw[shape_begins]
-        if ((shape_codes >> 2) != 1).any():
-            raise self._damaged("its token arrays are not one-dimensional")
-        shape_bytes = 1 + (1 << (shape_codes & 3).astype(np.int64))
-        value_bytes = token_sizes - shape_bytes
-        if (value_bytes <= 0).any() or (value_bytes % self.itemsize).any():
-            raise self._damaged("the sizes of its token arrays are impossible")
-        self.lengths = value_bytes // self.itemsize  # tokens of each document
-        self.token_begins = shape_begins + shape_bytes  # bytes
+def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
+    """Find every document by its headers alone; ShardDamage if they do not describe the whole file."""
+    raw = np.frombuffer(memory, np.uint8)
+    begins = _sample_begins(memory, dtype)
+    token_begins, lengths = _locate_tokens(raw, begins, np.dtype(dtype).itemsize)
 
-    def _damaged(self, reason: str) -> DataError:
-        return DataError(f"shard {self.path} is damaged: {reason}; restore it or build the corpus again")
+    def document_id(document: int) -> str:
+        begin = int(begins[document])
+        size = int.from_bytes(memory[begin : begin + 4], "little")
+        return memory[begin + SAMPLE_HEAD_BYTES : begin + SAMPLE_HEAD_BYTES + size].decode(errors="replace")
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    return ShardLayout(token_begins, lengths, document_id)
 
-    def document_id(self, document: int) -> str:
-        begin = int(self._begins[document])
-        size = int.from_bytes(self.memory[begin : begin + 4], "little")
-        return self.memory[begin + SAMPLE_HEAD_BYTES : begin + SAMPLE_HEAD_BYTES + size].decode(errors="replace")
 
-    def tokens(self, document: int, offset: int = 0, count: int | None = None) -> np.ndarray:
-        """Tokens of one document, without a copy."""
-        count = int(self.lengths[document]) - offset if count is None else count
-        begin = int(self.token_begins[document]) + offset * self.itemsize
-        return np.frombuffer(self.memory, self._dtype, count, begin)
+def _sample_begins(memory: mmap.mmap, dtype: str) -> np.ndarray:
+    """Byte offset of each sample, and of the end of the last."""
+    if len(memory) < 8:
+        raise ShardDamage("it is too short for a header")
+    num_documents = int.from_bytes(memory[:4], "little")
+    end_of_table = 8 + 4 * num_documents
+    if not num_documents or end_of_table > len(memory):
+        raise ShardDamage(f"its header promises {num_documents} documents")
+    begins = np.frombuffer(memory, "<u4", num_documents + 1, 4).astype(np.int64)
+    if begins[0] < end_of_table or begins[-1] != len(memory) or (np.diff(begins) <= SAMPLE_HEAD_BYTES).any():
+        raise ShardDamage(f"it has {len(memory)} bytes and its header promises {begins[-1]}")
+    try:
+        config = json.loads(memory[end_of_table : int(begins[0])])
+        columns = dict(zip(config["column_names"], config["column_encodings"], strict=True))
+    except (ValueError, KeyError, TypeError):
+        raise ShardDamage("its column description cannot be read") from None
+    if columns != {"id": "str", "tokens": f"ndarray:{dtype}"}:
+        raise ShardDamage(f"it has the columns {columns}, expected id and tokens of type {dtype}")
+    return begins
+
+
+def _locate_tokens(raw: np.ndarray, sample_begins: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+    """Byte offset and number of the tokens of each document."""
+    begins, ends = sample_begins[:-1], sample_begins[1:]
+    heads = raw[begins[:, None] + np.arange(SAMPLE_HEAD_BYTES)].view("<u4").astype(np.int64)
+    id_sizes, token_sizes = heads[:, 0], heads[:, 1]
+    if (begins + SAMPLE_HEAD_BYTES + id_sizes + token_sizes != ends).any() or (token_sizes < 2).any():
+        raise ShardDamage("the sizes in its documents' headers do not add up")
+    shape_begins = begins + SAMPLE_HEAD_BYTES + id_sizes
+    shape_codes = raw[shape_begins]
+    if ((shape_codes >> 2) != 1).any():
+        raise ShardDamage("its token arrays are not one-dimensional")
+    shape_bytes = 1 + (1 << (shape_codes & 3).astype(np.int64))
+    value_bytes = token_sizes - shape_bytes
+    if (value_bytes <= 0).any() or (value_bytes % itemsize).any():
+        raise ShardDamage("the sizes of its token arrays are impossible")
+    return shape_begins + shape_bytes, value_bytes // itemsize

@@ -16,10 +16,10 @@ from data_pipeline.corpus import TOKENIZER_DIRECTORY, Corpus
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lane_plan import LanePlan
 from data_pipeline.manifest import Manifest
-from data_pipeline.mds import ShardReader
 from data_pipeline.mixture_part import MixturePart
 from data_pipeline.permutation import key_of, permutation
 from data_pipeline.segment_batch import LaneCursor
+from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 
 FINEST_REPEAT = 10_000  # repeats are rounded to multiples of 1/10,000 at the finest

@@ -5,19 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from data_pipeline.build_journal import BuildJournal, FinishedShard
+from data_pipeline.config import CorpusConfig
 from data_pipeline.documents import Document
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import Manifest, ShardInfo
-from data_pipeline.mds import LARGEST_SAMPLE_OVERHEAD, write_index, write_shard
+from data_pipeline.shards import FORMATS, ShardFormat, shard_name, write_index, write_shard
 from data_pipeline.tokenizer import Tokenizer
 
 
 class SplitWriter:
     """Puts documents into shards of at most `shard_bytes`, one document at least, in the order in which they come."""
 
-    def __init__(self, split: str, shard_bytes: int, tokenizer: Tokenizer, journal: BuildJournal) -> None:
+    def __init__(self, split: str, config: CorpusConfig, tokenizer: Tokenizer, journal: BuildJournal) -> None:
         self.split = split
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = config.shard_bytes
+        self._shard_format: ShardFormat = config.shard_format
         self._tokenizer = tokenizer
         self._journal = journal
         self._directory = journal.output / split
@@ -38,7 +40,7 @@ class SplitWriter:
     def add(self, document: Document, ids: np.ndarray) -> None:
         """Take a document; OSError when a full shard could not be written."""
         tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
-        size = tokens.nbytes + len(document.id.encode()) + LARGEST_SAMPLE_OVERHEAD
+        size = FORMATS[self._shard_format].sample_bytes(document.id, tokens.nbytes)
         if self._pending and self._bytes + size > self._shard_bytes:
             self.flush()
         self._pending.append((document.id, tokens))
@@ -50,7 +52,7 @@ class SplitWriter:
         """Write the documents at hand as a shard."""
         if not self._pending:
             return
-        path = self._directory / f"shard.{len(self.shards):05d}.mds"
+        path = self._directory / shard_name(len(self.shards), self._shard_format)
         entry = write_shard(path, self._pending, self._journal.directory / "scratch")
         lengths = [len(tokens) for _, tokens in self._pending]
         info = ShardInfo(

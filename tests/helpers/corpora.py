@@ -13,7 +13,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpus import Corpus
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import Manifest, ShardInfo
-from data_pipeline.mds import write_shard
+from data_pipeline.shards import ShardFormat, shard_name, write_shard
 from data_pipeline.tokenizer import Tokenizer
 
 SUBJECTS = [
@@ -77,7 +77,7 @@ def make_tiny_corpus(directory: Path, *, documents: int = 60, seed: int = 0, voc
     return directory
 
 
-def write_numbered_corpus(directory: Path, shards: list[list[int]]) -> Corpus:
+def write_numbered_corpus(directory: Path, shards: list[list[int]], shard_format: ShardFormat = "mds") -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order of storage.
 
     A token's value thus says where it is from. Only the text is missing: shards and manifest are the real ones.
@@ -85,7 +85,7 @@ def write_numbered_corpus(directory: Path, shards: list[list[int]]) -> Corpus:
     directory.mkdir(parents=True, exist_ok=True)
     infos, first = [], 0
     for number, lengths in enumerate(shards):
-        path = directory / f"shard.{number:05d}.mds"
+        path = directory / shard_name(number, shard_format)
         documents = []
         for length in lengths:
             documents.append((f"document {first}", np.arange(first, first + length, dtype=np.uint32)))

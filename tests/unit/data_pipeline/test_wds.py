@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.build import build_corpus
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import DataError
+from data_pipeline.shards import ShardReader, write_shard
+from data_pipeline.verify import verify_split
+from tests.helpers.corpora import config_of, contents, documents_of, some_texts
+
+
+def documents(dtype: str) -> list[tuple[str, np.ndarray]]:
+    """Ids that WebDataset's keys cannot hold as they are, some beyond a tar header's name; lengths around a block."""
+    ids = ["a.b/c.txt", "\u00e9 %2E", "d\nd", "../x", "", "x" * 90, "y" * 300, "\u6f22" * 60]
+    lengths = [1, 2, 191, 192, 193, 448, 70000, 5]
+    generator = np.random.default_rng(0)
+    return [(i, generator.integers(0, 1 << 16, n).astype(dtype)) for i, n in zip(ids, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_own_reader_finds_every_document_of_the_stock_writer(tmp_path, dtype):
+    written = documents(dtype)
+    write_shard(tmp_path / "shard.00007.tar", written, tmp_path / "scratch")
+    reader = ShardReader(tmp_path / "shard.00007.tar", dtype)
+    assert reader.lengths.tolist() == [len(tokens) for _, tokens in written]
+    for number, (name, tokens) in enumerate(written):
+        assert reader.document_id(number) == name
+        assert np.array_equal(reader.tokens(number), tokens)
+        assert np.array_equal(reader.tokens(number, len(tokens) // 2, 1), tokens[len(tokens) // 2 :][:1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_readers_read_our_shards(tmp_path):
+    import webdataset
+
+    build_corpus(config_of(tmp_path, some_texts(), shard_format="webdataset", shard_bytes=20000))
+    corpus = Corpus.open(tmp_path / "out" / "train")
+    paths = [str(corpus.directory / shard.path) for shard in corpus.manifest.shards]
+    assert len(paths) > 2
+    stock = iter(webdataset.WebDataset(paths, shardshuffle=False).decode())
+    for number in range(len(paths)):
+        reader = corpus.shard(number)
+        for document in range(len(reader)):
+            sample = next(stock)
+            assert sample["__key__"].partition("-")[2] == reader.document_id(document)
+            assert np.array_equal(sample["tokens.npy"], reader.tokens(document))
+    assert next(stock, None) is None
+
+
+def test_a_build_as_webdataset_holds_the_same_documents_as_one_as_mds(tmp_path):
+    config = config_of(tmp_path / "wds", some_texts(), shard_format="webdataset", shard_bytes=20000)
+    build_corpus(config)
+    build_corpus(config_of(tmp_path / "again", some_texts(), shard_format="webdataset", shard_bytes=20000))
+    build_corpus(config_of(tmp_path / "mds", some_texts()))
+    assert contents(config.output) == contents(tmp_path / "again" / "out")
+    for split in ("train", "validation"):
+        assert documents_of(config.output / split) == documents_of(tmp_path / "mds" / "out" / split)
+        *full, _ = sorted((config.output / split).glob("*.tar"))
+        sizes = [len(path.read_bytes().rstrip(b"\0")) for path in full]
+        assert all(20000 - 3000 < size <= 20000 for size in sizes), "as many documents as fit"
+        assert not verify_split(config.output / split, lambda line: None)
+
+
+def damaged(content: bytes, kind: str) -> bytes:
+    array = bytearray(content)
+    if kind == "empty":
+        return b""
+    if kind == "cut":
+        return content[: len(content) // 2]
+    if kind == "no end":
+        return content.rstrip(b"\0")
+    if kind == "only end":
+        return bytes(1024)
+    if kind == "more behind":
+        return content + b"more"
+    if kind == "checksum":
+        array[20] ^= 1
+    if kind == "size":
+        array[124:135] = b"not a numbe"
+    if kind == "text":
+        return tar_of(b"some text, long enough to hold the header of an array, but it is none" + bytes(100))
+    if kind == "short":
+        return tar_of(b"x")
+    if kind == "other type":
+        file = io.BytesIO()
+        np.save(file, np.zeros(5, np.int64))
+        return tar_of(file.getvalue())
+    if kind == "no tokens":
+        file = io.BytesIO()
+        np.save(file, np.zeros(0, np.uint16))
+        return tar_of(file.getvalue())
+    return bytes(array)
+
+
+def tar_of(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        info = tarfile.TarInfo("00000000-a.tokens.npy")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("empty", "is empty"),
+        ("cut", "do not end as a tar does"),
+        ("no end", "do not end as a tar does"),
+        ("only end", "holds no documents"),
+        ("more behind", "do not end as a tar does"),
+        ("checksum", "checksum of the header at byte 0"),
+        ("size", "header at byte 0 has no size"),
+        ("text", "no array of uint16"),
+        ("short", "too short for an array"),
+        ("other type", "no array of uint16"),
+        ("no tokens", "impossible"),
+    ],
+)
+def test_damage_is_an_error_that_names_the_file(tmp_path, kind, message):
+    path: Path = tmp_path / "shard.00000.tar"
+    write_shard(path, documents("uint16")[:5], tmp_path / "scratch")
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.raises(DataError, match=rf"shard .*shard\.00000\.tar .*{message}"):
+        ShardReader(path, "uint16")
+
+
+def test_a_shard_of_an_unknown_format_is_refused(tmp_path):
+    (tmp_path / "shard.00000.zip").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"unknown format, expected a name in \.mds or \.tar"):
+        ShardReader(tmp_path / "shard.00000.zip", "uint16")
