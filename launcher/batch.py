@@ -33,13 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train inside this job; a stop that was announced requeues it, unless it was cancelled."""
-    if "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
-    job, run_dir = os.environ["SLURM_JOB_ID"], RunDir(arguments.run_dir)
+    job, run_dir = slurm.own_job(), RunDir(arguments.run_dir)
     policy = Policy(attempts_without_progress=arguments.attempts_without_progress)
     with StopSignals() as stop, run_dir.locked("launcher"):
         signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-        status = supervise(run_dir, _starter(run_dir, job), policy, stop, _say)
+        status = supervise(run_dir, _starter(run_dir), policy, stop, _say)
     if status == EXIT_STOPPED and slurm.details(job).get("JobState") in ("RUNNING", "PREEMPTED"):
         _say("back into the queue")
         slurm.requeue(job)
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _starter(run_dir: RunDir, job: str) -> Callable[[int], SlurmRanks]:
+def _starter(run_dir: RunDir) -> Callable[[int], SlurmRanks]:
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
     hosts = tuple(slurm.host_names(os.environ["SLURM_JOB_NODELIST"]))
@@ -58,7 +56,8 @@ def _starter(run_dir: RunDir, job: str) -> Callable[[int], SlurmRanks]:
         _say(f"using {nodes} of {len(hosts)} nodes, for data.lanes={config.data.lanes} to divide evenly")
     step = Step(hosts=hosts, nodes=nodes, ranks=nodes * cluster.tasks_per_node, cluster=cluster)
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
-    return lambda number: SlurmRanks(command, step, run_dir, number, free_port_near(int(job) + number))
+    job = int(os.environ["SLURM_JOB_ID"])
+    return lambda number: SlurmRanks(command, step, run_dir, number, free_port_near(job + number))
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def parse_nodes(text: str) -> NodeRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted. `name` is unique to the run, so that its job is found again by it."""
+    """What is submitted. `name` is unique to the run, or to the cells, so that the job is found again by it."""
 
     name: str
     run_dir: Path
@@ -47,23 +48,46 @@ class Job:
 
 def render(job: Job) -> str:
     """The script. The job's log, and all that it writes, is in the run directory."""
-    command = [job.python, "-m", "launcher", "batch", str(job.run_dir)]
-    command += [f"--attempts-without-progress={job.attempts_without_progress}"]
+    head = "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; the run goes on from its newest checkpoint."
+    return _script(job, head, [f"output={job.run_dir / 'logs' / 'slurm-%j.log'}"], [], shlex.quote(str(job.run_dir)))
+
+
+def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> str:
+    """The script of an array job whose task `index` is the run in the directory runs[index].
+
+    What the tasks say is in the runs' own directories; what Slurm says before they can is in `job.run_dir`.
+    """
+    limit = f"%{at_a_time}" if at_a_time else ""
+    options = [f"array={','.join(map(str, runs))}{limit}", f"output={job.run_dir / 'logs' / 'slurm-%A_%a.log'}"]
     lines = [
+        "",
+        "runs=(",
+        *(f"  [{index}]={shlex.quote(str(path))}" for index, path in runs.items()),
+        ")",
+        'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
+        'exec >> "$run/logs/slurm-${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}.log" 2>&1',
+    ]
+    return _script(job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"')
+
+
+def _script(job: Job, head: str, options: Sequence[str], lines: Sequence[str], run: str) -> str:
+    command = shlex.join([job.python, "-m", "launcher", "batch"])
+    text = [
         "#!/bin/bash",
-        "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; the run goes on from its newest checkpoint.",
+        head,
         "#SBATCH --requeue",
-        *(f"#SBATCH --{option}" for option in _options(job)),
+        *(f"#SBATCH --{option}" for option in [*_options(job), *options]),
         "",
         "set -e",
         *(f"module load {shlex.quote(module)}" for module in job.cluster.modules),
         *job.cluster.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in job.cluster.environment.items()),
+        *lines,
         "",
         "# exec: Slurm's notice goes to this process alone, which is then the supervisor.",
-        f"exec {shlex.join(command)}",
+        f"exec {command} {run} --attempts-without-progress={job.attempts_without_progress}",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def _options(job: Job) -> list[str]:
@@ -80,10 +104,9 @@ def _options(job: Job) -> list[str]:
         "time": cluster.time_limit,
         "signal": f"B:USR1@{cluster.warning_seconds}",
         "open-mode": "append",  # a requeued job goes on in the same log
-        "output": job.run_dir / "logs" / "slurm-%j.log",
         "chdir": job.code,
     }
-    if taken := sorted(derived.keys() & cluster.options.keys()):
+    if taken := sorted((derived.keys() | {"output", "array"}) & cluster.options.keys()):
         raise ConfigError(
             f"options.{taken[0]} of the cluster file is for the launcher to set; use a setting of its own"
         )

@@ -97,6 +97,15 @@ def submit(script: Path, name: str, say: Callable[[str], None] = print, patience
         return result.stdout.strip().split(";")[0]
 
 
+def own_job() -> str:
+    """What the surrounding job alone is known by. The id of an array's task will not do: one has that of the array."""
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
+
+
 def live_jobs(name: str) -> list[QueuedJob]:
     """The jobs of this name that wait or run, oldest first; array tasks one by one."""
     return [job for job in _squeue("--name", name) if job.is_live]

@@ -32,14 +32,23 @@ class Snapshot:
 
     def take(self, config: RunConfig, cluster: ClusterConfig, script: str) -> None:
         """Keep the settings, this project's code with its git state, and the script. An older snapshot goes."""
+        self.take_settings(config, cluster)
+        self.take_code(script)
+
+    def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
+        """Keep what is trained and where: all that a cell of a sweep has of its own."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.experiment, dump_yaml(to_tree(config)))
+        write_text(self.cluster, dump_yaml(to_tree(cluster)))
+
+    def take_code(self, script: str) -> None:
+        """Keep this project's code with its git state, and the script that runs it."""
         self.path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
             shutil.copytree(_SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
         for name, command in {"code.commit": ["rev-parse", "HEAD"], "code.diff": ["diff", "HEAD"]}.items():
             write_text(self.path / name, _git(*command))
-        write_text(self.experiment, dump_yaml(to_tree(config)))
-        write_text(self.cluster, dump_yaml(to_tree(cluster)))
         write_text(self.script, script)
 
 

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from launcher import slurm
+from launcher.cluster import ClusterConfig
+from launcher.sbatch import Job, NodeRange, render_array
+
+JOB = Job(
+    name="grid-1a2b",
+    run_dir=Path("/runs/grid/slurm/grid-1a2b"),
+    code=Path("/runs/grid/slurm/grid-1a2b/code"),
+    python="/bin/echo",
+    nodes=NodeRange(1, 1),
+    cluster=ClusterConfig(ranks_per_node=2),
+    attempts_without_progress=3,
+)
+
+
+def test_a_task_of_an_array_runs_its_own_cell_and_writes_to_its_own_log(tmp_path):
+    runs = {index: tmp_path / name for index, name in ((1, "narrow"), (4, "with space"))}
+    script = render_array(JOB, runs, at_a_time=2)
+    assert "#SBATCH --array=1,4%2\n" in script
+    assert "#SBATCH --nodes=1\n" in script
+    (runs[4] / "logs").mkdir(parents=True)
+    environment = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_JOB_ID": "17"}
+    subprocess.run(["bash", "-c", script], env=environment, check=True)
+    said = (runs[4] / "logs" / "slurm-17_4.log").read_text()
+    assert said == f"-m launcher batch {runs[4]} --attempts-without-progress=3\n"
+
+
+def test_an_array_without_a_limit_has_none():
+    assert "#SBATCH --array=0\n" in render_array(JOB, {0: Path("/runs/a")}, at_a_time=None)
+
+
+def test_a_task_of_an_array_is_known_by_its_index(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="is for batch scripts"):
+        slurm.own_job()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert slurm.own_job() == "17"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert slurm.own_job() == "17_3"
