@@ -8,7 +8,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo check test golden bench
+.PHONY: help venv demo check test golden bench bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -42,3 +42,10 @@ golden: $(STAMP)  ## compare with recorded results of the original, where they a
 
 bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m pretrain bench
+
+bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
+	python -m pytest -q -m gpu tests/gpu
+	@if command -v compute-sanitizer > /dev/null; then \
+		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \
+	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi
+	python -m pretrain bench --gpu

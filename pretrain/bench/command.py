@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--threads", type=int, default=2, help="threads of this process (default: 2, as in the goals)")
     parser.add_argument("--only", default="", metavar="WORD", help="only comparisons whose name contains this")
+    parser.add_argument("--gpu", action="store_true", help="the fused kernel and a 1.3B model on an NVIDIA GPU instead")
     parser.add_argument("--append", type=Path, metavar="FILE", help="add the table to this file, docs/bench.md say")
 
 
@@ -36,25 +37,34 @@ def run(arguments: argparse.Namespace) -> int:
             "found no package 'tests': the bench compares with reference implementations kept beside the tests; "
             "run 'python -m pretrain bench' at the root of a checkout"
         )
-    torch.set_num_threads(arguments.threads)
-    comparisons = [each for each in all_comparisons() if arguments.only in each.name]
+    if arguments.gpu:
+        from pretrain.bench.gpu_report import gpu_report
+
+        report, passes = gpu_report()
+    else:
+        report, passes = _cpu_report(arguments.threads, arguments.only)
+    if arguments.append is not None:
+        with arguments.append.open("a") as file:
+            file.write(f"\n## {datetime.date.today().isoformat()}\n\n{report}\n")
+    return 0 if passes else 1
+
+
+def _cpu_report(threads: int, only: str) -> tuple[str, bool]:
+    torch.set_num_threads(threads)
+    comparisons = [each for each in all_comparisons() if only in each.name]
     if not comparisons:
         names = "; ".join(each.name for each in all_comparisons())
-        raise UserError(f"--only {arguments.only}: no comparison has this in its name; there are: {names}")
+        raise UserError(f"--only {only}: no comparison has this in its name; there are: {names}")
     peak = measured_matmul_peak(torch.device("cpu"), torch.float32, seconds=1.0)
     heading = f"{machine()}; matrix products reach {si(peak)}FLOP/s"
     print(heading, flush=True)
     measurements = list(_measured(comparisons))
-    report = table(measurements, peak)
-    print(report)
-    if not arguments.only:
-        growth = growth_table()
-        print(f"\n{growth}")
-        report = f"{report}\n\n{growth}"
-    if arguments.append is not None:
-        with arguments.append.open("a") as file:
-            file.write(f"\n## {datetime.date.today().isoformat()}\n\n{heading}.\n\n{report}\n")
-    return 0 if all(each.passes for each in measurements) else 1
+    parts = [table(measurements, peak)]
+    print(parts[0])
+    if not only:
+        parts.append(growth_table())
+        print(f"\n{parts[1]}")
+    return "\n\n".join([f"{heading}.", *parts]), all(each.passes for each in measurements)
 
 
 def all_comparisons() -> list[Comparison]:
