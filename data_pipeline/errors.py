@@ -27,6 +27,10 @@ class CheckpointError(UserError):
     """A checkpoint is incomplete, damaged, or belongs to another run."""
 
 
+class TrainingError(UserError):
+    """A run does not learn and cannot heal itself."""
+
+
 def exit_status_of(command: Callable[[], int]) -> int:
     """Run a command and turn what it raises into the exit status; errors a user can cause take one line on stderr."""
     try:

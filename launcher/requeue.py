@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from data_pipeline.errors import EXIT_USER_ERROR
-from pretrain.local_ranks import EXIT_STOPPED, status_in_words
+from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, status_in_words
 
 
 class NextAction(Enum):
@@ -43,6 +43,10 @@ class Attempt:
     def made_progress(self) -> bool:
         return self.step_after > self.step_before
 
+    @property
+    def found_no_memory(self) -> bool:
+        return EXIT_OUT_OF_MEMORY in self.statuses
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -61,6 +65,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy, stop_requested: bool = F
     if EXIT_USER_ERROR in last.statuses:
         return Decision(action=NextAction.REFUSED, reason="a setting or a file has to change first")
     fruitless = fruitless_attempts(attempts)
+    if last.found_no_memory:
+        return Decision(action=NextAction.RETRY, reason="out of memory: on with half the lanes per forward pass")
     failure = failure_of(last)
     if fruitless >= policy.attempts_without_progress:
         times = "attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
@@ -78,7 +84,7 @@ def fruitless_attempts(attempts: Sequence[Attempt]) -> int:
     for attempt in reversed(attempts):
         if attempt.made_progress:
             break
-        count += 1
+        count += not attempt.found_no_memory  # the next one needs less; the run ends at one lane at a time
     return count
 
 

@@ -75,7 +75,8 @@ def state_of(cell: Cell, sweep_path: Path, runs: Path) -> CellState:
         return CellState(name=cell.name, state="waiting", step=0, steps=config.optim.steps, loss=None)
     finished = any(event.get("event") == "finish" for event in run_dir.read_ledger())
     step = newest_step(run_dir)
-    losses = [line["loss"] for line in run_dir.read_metrics() if line.get("kind") == "train"]
+    trained = [line for line in run_dir.read_metrics() if line.get("kind") == "train"]
+    losses = [line["loss"] for line in trained if line["loss"] is not None]
     return CellState(
         name=cell.name,
         state="done" if finished and step >= config.optim.steps else "begun",

@@ -137,6 +137,13 @@ def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
     return removed
 
 
+def discard_from(root: Path, step: int) -> None:
+    """Remove all checkpoints of `step` and later ones: the run goes another way from before it."""
+    for found in reversed(steps_on_disk(root)):
+        if found >= step:
+            _remove(step_directory(root, found))
+
+
 def _remove(directory: Path) -> None:
     """Take the name away first, at once: what is half removed must not look like a damaged checkpoint."""
     gone = directory.with_name(f".partial-{directory.name}-removed")

@@ -86,6 +86,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealingConfig:
+    """What a run does by itself about gradients and losses that are far out of line.
+
+    A loss is a spike when it lies `spike_score` robust standard deviations above the median of the last `window`
+    losses. After `spike_steps` spikes or skipped steps in a row the run goes back to the checkpoint before the first
+    of them, and passes over the data from there to `skip_margin` steps behind the last.
+    """
+
+    skip_norm: float = 0.0  # gradients longer than this are not applied; 0: only those that are no numbers
+    spike_score: float = 8.0  # 0: never go back
+    spike_steps: int = 3
+    window: int = 50  # short beside what the loss falls by itself
+    skip_margin: int = 10
+    max_rewinds: int = 3  # then the run stops, with a report
+    straggler_ratio: float = 1.5  # name a rank that takes this many times as long as the others; 0: none
+
+    def __post_init__(self) -> None:
+        if min(self.skip_norm, self.spike_score, self.skip_margin, self.max_rewinds, self.straggler_ratio) < 0:
+            raise ConfigError(
+                "healing.skip_norm, spike_score, skip_margin, max_rewinds and straggler_ratio must be 0 or more"
+            )
+        if self.spike_steps < 1 or self.window < 10:
+            raise ConfigError(
+                f"healing.spike_steps={self.spike_steps} must be 1 or more, healing.window={self.window} 10 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How often a run is saved, and which of its checkpoints stay: the newest, and those that `keep_every` adds."""
 
@@ -125,6 +153,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    healing: HealingConfig = field(default_factory=HealingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def train_line(line: dict[str, Any], loss: float, total_steps: int, seconds_per_step: float) -> str:
-    """The interval that ends with the measurement `line`; `loss` is the interval's mean."""
+def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
+    """An interval's measurements: the mean loss of its steps that were not skipped, everything else at its end."""
+    line, losses = lines[-1], [each["loss"] for each in lines if not each["skipped"]]
+    loss = sum(losses) / len(losses) if losses else math.nan
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {loss:.4f}",
@@ -24,6 +26,8 @@ def train_line(line: dict[str, Any], loss: float, total_steps: int, seconds_per_
         f"mem {line['memory_gib']:.2f} GiB",
         f"left {clock((total_steps - line['step']) * seconds_per_step)}",
     ]
+    if skipped := len(lines) - len(losses):
+        parts.append(f"SKIPPED {skipped}")
     return "  ".join(parts)
 
 

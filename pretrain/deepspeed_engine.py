@@ -30,7 +30,7 @@ from pretrain.engine import (
     replicated_fragment,
 )
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw
+from pretrain.optim import build_adamw, is_harmful
 
 
 def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -
         # Without ZeRO in fp32 DeepSpeed clips but does not report the norm, so there the engine does both.
         "gradient_clipping": 0.0 if _is_plain(run) else run.optim.clip_norm,
         "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,  # it knows optimizers by their exact type only
         "zero_optimization": {
             "stage": run.engine.zero_stage,
             # On, it replaces torch.nn.functional.linear for the whole process and shifts bf16 results between stages.
@@ -48,7 +49,7 @@ def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -
         },
     }
     if run.engine.precision == "bf16":
-        derived["bf16"] = {"enabled": True}
+        derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
         if run.engine.zero_stage > 0:  # stage 0 cannot accumulate in another type than the weights'
             derived["data_types"] = {"grad_accum_dtype": "fp32"}
             derived["communication_data_type"] = "fp32"
@@ -73,6 +74,8 @@ class DeepSpeedEngine:
         self.module.train()
         self._names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._start_from(initial)
+        self._plain_norm: Tensor | None = None  # of the step in hand, where DeepSpeed does not compute it
+        optimizer.refuses = self._gradients_are_harmful
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
@@ -91,10 +94,10 @@ class DeepSpeedEngine:
         self._slots_done = 0
         for group in self._base_optimizer.param_groups:
             group["lr"] = learning_rate
-        plain_norm = clip_gradients(self.module, self._run.optim) if _is_plain(self._run) else None
+        self._plain_norm = clip_gradients(self.module, self._run.optim) if _is_plain(self._run) else None
         self._engine.step()
-        norm = plain_norm if plain_norm is not None else self._engine.get_global_grad_norm()
-        return StepResult(grad_norm=norm, skipped=not self._engine.was_step_applied())
+        # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
+        return StepResult(grad_norm=self._grad_norm(), skipped=self._gradients_are_harmful())
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
@@ -118,6 +121,12 @@ class DeepSpeedEngine:
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self._optimizer, "optimizer", self._optimizer)
+
+    def _grad_norm(self) -> Tensor | float:
+        return self._plain_norm if self._plain_norm is not None else self._optimizer._global_grad_norm
+
+    def _gradients_are_harmful(self) -> bool:
+        return is_harmful(self._grad_norm(), self._run.healing.skip_norm)
 
     def _start_from(self, initial: Mapping[str, Tensor]) -> None:
         """Give the fp32 masters the initial weights unrounded, and undo the step some stages take while they set up."""

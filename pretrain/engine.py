@@ -15,14 +15,18 @@ from pretrain.config import OptimConfig, RunConfig
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw
+from pretrain.optim import build_adamw, is_harmful
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update did. `grad_norm` is the global norm before clipping; it stays on the device until it is read."""
+    """What an update did. `grad_norm` is the global norm before clipping.
+
+    `skipped`: the gradients were no numbers or longer than `healing.skip_norm`; every weight, moment and counter is,
+    bit for bit, what it was before. All ranks say the same, for the norm is that of all of them together.
+    """
 
     grad_norm: Tensor | float | None
     skipped: bool
@@ -53,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def step(self, learning_rate: float) -> StepResult:
-        """Average the gradients over slots and ranks, clip, update, and clear them."""
+        """Average the gradients over slots and ranks, clip, update unless they would do harm, and clear them."""
         ...
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
@@ -145,13 +149,15 @@ class TorchEngine:
             if parameter.grad is not None and self.world.world_size > 1:
                 parameter.grad = sum_over_ranks(parameter.grad) / self.world.world_size
         grad_norm = clip_gradients(self._master, self._run.optim)
+        skipped = is_harmful(grad_norm, self._run.healing.skip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.step()
+        if not skipped:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self.module is not self._master:
             self._copy_master_to_module()
-        return StepResult(grad_norm=grad_norm, skipped=False)
+        return StepResult(grad_norm=grad_norm, skipped=skipped)
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)

@@ -17,6 +17,8 @@ from typing import IO
 
 # What a rank's process ends with when it was asked to stop and saved itself (EX_TEMPFAIL of sysexits.h).
 EXIT_STOPPED = 75
+# What it ends with when a forward or backward pass found no memory: all ranks have to start again with less at a time.
+EXIT_OUT_OF_MEMORY = 76
 # How long the others may go on after one rank ended badly: enough to report, too short to wait in a collective for it.
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05

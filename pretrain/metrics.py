@@ -2,8 +2,10 @@
 
 Losses stay on the device until the interval's end. There the ranks exchange one small vector; rank 0 writes:
 
-    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step
-        and at the interval's last step also "seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib"
+    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
+        loss and norm are null where a skipped step had none
+        and at the interval's last step also "seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib",
+        of several ranks "slowest_rank" and "straggler_ratio"
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
 A step's loss is the mean over its slots and ranks, summed in float64: exact, whatever the order of the ranks and
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +33,7 @@ from pretrain.engine import StepResult
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
 from pretrain.state import TrainState
+from pretrain.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.throughput import measured_matmul_peak, memory_in_use_gib
 
 if TYPE_CHECKING:
@@ -55,12 +59,20 @@ class Metrics:
     """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again."""
 
     def __init__(
-        self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState, prefetcher: Prefetcher
+        self,
+        run: RunConfig,
+        run_dir: RunDir,
+        world: World,
+        state: TrainState,
+        prefetcher: Prefetcher,
+        forward_clock: ForwardClock,
     ) -> None:
         self._run = run
         self._run_dir = run_dir
         self._world = world
         self._prefetcher = prefetcher
+        self._forward_clock = forward_clock
+        self._stragglers = StragglerWatch(run.healing.straggler_ratio)
         self._tensorboard: SummaryWriter | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
@@ -87,23 +99,26 @@ class Metrics:
         )
         self._idle_since = time.perf_counter()
 
-    def write(self) -> None:
-        """Write every step since the last call; the ranks meet here, so all of them call it."""
+    def write(self) -> list[dict[str, Any]]:
+        """Write every step since the last call and return their lines (rank 0); the ranks meet here."""
+        lines: list[dict[str, Any]] = []
         if not self._steps:
-            return
+            return lines
         steps, self._steps = self._steps, []
-        own = [self._prefetcher.wait_seconds - self._waited_before, memory_in_use_gib(self._world.device)]
         losses = torch.stack([step.loss_sum for step in steps])
-        own_values = torch.cat([losses, torch.tensor(own, dtype=torch.float64, device=losses.device)])
-        *losses_mean, waited, memory_gib = (sum_over_ranks(own_values) / self._world.world_size).tolist()
+        own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
+        sums = sum_over_ranks(torch.cat([losses, own])).tolist()
+        num_ranks = self._world.world_size
+        *losses_mean, waited, memory_gib = (total / num_ranks for total in sums[:-num_ranks])
         seconds = time.perf_counter() - self._begin - self._paused
         if self._world.is_main:
             lines = [_line(step, mean / step.num_slots) for step, mean in zip(steps, losses_mean, strict=True)]
             lines[-1] |= self._rates(len(steps), seconds, waited, memory_gib)
+            lines[-1] |= self._slowest(steps[-1].step, [own / len(steps) for own in sums[-num_ranks:]])
             self._append(lines)
-            interval_loss = sum(line["loss"] for line in lines) / len(lines)
-            print(train_line(lines[-1], interval_loss, self._run.optim.steps, seconds / len(steps)), flush=True)
+            print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
         self._start_interval()
+        return lines
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write what an evaluation after `step` found; the time it took is not counted as training."""
@@ -123,6 +138,7 @@ class Metrics:
     def close(self, finished: bool) -> None:
         """Write what is left and say how the run ended."""
         self.write()
+        self._forward_clock.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._world.is_main:
@@ -132,6 +148,26 @@ class Metrics:
                 else "stopped and saved; the same command goes on from here",
                 flush=True,
             )
+
+    def _own_measurements(self) -> list[float]:
+        """Data wait, memory, and busy seconds at this rank's place among all ranks': summed, they are everybody's."""
+        waited = self._prefetcher.wait_seconds - self._waited_before
+        busy_R = [0.0] * self._world.world_size
+        busy_R[self._world.rank] = waited + self._forward_clock.take()
+        return [waited, memory_in_use_gib(self._world.device), *busy_R]
+
+    def _slowest(self, step: int, busy_R: list[float]) -> dict[str, float]:
+        slowest = slowest_of(busy_R)
+        if slowest is None:
+            return {}
+        if self._stragglers.observe(slowest):
+            self._run_dir.append_ledger({"event": "straggler", "step": step, **asdict(slowest)})
+            print(
+                f"straggler: rank {slowest.rank} needs {slowest.seconds:.3g} s of a step for itself, "
+                f"{slowest.ratio:.1f} times as long as the others; heartbeats/ says on which host it runs",
+                flush=True,
+            )
+        return {"slowest_rank": slowest.rank, "straggler_ratio": slowest.ratio}
 
     def _start_interval(self) -> None:
         self._paused = 0.0
@@ -177,12 +213,17 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "kind": "train",
         "step": step.step,
         "tokens": step.tokens,
-        "loss": loss,
-        "perplexity": perplexity(loss),
+        "loss": _finite(loss),
+        "perplexity": perplexity(loss) if math.isfinite(loss) else None,
         "learning_rate": step.learning_rate,
-        "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+        "grad_norm": None if step.grad_norm is None else _finite(float(step.grad_norm)),
         "skipped": step.skipped,
     }
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows numbers only."""
+    return value if math.isfinite(value) else None
 
 
 def _open_tensorboard(run_dir: RunDir, step: int) -> SummaryWriter:

@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "checkpoint.*",
     "evaluation.*",
     "metrics.*",
+    "healing.*",
     "engine.zero_stage",
     "engine.precision",
     "engine.activation_checkpointing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import statistics
 import sys
@@ -99,4 +100,4 @@ def _last_train(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _note(line: dict[str, Any]) -> str:
-    return f"step {line['step']}  loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s"
+    return f"step {line['step']}  loss {line['loss'] or math.nan:.3f}  {line['tokens_per_second']:,.0f} tokens/s"

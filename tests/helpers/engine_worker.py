@@ -3,7 +3,8 @@
     python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
 
 Each cell names settings, where to stop, and optionally a directory of checkpoints to go on from. Rank 0 writes
-OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
+OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats. A cell may have a fault planted;
+exactly the steps in `skips` are to be skipped, without changing a bit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from pretrain.config import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
+    HealingConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -32,6 +35,8 @@ from pretrain.config import (
     lanes_of_rank,
 )
 from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
+from pretrain.engine import Engine
+from pretrain.faults import Fault
 from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
 from pretrain.train import build_engine
@@ -48,7 +53,7 @@ MODEL: dict[str, Any] = {
 }
 
 
-def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any]) -> RunConfig:
+def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]) -> RunConfig:
     """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine, `model` to the model."""
     return RunConfig(
         seed=5,
@@ -61,15 +66,17 @@ def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any]) -
             deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **settings
         ),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
+        healing=HealingConfig(**healing),
     )
 
 
 def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`."""
-    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}))
+    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("healing", {}))
     if cell.get("dropout") is False:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
-    engine = build_engine(run, world)
+    fault = Fault(**cell.get("fault", {"step": 0}))
+    engine = fault.planted_in(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)
     state = None
     if "resume" in cell:
@@ -84,6 +91,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     losses, norms = {}, {}
     while state.step < cell["until"]:
         batch = next(stream)
+        to_be_skipped = state.step + 1 in cell.get("skips", [])
+        memories, before = list(state.memories), bits_of(engine) if to_be_skipped else {}
         total = torch.zeros((), dtype=torch.float64)
         for slot, part in enumerate(batch.split(num_slots)):
             loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
@@ -94,11 +103,26 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         state.cursor = batch.cursor
         losses[state.step] = (sum_over_ranks(total).item() / world.world_size).hex()
         norms[state.step] = float(result.grad_norm if result.grad_norm is not None else -1.0).hex()
-        assert not result.skipped
+        assert result.skipped == to_be_skipped
+        if result.skipped:
+            state.memories = memories
+            assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
     checkpointer.finish()
     return {"losses": losses, "norms": norms}
+
+
+def bits_of(engine: Engine) -> dict[str, str]:
+    """Every bit of this rank's part of weights and moments, and of the weights the model computes with."""
+    values = {
+        f"{fragment.name} {fragment.start} {kind}": value
+        for fragment in engine.fragments()
+        for kind, value in fragment.values.items()
+    }
+    values |= {name: parameter.detach() for name, parameter in engine.module.named_parameters()}
+    bits = {name: sha256(value.contiguous().view(torch.uint8).numpy()).hexdigest() for name, value in values.items()}
+    return {**bits, "count": str(engine.optimizer_step_count())}
 
 
 def main() -> None:

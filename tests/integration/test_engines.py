@@ -6,6 +6,7 @@ All cells train in one group of two ranks, then three more on one rank go on fro
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ MATRIX = {
 }
 
 
+# Gradients that are no numbers on one rank, and gradients longer than allowed: by every way DeepSpeed updates weights.
+HARMFUL = {
+    "nan": {"fault": {"step": 3, "kind": "nan"}, "skips": [3], "until": 4},
+    "long": {"healing": {"skip_norm": 1e-6}, "skips": [1, 2], "until": 2},
+}
+
 # What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared, or learn from a loss
 # of their own; each under the stage that partitions them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,7 +95,13 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(tiny_corpus: Path, output: Path) -> Results:
     """Losses and norms by cell and step: plain torch on one rank, everything else on two."""
     on_two = [each for name, settings in MATRIX.items() for each in whole_and_resumed(name, settings)]
-    train_cells(tiny_corpus, output, on_two, num_ranks=2)
+    harmful = [
+        cell(f"{kind}-{name}", settings, save_at=[], **more)
+        for name, settings in MATRIX.items()
+        for kind, more in HARMFUL.items()
+        if name.endswith("none")
+    ]
+    train_cells(tiny_corpus, output, on_two + harmful, num_ranks=2)
     plain = [
         cell(f"torch-{precision}", {"kind": "torch", **engine_settings(1, precision, "none", micro=0)})
         for precision in ("fp32", "bf16")
@@ -98,7 +111,7 @@ def results(tiny_corpus: Path, output: Path) -> Results:
         for stage, origin in ((0, 3), (3, 1), (1, 2))
     ]
     train_cells(tiny_corpus, output, plain + fewer, num_ranks=1)
-    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + plain + fewer}
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + harmful + plain + fewer}
 
 
 def read_result(path: Path) -> dict[str, dict[int, float]]:
@@ -118,6 +131,18 @@ def test_each_cell_agrees_with_plain_torch_on_one_process(results: Results, name
     plain, whole = results[f"torch-{precision}"], results[f"{name}-whole"]
     assert len(whole["losses"]) == STEPS
     assert largest_difference(whole["losses"], plain["losses"]) < TOLERANCE[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(results: Results, stage: int) -> None:
+    """The worker compares the bits; here it counts that the losses went on, and only the planted one is no number."""
+    for precision in ("fp32", "bf16"):
+        name = f"zero{stage}-{precision}-none"
+        losses, whole = results[f"nan-{name}"]["losses"], results[f"{name}-whole"]["losses"]
+        assert [step for step, loss in losses.items() if math.isnan(loss)] == [3]
+        assert [losses[1], losses[2]] == [whole[1], whole[2]]
+        assert results[f"long-{name}"]["losses"][1] == whole[1]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pretrain.engine import StepResult
 from pretrain.metrics import Metrics
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
+from pretrain.stragglers import ForwardClock
 
 RUN = RunConfig(
     model=ModelConfig(vocab_size=50, num_layers=1, d_model=8, num_heads=2, memory_length=4),
@@ -35,7 +36,8 @@ class Recorder:
     def __init__(self, world, run_dir: RunDir, step: int = 0) -> None:
         self.state = TrainState(step=step, tokens_seen=step * RUN.tokens_per_step)
         self.prefetcher = Prefetcher(iter(()))
-        self.metrics = Metrics(RUN, run_dir, world, self.state, self.prefetcher)
+        clock = ForwardClock(torch.nn.Identity(), world.device)
+        self.metrics = Metrics(RUN, run_dir, world, self.state, self.prefetcher, clock)
 
     def make_step(self, *slot_losses: float, grad_norm: float | None = 0.5) -> None:
         for loss in slot_losses:

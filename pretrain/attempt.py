@@ -1,0 +1,154 @@
+"""Everything around the loop: a run's directory, its state, its lanes; and starting over inside this process.
+
+A run goes back in the way it is resumed: everything is built anew from the newest good checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from data_pipeline.lanes import LaneStream
+from data_pipeline.mixture import open_training_data
+from data_pipeline.prefetch import Prefetcher
+from pretrain.checkpoint import Checkpointer
+from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed import World, from_main_rank, raise_together, sum_over_ranks
+from pretrain.evaluate import training_evaluator
+from pretrain.faults import Fault, fault_from_environment
+from pretrain.healer import Healer, SpikeFound, name_suspects, rewind
+from pretrain.healing import OUT_OF_MEMORY, fitting, memory_settings, passing_over, segments_behind, windows_passed_over
+from pretrain.heartbeat import Heartbeat
+from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
+from pretrain.metrics import Metrics
+from pretrain.preemption import StopRequest
+from pretrain.run_dir import RunDir
+from pretrain.state import TrainState
+from pretrain.stragglers import ForwardClock
+from pretrain.train import build_engine, train
+
+
+def train_in(config: RunConfig, directory: Path, world: World) -> int:
+    """Train or resume the run of this directory; the exit status: 0 finished, 75 stopped, 76 out of memory."""
+    lanes_of_rank(config, world.rank, world.world_size)
+    accumulation_steps(config, world.world_size)
+    fault = fault_from_environment()
+    run_dir = RunDir(directory)
+    with contextlib.ExitStack() as stack:
+        # Rank 0 opens the directory for all; if it is refused, every rank ends with the same words.
+        with raise_together():
+            if world.is_main:
+                stack.enter_context(run_dir.locked())
+                RunDir.create_or_resume(directory, config)
+        stop = StopRequest()
+        stack.callback(stop.restore_handlers)
+        heartbeat = stack.enter_context(Heartbeat(run_dir.heartbeats, world.rank, config.engine.hang_seconds))
+        attempt = from_main_rank(os.environ.get("PRETRAIN_ATTEMPT") or secrets.token_hex(4))
+        for number in range(10**6):
+            name = f"{attempt}.{number}" if number else attempt
+            status = _attempt(config, run_dir, world, name, stop, fault, heartbeat)
+            if status is not None:
+                return status
+            gc.collect()  # the engine that was left holds on to itself
+        raise AssertionError("attempts are counted without end")
+
+
+def _attempt(
+    config: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    attempt: str,
+    stop: StopRequest,
+    fault: Fault,
+    heartbeat: Heartbeat,
+) -> int | None:
+    """Train from the newest checkpoint on; the exit status, or None when this process has to start over from there."""
+    ledger = from_main_rank(run_dir.read_ledger() if world.is_main else [])
+    fitted = fitting(config, world.world_size, ledger)
+    try:
+        finished = _train_from_newest(fitted, run_dir, world, attempt, stop, fault, heartbeat)
+    except SpikeFound as found:
+        spike = found.spike
+    except torch.OutOfMemoryError as error:
+        # A rank that finds no memory leaves the others waiting for it, so together they can only start again.
+        _note_out_of_memory(fitted, run_dir, world, str(error))
+        return None if world.world_size == 1 else EXIT_OUT_OF_MEMORY
+    else:
+        return 0 if finished else EXIT_STOPPED
+    rewind(config, run_dir, world, spike)
+    return None
+
+
+def _train_from_newest(
+    config: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    attempt: str,
+    stop: StopRequest,
+    fault: Fault,
+    heartbeat: Heartbeat,
+) -> bool:
+    engine = fault.planted_in(build_engine(config, world))
+    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt)
+    num_slots = accumulation_steps(config, world.world_size)
+    state = checkpointer.restore_latest(engine) or TrainState.fresh(num_slots)
+    event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
+    if world.is_main:
+        run_dir.append_ledger({"event": "resume" if state.step else "start", **event})
+    corpus = open_training_data(config.data.path, config.data.mixture)
+    lanes = lanes_of_rank(config, world.rank, world.world_size)
+    name_suspects(config, run_dir, engine, corpus, state, lanes)
+    stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
+    if stream.advice and world.is_main:
+        print(stream.advice, flush=True)
+    windows = from_main_rank(windows_passed_over(run_dir.read_ledger()) if world.is_main else [])
+    batches = passing_over(stream, segments_behind(state.step, windows), windows)
+    with checkpointer, Prefetcher(batches) as prefetcher:
+        heartbeat.beat(state.step, "train")
+        metrics = Metrics(config, run_dir, world, state, prefetcher, ForwardClock(engine.module, world.device))
+        healer = Healer(config, run_dir, world, state)
+        evaluate = training_evaluator(config, engine)
+        try:
+            finished = train(
+                config, engine, prefetcher, state, checkpointer, metrics, evaluate, healer, stop, fault, heartbeat
+            )
+        except SpikeFound:
+            checkpointer.finish()  # it may be the one to go back to
+            raise
+        metrics.close(finished)
+    event |= {"step": state.step, "tokens_of_corpora": _tokens_of_corpora(stream, state, world)}
+    if world.is_main:
+        run_dir.append_ledger({"event": "finish" if finished else "stop", **event})
+    return finished
+
+
+def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error: str) -> None:
+    """Let every later start take less at a time."""
+    lanes = len(lanes_of_rank(config, world.rank, world.world_size)) // accumulation_steps(config, world.world_size)
+    run_dir.append_ledger(
+        {
+            "event": OUT_OF_MEMORY,
+            "rank": world.rank,
+            "micro_batch_lanes": lanes,
+            "settings": memory_settings(config, world.world_size),
+            "reason": error.splitlines()[0],
+        }
+    )
+    then = "going on" if world.world_size == 1 else "the next start goes on"
+    print(
+        f"healing: rank {world.rank} is out of memory with {lanes} lanes per forward pass; {then} from the newest "
+        "checkpoint with half as many, the same lanes and the same losses",
+        flush=True,
+    )
+
+
+def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
+    """How many tokens of each corpus all lanes have read since the run began, by directory."""
+    counts = stream.tokens_read(state.cursor)
+    totals = sum_over_ranks(torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device))
+    return dict(zip(counts, totals.tolist(), strict=True))

@@ -1,0 +1,94 @@
+"""Which rank is slow: each rank's own time per step, without what it waits for the others.
+
+All ranks end a step together, so its length tells nothing. What differs is how long a rank waits for its data and
+computes its forward passes before the first exchange. Under ZeRO-3 ranks already wait for each other in the forward
+pass, so there only slow reading shows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+INTERVALS_IN_A_ROW = 3  # of being slow before a rank is named: one may be a hiccup
+
+
+class ForwardClock:
+    """Counts the seconds of a module's forward passes in training mode, on the device where that is a GPU."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._begin: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+        self._handles = (
+            module.register_forward_pre_hook(self._start),
+            module.register_forward_hook(self._stop),
+        )
+
+    def take(self) -> float:
+        """The seconds since the last call; waits for the device."""
+        passes, self._passes = self._passes, []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return sum(begin.elapsed_time(end) for begin, end in passes) / 1000.0
+        return sum(end - begin for begin, end in passes)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _start(self, module: nn.Module, _inputs: Any) -> None:
+        self._begin = self._now() if module.training else None
+
+    def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._begin is not None:
+            self._passes.append((self._begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The slowest rank of an interval. `ratio` compares it with the median of the others."""
+
+    rank: int
+    seconds: float
+    ratio: float
+
+
+def slowest_of(seconds_R: Sequence[float]) -> Straggler | None:
+    """The rank that took longest for itself; None where there is no other to compare it with."""
+    if len(seconds_R) < 2:
+        return None
+    rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
+    others = statistics.median(seconds for other, seconds in enumerate(seconds_R) if other != rank)
+    return Straggler(rank, seconds_R[rank], seconds_R[rank] / max(others, 1e-9))
+
+
+class StragglerWatch:
+    """Names a rank once, when it has been the slowest by `limit` times for some intervals in a row."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit  # 0: nobody is named
+        self._rank = -1
+        self._count = 0
+
+    def observe(self, slowest: Straggler) -> bool:
+        """Whether this interval is the one at which the rank is to be named."""
+        if not self._limit or slowest.ratio < self._limit:
+            self._rank, self._count = -1, 0
+            return False
+        self._count = self._count + 1 if slowest.rank == self._rank else 1
+        self._rank = slowest.rank
+        return self._count == INTERVALS_IN_A_ROW

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError
+from pretrain.config import DataConfig, EngineConfig, HealingConfig, RunConfig
+from pretrain.healing import (
+    Spike,
+    SpikeDetector,
+    fitting,
+    memory_settings,
+    passing_over,
+    segments_behind,
+    window_of,
+    windows_passed_over,
+)
+from pretrain.stragglers import Straggler, StragglerWatch, slowest_of
+
+SETTINGS = HealingConfig(spike_score=5.0, spike_steps=3, window=20, skip_margin=4)
+
+
+def first_spike(losses: list[float | None], settings: HealingConfig = SETTINGS) -> Spike | None:
+    detector = SpikeDetector(settings)
+    found = (detector.observe(step, loss) for step, loss in enumerate(losses, start=1))
+    return next((spike for spike in found if spike), None)
+
+
+def noisy(count: int, level: float = 3.0, fall: float = 0.0) -> list[float]:
+    generator = np.random.default_rng(0)
+    return [level - fall * step + 0.05 * float(generator.standard_normal()) for step in range(count)]
+
+
+def test_a_lasting_jump_is_a_spike_from_its_first_step_on():
+    assert first_spike([*noisy(40), 4.0, 4.5, 4.2]) == Spike(41, 43, 4.5, pytest.approx(3.0, abs=0.05))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        noisy(500),
+        noisy(300, level=8.0, fall=0.02),
+        [*noisy(40), 9.0, 9.0, *noisy(40)],  # two steps: gone before anything could be done
+        [*noisy(40), 1.0, 1.0, 1.0, 1.0],  # downward
+        [3.0] * 30 + [3.0001] * 5,
+        [3.0, 9.0, 3.0, 9.0, 9.0, 9.0],  # too early to know what is usual
+    ],
+)
+def test_what_a_run_does_anyway_is_no_spike(losses):
+    assert first_spike(losses) is None
+
+
+def test_skipped_steps_in_a_row_count_as_a_spike_at_any_time():
+    assert first_spike([None, None, None]) == Spike(1, 3, None, None)
+    assert first_spike([*noisy(30), 9.0, None, 9.5]) == Spike(31, 33, 9.5, pytest.approx(3.0, abs=0.05))
+    assert first_spike([None, 3.0, None, None, 3.0]) is None
+
+
+def test_a_score_of_zero_turns_rewinding_off():
+    off = dataclasses.replace(SETTINGS, spike_score=0.0)
+    assert first_spike([*noisy(40), 99.0, 99.0, 99.0, None, None, None], off) is None
+
+
+def ledger_of(*windows: range) -> list[dict]:
+    return [{"event": "start"}, *({"event": "rewind", "segments": [each.start, each.stop]} for each in windows)]
+
+
+def test_windows_that_touch_are_one():
+    ledger = ledger_of(range(20, 30), range(5, 8), range(29, 40), range(40, 41))
+    assert windows_passed_over(ledger) == [range(5, 8), range(20, 41)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(0, 60))
+def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_reads(spans, resumed_at):
+    windows = windows_passed_over(ledger_of(*(range(start, start + length) for start, length in spans)))
+    batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)]
+    undisturbed = [batch.number for batch in passing_over(batches, 0, windows)]
+    assert not any(number in window for number in undisturbed for window in windows)
+    behind = segments_behind(resumed_at, windows)
+    resumed = [batch.number for batch in passing_over(batches[behind:], behind, windows)]
+    assert resumed == undisturbed[resumed_at:]
+
+
+def test_after_a_gap_every_lane_begins_a_document():
+    batches = [SimpleNamespace(starts_BL=np.zeros((2, 3), bool)) for _ in range(5)]
+    list(passing_over(batches, 10, [range(11, 13)]))
+    assert [batch.starts_BL[:, 0].all() for batch in batches] == [False, False, False, True, False]
+    assert not batches[3].starts_BL[:, 1:].any()
+
+
+def test_the_window_goes_from_before_the_spike_to_the_margin_behind_it_in_segments():
+    spike = Spike(41, 43, 9.0, 3.0)
+    assert window_of(spike, [], SETTINGS) == range(39, 47)  # step 41 reads segment 40
+    assert window_of(spike, [range(10, 15)], SETTINGS) == range(44, 52)
+
+
+RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
+
+
+def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> dict:
+    return {"event": "out_of_memory", "micro_batch_lanes": lanes, "settings": memory_settings(run, world_size)}
+
+
+def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes():
+    assert fitting(RUN, 2, []) == RUN
+    assert fitting(RUN, 2, [out_of_memory(12)]).engine.micro_batch_lanes == 6
+    assert fitting(RUN, 2, [out_of_memory(12), out_of_memory(6), out_of_memory(3)]).engine.micro_batch_lanes == 1
+
+
+def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again():
+    saving = dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, activation_checkpointing="full"))
+    assert fitting(saving, 2, [out_of_memory(12)]) == saving
+    assert fitting(RUN, 4, [out_of_memory(12)]) == RUN
+
+
+def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
+    with pytest.raises(ConfigError, match=r"not even one lane.*activation_checkpointing=full"):
+        fitting(RUN, 2, [out_of_memory(1)])
+
+
+@pytest.mark.parametrize("wrong", [{"spike_score": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_norm": -1.0}])
+def test_settings_without_meaning_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"healing.*{next(iter(wrong))}"):
+        HealingConfig(**wrong)
+
+
+def test_the_slowest_rank_is_compared_with_the_others():
+    assert slowest_of([1.0, 1.0, 3.0, 1.2]) == Straggler(2, 3.0, 3.0)
+    assert slowest_of([1.0, 2.5]) == Straggler(1, 2.5, 2.5)
+    assert slowest_of([1.0]) is None
+
+
+def test_a_rank_is_named_once_and_only_when_it_stays_slow():
+    watch = StragglerWatch(limit=1.5)
+    slow, other, even = Straggler(2, 3.0, 3.0), Straggler(1, 3.0, 2.0), Straggler(2, 1.0, 1.1)
+    observed = [watch.observe(each) for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)]
+    assert observed == [False] * 7 + [True, False, False]
+    assert not any(StragglerWatch(limit=0.0).observe(slow) for _ in range(9))
