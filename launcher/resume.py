@@ -11,6 +11,7 @@ from launcher.journal import last_of
 from launcher.requeue import Policy
 from launcher.snapshot import Snapshot
 from launcher.status import read_states
+from launcher.sweep_jobs import was_array_task
 from pretrain.run_dir import RunDir
 
 
@@ -28,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if state.state in ("running", "queued", "requeued", "preempted"):
         raise ConfigError(f"{arguments.run} is {state.in_words} already; nothing to resume")
+    if was_array_task(RunDir(arguments.run)):
+        raise ConfigError(f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' tries it again")
     if Snapshot(arguments.run).script.is_file():
         return _submit_again(RunDir(arguments.run.resolve()))
     return local.run(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RECENT_INTERVALS = 5  # the speed told is the median of these
+_LAST_LINES = 20  # where a loss is looked for: the very last may be cut short, or of a step without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def read_lock(path: Path) -> Lock | None:
 def read_measured(metrics: Path) -> Measured:
     """Sums over a file that may have a million lines: only those that end an interval are parsed, and the last."""
     seconds, speeds = 0.0, deque[float](maxlen=RECENT_INTERVALS)
-    trained: deque[bytes] = deque(maxlen=2)  # the last line may be cut short
+    trained: deque[bytes] = deque(maxlen=_LAST_LINES)
     with contextlib.suppress(FileNotFoundError), open(metrics, "rb") as file:
         for line in file:
             if b'"kind": "train"' not in line:
@@ -90,10 +91,10 @@ def read_measured(metrics: Path) -> Measured:
             if b'"tokens_per_second"' in line and (interval := _parsed(line)):
                 seconds += interval["seconds"]
                 speeds.append(interval["tokens_per_second"])
-    last = next((found for line in reversed(trained) if (found := _parsed(line))), {})
+    newest_first = [found for line in reversed(trained) if (found := _parsed(line))]
     return Measured(
-        step=last.get("step", 0),
-        loss=last.get("loss"),
+        step=newest_first[0]["step"] if newest_first else 0,
+        loss=next((line["loss"] for line in newest_first if line["loss"] is not None), None),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=seconds,
     )

@@ -112,14 +112,15 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request()
     assert goodput(evidence(), is_running=False) is None
 
 
-def test_only_intervals_are_summed_and_a_line_cut_short_is_passed_over(tmp_path):
+def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one_and_lines_cut_short(tmp_path):
     lines = [{"kind": "train", "step": step, "loss": 9.0 - step} for step in range(1, 5)]
     lines[1] |= {"seconds": 2.0, "tokens_per_second": 100.0}
     lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0}
+    lines[3]["loss"] = None
     lines.append({"kind": "evaluation", "step": 4, "loss": 1.0, "tokens_per_second": 1.0})
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "train", "step": 5, "lo')
-    assert read_measured(path) == Measured(step=4, loss=5.0, tokens_per_second=200.0, seconds=5.0)
+    assert read_measured(path) == Measured(step=4, loss=6.0, tokens_per_second=200.0, seconds=5.0)
     assert read_measured(tmp_path / "nothing") == Measured()
 
 
