@@ -139,11 +139,12 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
 
 def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
     explain = bool(arguments.explain)
-    parts = memory_parts(config, world_size)
+    on_gpu = arguments.gpu != "cpu"
+    parts = memory_parts(config, world_size, on_gpu)
     room = _room(arguments)
     total = total_bytes(parts)
     verdict = "fits" if total <= room else "DOES NOT FIT"
-    micro = largest_micro_batch(config, world_size, room)
+    micro = largest_micro_batch(config, world_size, room, on_gpu)
     advice = f"the largest micro-batch that fits is {micro} lanes" if micro else "not even one lane at a time fits"
     return [
         f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",

@@ -94,3 +94,11 @@ def test_a_checkpoint_holds_twelve_bytes_per_parameter_and_every_memory_row():
     run = run_config()
     memories = 16 * 32 * (4 * 64 * 4 + 4)
     assert checkpoint_bytes(run) == 12 * parameters_of(run.model).total + memories
+
+
+def test_gpus_keep_no_attention_weights_unless_the_fused_kernel_cannot_serve():
+    def activations(on_gpu: bool, **engine) -> float:
+        return {part.name: part.bytes for part in memory_parts(run_config(**engine), 4, on_gpu)}["activations"]
+
+    assert activations(True, precision="bf16") < 0.9 * activations(False, precision="bf16")
+    assert activations(True, precision="fp32") == activations(False, precision="fp32", attention_kernel="plain")

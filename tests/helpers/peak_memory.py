@@ -1,0 +1,70 @@
+"""Peak memory of training steps, really measured: `python -m tests.helpers.peak_memory '[SETTINGS, ...]'`.
+
+Prints a JSON list with the bytes each run's engine and steps took at their highest, over what the process held before.
+Set MALLOC_MMAP_THRESHOLD_=65536 for it, so that the C library returns what is freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_pipeline.config_loader import parse_config
+from data_pipeline.segment_batch import SegmentBatch
+from pretrain.config import DataConfig, ModelConfig, RunConfig, accumulation_steps
+from pretrain.distributed import World, init_world, leave_world
+from pretrain.engine import Memory
+from pretrain.train import build_engine
+
+STEPS = 3  # the second is the first with a full memory
+
+
+def measured_peak(run: RunConfig, world: World) -> int:
+    """Bytes at the highest point of building the engine and taking a few steps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts again from here
+    before = _status("VmRSS")
+    take_steps(run, world)
+    return _status("VmHWM") - before
+
+
+def take_steps(run: RunConfig, world: World) -> None:
+    """Training steps on random tokens, memories carried on."""
+    engine = build_engine(run, world)
+    generator = np.random.default_rng(0)
+    memories: list[Memory | None] = [None] * accumulation_steps(run, world.world_size)
+    for step in range(STEPS):
+        tokens_BX = generator.integers(0, run.model.vocab_size, (run.data.lanes, run.data.segment_length + 1))
+        starts_BL = np.zeros_like(tokens_BX[:, 1:], dtype=bool)
+        batch = SegmentBatch(tokens_BX[:, :-1], tokens_BX[:, 1:], starts_BL, range(run.data.lanes))
+        for slot, part in enumerate(batch.split(len(memories))):
+            _, memories[slot] = engine.forward_backward(part, memories[slot], step)
+        engine.step(1e-4)
+
+
+def main() -> None:
+    runs = [parse_config(RunConfig, tree, "settings") for tree in json.loads(sys.argv[1])]
+    torch.set_num_threads(1)
+    world = init_world()
+    tiny = ModelConfig(vocab_size=50, num_layers=1, d_model=16, num_heads=2, memory_length=8)
+    for run in runs:  # what the libraries keep for themselves from the first use on
+        take_steps(replace(run, model=tiny, data=DataConfig(lanes=run.data.lanes, segment_length=8)), world)
+    print(json.dumps([measured_peak(run, world) for run in runs]))
+    leave_world()
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+if __name__ == "__main__":
+    main()
