@@ -38,7 +38,7 @@ COMMANDS = {
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",
     ),
     "bench": ("pretrain.bench.command", "measure the speeds the project promises, as ratios in one run"),
-    "scale": ("pretrain.scale", "scaling-law experiments: plan, collect, fit, predict, report"),
+    "scale": ("pretrain.scale", "scaling-law experiments: plan, collect, fit, predict, report, context"),
     "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
 }
 

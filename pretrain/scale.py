@@ -1,4 +1,4 @@
-"""`pretrain scale plan | collect | fit | predict | report`: scaling-law experiments from the plan to the report."""
+"""`pretrain scale plan | collect | fit | predict | report | context`: scaling-law experiments from plan to report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ ACTIONS = {
     "fit": "pretrain.scaling.fit_command",
     "predict": "pretrain.scaling.predict_command",
     "report": "pretrain.scaling.fit_command",
+    "context": "pretrain.scaling.context_command",
 }
 
 
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_predict(actions.add_parser("predict", help="optimum and loss at a budget, a size or a number of tokens"))
     report = actions.add_parser("report", help="one HTML file and its pictures")
     _add_runs(report)
-    report.add_argument("--out", type=Path, default=Path("scaling-report"), metavar="DIR", help="(default %(default)s)")
-    report.add_argument("--title", default="Scaling laws", help="(default %(default)s)")
+    _add_report(report, "scaling-report", "Scaling laws")
+    _add_context(actions.add_parser("context", help="loss against segment and memory length, as a sweep of its own"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,6 +71,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default %(default)s)")
 
 
+def _add_family(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rule", choices=("step-law", "base"), default="step-law", help="of learning rate and batch")
+    parser.add_argument("--lanes-multiple", type=int, default=1, metavar="N", help="for N ranks (default 1)")
+    parser.add_argument("--keep-layers", action="store_true", help="the experiment's number of layers at every size")
+
+
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="the run whose family of shapes is scaled")
     parser.add_argument("--budgets", type=float, nargs="+", required=True, metavar="C", help="training FLOPs per run")
@@ -79,23 +86,50 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--holdout-budgets", type=float, nargs="+", default=[], metavar="C", help="predicted, not fitted"
     )
-    parser.add_argument("--rule", choices=("step-law", "base"), default="step-law", help="of learning rate and batch")
-    parser.add_argument("--lanes-multiple", type=int, default=1, metavar="N", help="for N ranks (default 1)")
+    _add_family(parser)
     parser.add_argument(
         "--tokens-per-parameter", type=float, default=20.0, help="where to centre (default %(default)s)"
     )
     parser.add_argument("--around", type=Path, metavar="RUNS", help="centre on the optimum that these runs predict")
     parser.add_argument("--speed", type=float, default=0.0, metavar="FLOPS", help="FLOPs per second, to print hours")
+    _add_sweep_output(parser)
+
+
+def _add_sweep_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="of the sweep (default: the experiment's)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the sweep file (default configs/sweeps/NAME.yaml)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override the experiment")
 
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
+    _add_swept(parser, "runs.csv")
+    parser.add_argument("--curves-out", type=Path, metavar="FILE", help="also write the training curves")
+
+
+def _add_swept(parser: argparse.ArgumentParser, table: str) -> None:
     parser.add_argument("sweep", type=Path, metavar="SWEEP", help="the sweep file")
     parser.add_argument("--runs-dir", type=Path, required=True, metavar="DIR", help="holds one run directory per cell")
-    parser.add_argument("--out", type=Path, default=Path("runs.csv"), metavar="FILE", help="(default %(default)s)")
-    parser.add_argument("--curves-out", type=Path, metavar="FILE", help="also write the training curves")
+    parser.add_argument("--out", type=Path, default=Path(table), metavar="FILE", help="(default %(default)s)")
+
+
+def _add_report(parser: argparse.ArgumentParser, directory: str, title: str) -> None:
+    parser.add_argument("--out", type=Path, default=Path(directory), metavar="DIR", help="(default %(default)s)")
+    parser.add_argument("--title", default=title, help="(default %(default)s)")
+
+
+def _add_context(parser: argparse.ArgumentParser) -> None:
+    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    plan = steps.add_parser("plan", help="every segment with every memory, at equal tokens and at equal FLOPs")
+    plan.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="its model, tokens and FLOPs are the measure")
+    plan.add_argument("--segments", type=int, nargs="+", required=True, metavar="T", help="segment lengths, in tokens")
+    plan.add_argument("--memories", type=int, nargs="+", required=True, metavar="M", help="memory lengths, in tokens")
+    _add_sweep_output(plan)
+    collect = steps.add_parser("collect", help="evaluate every run with memories of 0 to 8 times its own")
+    _add_swept(collect, "context.csv")
+    collect.add_argument("--max-tokens", type=int, default=0, metavar="N", help="to score (default: as the runs do)")
+    report = steps.add_parser("report", help="one HTML file and its pictures")
+    report.add_argument("table", type=Path, metavar="TABLE", help="what collect wrote")
+    _add_report(report, "context-report", "Context lengths")
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +140,5 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--approach", default="", help="whose optimum is written: parametric, isoflop or envelope")
     parser.add_argument("--experiment", type=Path, metavar="FILE", help="the family of shapes to choose from")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the nearest legal run as an experiment file")
-    parser.add_argument("--rule", choices=("step-law", "base"), default="step-law", help="of learning rate and batch")
-    parser.add_argument("--lanes-multiple", type=int, default=1, metavar="N", help="for N ranks (default 1)")
+    _add_family(parser)
     parser.add_argument("--force", action="store_true", help="answer even far from the runs that were fitted")

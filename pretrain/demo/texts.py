@@ -1,16 +1,20 @@
-"""The demo's text: what every Python ships, or a folder of the user's own."""
+"""The demo's text: what every Python ships, or a folder of the user's own.
+
+`python -m pretrain.demo.texts FILE` writes the former as JSONL.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.documents import Document, list_sources, read_documents
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UserError, exit_status_of
 from data_pipeline.files import replacing
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -94,3 +98,22 @@ def refuse_too_little(written: dict[str, int], where: str) -> None:
             f"{where} holds {written['bytes'] / 1e6:.2f} MB of text in {written['documents']} documents, the demo "
             f"needs {FEWEST_BYTES / 1e6:.0f} MB at least; give a folder with more text (--corpus DIR)"
         )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the standard library's text into the one file named."""
+
+    def write() -> int:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        if len(given) != 1:
+            raise UserError("expected one argument, the file to write: python -m pretrain.demo.texts FILE.jsonl")
+        written = write_jsonl(Path(given[0]), standard_library())
+        refuse_too_little(written, "this Python's standard library")
+        print(f"{given[0]}: {written['documents']:,} documents, {written['bytes'] / 1e6:.1f} MB")
+        return 0
+
+    return exit_status_of(write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

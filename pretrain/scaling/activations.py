@@ -41,7 +41,7 @@ class LayerActivations:
         model, T = self.run.model, self.run.data.segment_length
         d, h, k = model.d_model, model.num_heads * model.head_width, model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + self._memory) * self.lanes
-        # Input, its sum with attention, their norms (pre: of memory's rows too); queries and what they read; keys, values.
+        # Input, its sum with attention, both norms (pre: of memory too); queries and what they read; keys and values.
         normed = keys if model.norm_position == "pre" else tokens
         elements = (3 * tokens + normed) * d + 2 * tokens * h + 2 * keys * k
         if model.norm == "rmsnorm":

@@ -46,7 +46,7 @@ Chart = Callable[[Fit, Palette], "Figure"]
 
 def valleys(fit: Fit, palette: Palette) -> Figure:
     """The runs of each budget over their size, with approach 2's parabolas and their lowest points."""
-    figure, axes = _canvas(palette, 3.9, "parameters N", "loss (nats per token)")
+    figure, axes = canvas(palette, 3.9, "parameters N", "loss (nats per token)")
     points, isoflop = fit.points, fit.estimates.isoflop
     budgets = points.budgets
     for budget, colour in zip(budgets, _budget_colours(len(budgets)), strict=True):
@@ -62,13 +62,13 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
             axes.plot([valley.parameters], [valley.loss], "*", color=palette.ink, markersize=9, zorder=5)
     axes.set_xscale("log")
     if len(budgets) <= FEW_LABELS:
-        _legend(axes, palette, title="FLOPs")
+        legend(axes, palette, title="FLOPs")
     return figure
 
 
 def frontier(fit: Fit, palette: Palette) -> Figure:
     """Every run's loss over its FLOPs, and the least loss that each approach predicts, with bands."""
-    figure, axes = _canvas(palette, 3.7, "training FLOPs C", "loss (nats per token)")
+    figure, axes = canvas(palette, 3.7, "training FLOPs C", "loss (nats per token)")
     axes.plot(fit.points.flops_P, fit.points.loss_P, "o", color=palette.faint, markersize=3, alpha=0.7)
     log_flops_X = _axis_of_flops(fit)
     for approach in fit.approaches:
@@ -80,8 +80,8 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _plain_ticks(axes.yaxis)
-    _legend(axes, palette)
+    plain_ticks(axes.yaxis)
+    legend(axes, palette)
     return figure
 
 
@@ -99,7 +99,7 @@ def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
 
 def residuals(fit: Fit, palette: Palette) -> Figure:
     """How far each run's loss lies from approach 3's law, over its FLOPs, coloured by its tokens per parameter."""
-    figure, axes = _canvas(palette, 3.2, "training FLOPs C", "measured over predicted loss - 1, per cent")
+    figure, axes = canvas(palette, 3.2, "training FLOPs C", "measured over predicted loss - 1, per cent")
     law = fit.approach("parametric")
     assert law
     assert isinstance(law.line, LawLine)
@@ -118,21 +118,21 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
 
 def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
     """The bootstrap's alpha and beta: how well the runs tell the two exponents."""
-    figure, axes = _canvas(palette, 3.6, "alpha (size)", "beta (data)")
+    figure, axes = canvas(palette, 3.6, "alpha (size)", "beta (data)")
     law = fit.approach("parametric")
     assert law
     assert isinstance(law.line, LawLine)
     assert isinstance(law.draws, LawLine)
     _cloud(axes, law.draws.theta[:, 3], law.draws.theta[:, 4], APPROACH_COLOURS["parametric"], f"{fit.num_draws} draws")
     axes.plot([law.line.theta[3]], [law.line.theta[4]], "*", color=palette.ink, markersize=10, label="all runs")
-    _legend(axes, palette)
+    legend(axes, palette)
     return figure
 
 
 def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
     """The bootstrap's optimum beyond the largest budget: size against loss, by every approach."""
     log_flops = float(np.log(fit.points.budgets[-1])) + np.log(BEYOND)
-    figure, axes = _canvas(palette, 3.6, f"N* at {np.exp(log_flops):.2g} FLOPs", "loss there")
+    figure, axes = canvas(palette, 3.6, f"N* at {np.exp(log_flops):.2g} FLOPs", "loss there")
     for approach in fit.approaches:
         size_K = np.exp(approach.draws.log_parameters(log_flops))
         _cloud(axes, size_K, approach.draws.loss(log_flops), APPROACH_COLOURS[approach.key], approach.title)
@@ -140,13 +140,13 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
         size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
         axes.plot([size], [loss], "*", color=palette.ink, markersize=10, zorder=5)
     axes.set_xscale("log")
-    _legend(axes, palette)
+    legend(axes, palette)
     return figure
 
 
 def envelope_curves(fit: Fit, palette: Palette) -> Figure:
     """Approach 1's curves over FLOPs, and which of them is lowest where."""
-    figure, axes = _canvas(palette, 3.7, "training FLOPs C", "loss (nats per token)")
+    figure, axes = canvas(palette, 3.7, "training FLOPs C", "loss (nats per token)")
     envelope = fit.estimates.envelope
     assert envelope
     curves = envelope.curves
@@ -160,13 +160,13 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _plain_ticks(axes.yaxis)
-    _legend(axes, palette)
+    plain_ticks(axes.yaxis)
+    legend(axes, palette)
     return figure
 
 
 def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens: bool) -> Figure:
-    figure, axes = _canvas(palette, 3.7, "training FLOPs C", label)
+    figure, axes = canvas(palette, 3.7, "training FLOPs C", label)
     log_flops_X = _axis_of_flops(fit)
     for approach in fit.approaches:
         values = [value_of(approach, float(c)) for c in log_flops_X]
@@ -180,7 +180,7 @@ def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens:
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _legend(axes, palette)
+    legend(axes, palette)
     return figure
 
 
@@ -212,7 +212,8 @@ def _budget_colours(count: int) -> list[str]:
     return [BUDGET_COLOURS[round(i * (len(BUDGET_COLOURS) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def _canvas(palette: Palette, height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def canvas(palette: Palette, height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """A figure with quiet axes, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
@@ -230,7 +231,7 @@ def _canvas(palette: Palette, height_inches: float, x_label: str, y_label: str) 
     return figure, axes
 
 
-def _plain_ticks(axis) -> None:
+def plain_ticks(axis) -> None:
     """Losses as 3.5 and not 3.5 x 10^0."""
     from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullFormatter, NullLocator
 
@@ -240,7 +241,8 @@ def _plain_ticks(axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend(axes: Axes, palette: Palette, title: str = "") -> None:
-    legend = axes.legend(frameon=False, fontsize=8, labelcolor=palette.ink, handlelength=1.6, title=title)
-    legend.get_title().set_color(palette.faint)
-    legend.get_title().set_fontsize(8)
+def legend(axes: Axes, palette: Palette, title: str = "") -> None:
+    """A legend without a frame."""
+    shown = axes.legend(frameon=False, fontsize=8, labelcolor=palette.ink, handlelength=1.6, title=title)
+    shown.get_title().set_color(palette.faint)
+    shown.get_title().set_fontsize(8)

@@ -48,7 +48,7 @@ class Row:
 
 def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
     """A row for every cell; its run is looked for in `runs/<cell's name>`. Never raises for a single bad cell."""
-    return [_row(cell, runs / cell.name) for cell in sweep.cells]
+    return [row_of(cell, runs / cell.name) for cell in sweep.cells]
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
@@ -104,7 +104,8 @@ def read_curves(path: Path) -> dict[str, Array]:
     return {"run": np.array([row["run"] for row in rows]), **numbers}
 
 
-def _row(cell: Cell, directory: Path) -> Row:
+def row_of(cell: Cell, directory: Path) -> Row:
+    """What the cell's run directory tells; never raises for a bad one."""
     holdout = "yes" if cell.holdout else ""
     budget = cell.facts.get("budget", "")
     run_dir = RunDir(directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +42,7 @@ def plan_runs(
     seeds: Sequence[int],
     holdouts: Sequence[float] = (),
     lanes_multiple: int = 1,
+    keep_layers: bool = False,
 ) -> list[PlannedRun]:
     """`num_sizes` sizes at each budget, `spread` apart around `optimum(budget)` parameters, and one per hold-out.
 
@@ -54,7 +55,7 @@ def plan_runs(
     for budget in budgets:
         middle = (num_sizes - 1) / 2
         sizes = [optimum(budget) * spread ** (index - middle) for index in range(num_sizes)]
-        shaped = [nearest_shape(base, size) for size in sizes]
+        shaped = [nearest_shape(base, size, keep_layers) for size in sizes]
         for run, size in zip(shaped, sizes, strict=True):
             refuse_far_shape(run, size)
         distinct = {cost_of(run).parameters: run for run in shaped}
@@ -66,18 +67,20 @@ def plan_runs(
         sized = [with_budget(run, budget, rule, lanes_multiple) for run in distinct.values()]
         runs += [_planned(run, budget, seed, f"-s{seed}" if len(seeds) > 1 else "") for run in sized for seed in seeds]
     for budget in holdouts:
-        run = with_budget(nearest_shape(base, optimum(budget)), budget, rule, lanes_multiple)
+        run = with_budget(nearest_shape(base, optimum(budget), keep_layers), budget, rule, lanes_multiple)
         runs.append(_planned(run, budget, seeds[0], "-holdout", holdout=True))
     return runs
 
 
-def optimum_at_ratio(base: RunConfig, tokens_per_parameter: float) -> Callable[[float], float]:
+def optimum_at_ratio(
+    base: RunConfig, tokens_per_parameter: float, keep_layers: bool = False
+) -> Callable[[float], float]:
     """Parameters N(C) at which C FLOPs pay for `tokens_per_parameter` N tokens, with this family's exact FLOPs."""
 
     def optimum(budget: float) -> float:
         size = math.sqrt(budget / (6 * tokens_per_parameter))
         for _ in range(20):  # FLOPs per token change slowly with the size, so this settles in a few rounds
-            per_parameter = _flops_per_parameter(base, size)
+            per_parameter = _flops_per_parameter(base, size, keep_layers)
             size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
         return size
 
@@ -101,33 +104,38 @@ def with_vocabulary(base: RunConfig) -> RunConfig:
     return replace(base, model=replace(base.model, vocab_size=manifest.vocab_size))
 
 
-def refuse_more_tokens(runs: Sequence[PlannedRun], available: int) -> None:
-    """DataError when a cell would read more than one epoch: repeated tokens are worth less than the law says."""
-    greedy = [run for run in runs if run.cost.tokens > available]
+def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
+    """DataError when a cell (name -> tokens) would read more than one epoch: repeated tokens are worth less."""
+    greedy = [name for name, count in tokens.items() if count > available]
     if greedy:
-        worst = max(greedy, key=lambda run: run.cost.tokens)
+        worst = max(greedy, key=tokens.__getitem__)
         raise DataError(
-            f"{len(greedy)} of {len(runs)} cells need more tokens than the corpus has ({available:,}); {worst.name} "
-            f"needs {worst.cost.tokens:,}: use smaller budgets, larger sizes or more text"
+            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has ({available:,}); {worst} "
+            f"needs {tokens[worst]:,}: use smaller budgets, larger sizes or more text"
         )
 
 
 def make_sweep(
-    name: str, experiment: Path, base: RunConfig, runs: Sequence[PlannedRun], directory: Path, notes: Sequence[str]
+    name: str, experiment: Path, plain: RunConfig, runs: Sequence[PlannedRun], directory: Path, notes: Sequence[str]
 ) -> Sweep:
-    """The plan as a sweep whose file will lie in `directory`; `base` is what `experiment` says."""
+    """The plan as a sweep whose file will lie in `directory`; `plain` is what `experiment` says."""
     relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
     cells = tuple(
         Cell(
             name=planned.name,
             experiment=relative,
-            overrides=tuple(overrides_between(base, planned.run)),
+            overrides=tuple(overrides_between(plain, planned.run)),
             facts=_facts(planned),
             holdout=planned.holdout,
         )
         for planned in runs
     )
     return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=cells)
+
+
+def as_written(run: RunConfig, base: RunConfig) -> RunConfig:
+    """The run with the vocabulary as the experiment has it: unset stays unset, and the corpus decides when it runs."""
+    return replace(run, model=replace(run.model, vocab_size=base.model.vocab_size))
 
 
 def overrides_between(base: RunConfig, run: RunConfig) -> list[str]:
@@ -141,8 +149,8 @@ def _planned(run: RunConfig, budget: float, seed: int, suffix: str, holdout: boo
     return PlannedRun(name=name, run=run, cost=cost_of(run), budget=budget, holdout=holdout)
 
 
-def _flops_per_parameter(base: RunConfig, size: float) -> float:
-    cost = cost_of(nearest_shape(base, size))
+def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> float:
+    cost = cost_of(nearest_shape(base, size, keep_layers))
     return cost.flops_per_token / cost.parameters
 
 

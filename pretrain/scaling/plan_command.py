@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.scaling.plan import (
     PlannedRun,
+    as_written,
     corpus_tokens,
     make_sweep,
     optimum_at_ratio,
@@ -42,10 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         holdouts=arguments.holdout_budgets,
         lanes_multiple=arguments.lanes_multiple,
+        keep_layers=arguments.keep_layers,
     )
     available = corpus_tokens(base)
     if available is not None:
-        refuse_more_tokens(runs, available)
+        refuse_more_tokens({item.name: item.cost.tokens for item in runs}, available)
     print("\n".join(aligned(*_table(runs))))
     totals = _totals(runs, arguments.speed)
     print(totals)
@@ -60,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     # The sweep's cells start from the experiment's file, so what was read from the corpus or --set is an override.
     plain = load_config(RunConfig, arguments.experiment)
-    sweep = make_sweep(
-        name, arguments.experiment, plain, [_as_written(item, base) for item in runs], path.parent, notes
-    )
+    written = [replace(item, run=as_written(item.run, base)) for item in runs]
+    sweep = make_sweep(name, arguments.experiment, plain, written, path.parent, notes)
     write_sweep(path, sweep)
     print(f"sweep: {path} ({len(runs)} cells)")
     return 0
@@ -74,7 +75,7 @@ def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[f
         ratio = arguments.tokens_per_parameter
         if ratio <= 0:
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
-        return optimum_at_ratio(base, ratio), f"{ratio:g} tokens per parameter"
+        return optimum_at_ratio(base, ratio, arguments.keep_layers), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
     from pretrain.scaling.point_files import read_points
     from pretrain.scaling.predict import preferred
@@ -85,12 +86,6 @@ def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[f
         return float(np.exp(approach.line.log_parameters(np.log(flops))))
 
     return optimum, f"approach {approach.title} of {arguments.around.name}"
-
-
-def _as_written(planned: PlannedRun, base: RunConfig) -> PlannedRun:
-    """The run with the vocabulary as the experiment has it: unset stays unset, and the corpus decides when it runs."""
-    model = replace(planned.run.model, vocab_size=base.model.vocab_size)
-    return replace(planned, run=replace(planned.run, model=model))
 
 
 def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:

@@ -73,7 +73,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
 
 def _nearest(chosen: Forecast, arguments: argparse.Namespace) -> None:
     base = with_vocabulary(load_config(RunConfig, arguments.experiment))
-    shaped = nearest_shape(base, chosen.parameters.value)
+    shaped = nearest_shape(base, chosen.parameters.value, arguments.keep_layers)
     refuse_far_shape(shaped, chosen.parameters.value)
     run = with_budget(shaped, chosen.flops.value, arguments.rule, arguments.lanes_multiple)
     run = replace(run, name=f"{base.name}-c{chosen.flops.value:.3g}".replace("+", ""))

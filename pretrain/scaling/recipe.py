@@ -57,14 +57,17 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
             f"{budget:.3g} FLOPs pay for {steps} steps of {cost.tokens_per_step} tokens at {cost.parameters:.3g} "
             f"parameters; a run needs at least {FEWEST_STEPS // 2}: use a larger budget or fewer lanes"
         )
-    run = replace(
-        run, optim=_optim(run, steps, rate), checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES))
-    )
+    run = with_steps(replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}"))), steps)
     error = cost_of(run).flops / budget - 1
     assert abs(error) <= TOLERANCE, f"{steps} steps miss the budget by {error:.2%}"
     return run
 
 
-def _optim(run: RunConfig, steps: int, rate: float):
+def with_steps(run: RunConfig, steps: int) -> RunConfig:
+    """The run with so many steps; warm-up and checkpoints at their share of them."""
     schedule = replace(run.optim.schedule, warmup_steps=max(1, round(WARMUP * steps)), decay_steps=0)
-    return replace(run.optim, steps=steps, learning_rate=float(f"{rate:.4g}"), schedule=schedule)
+    return replace(
+        run,
+        optim=replace(run.optim, steps=steps, schedule=schedule),
+        checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
+    )

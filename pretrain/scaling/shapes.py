@@ -43,12 +43,15 @@ def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
     return replace(base, model=shaped)
 
 
-def nearest_shape(base: RunConfig, parameters: float) -> RunConfig:
-    """The legal shape whose parameters come nearest to the wanted number, at about the base's depth-to-width ratio."""
+def nearest_shape(base: RunConfig, parameters: float, keep_layers: bool = False) -> RunConfig:
+    """The legal shape whose parameters come nearest to the wanted number, at about the base's depth-to-width ratio.
+
+    With `keep_layers` every shape has the base's depth: where few layers are wanted, whole ones jump too far.
+    """
     best: tuple[float, RunConfig] | None = None
     group = _heads_per_key(base)
     for num_heads in range(group, MOST_HEADS + 1, group):
-        candidates = [_scored(base, shape, parameters) for shape in _shapes_of_width(base, num_heads)]
+        candidates = [_scored(base, shape, parameters) for shape in _shapes_of_width(base, num_heads, keep_layers)]
         closest = min(candidates, key=lambda item: item[0])
         if best is None or closest[0] < best[0]:
             best = closest
@@ -68,7 +71,9 @@ def refuse_far_shape(run: RunConfig, parameters: float, tolerance: float = 0.5) 
         )
 
 
-def _shapes_of_width(base: RunConfig, num_heads: int) -> list[Shape]:
+def _shapes_of_width(base: RunConfig, num_heads: int, keep_layers: bool) -> list[Shape]:
+    if keep_layers:
+        return [Shape(num_heads, base.model.num_layers)]
     ideal = _ideal_layers(base, num_heads)
     fewest, most = max(1, math.ceil(ideal / DEPTH_FREEDOM)), max(1, math.floor(ideal * DEPTH_FREEDOM))
     return [Shape(num_heads, num_layers) for num_layers in range(fewest, max(fewest, most) + 1)]

@@ -1,0 +1,91 @@
+"""The losses of a context sweep as one self-contained HTML file, its pictures beside it as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_pipeline.files import replacing, write_text
+from pretrain.report import Card, chart_html, page, paragraph, section, table
+from pretrain.scaling import charts, context_charts
+from pretrain.scaling.context_table import ContextRow
+from pretrain.scaling.report import PNG_DPI
+from pretrain.scaling.summary import number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SERIES = {  # attribute of a row -> title, what is equal in words
+    "same_tokens": ("Equal tokens", "the same model and tokens; a longer context costs more FLOPs"),
+    "same_flops": ("Equal FLOPs", "the same model and FLOPs; a longer context reads fewer tokens"),
+}
+
+
+def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str) -> Path:
+    """Write report.html and the PNGs into `directory`; returns the HTML's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sections = [_series(rows, name, directory) for name in SERIES if _trained(rows, name)]
+    sections.append(_evaluated(rows, directory))
+    sizes = sorted({int(row.N) for row in rows})
+    lead = (
+        f"{len({row.name for row in rows})} runs of {' and '.join(number(size, prefix=True) for size in sizes)} "
+        "parameters that differ in segment and memory length only, evaluated with memories of 0 to 8 times their own."
+    )
+    path = directory / "report.html"
+    footer = "Written by 'pretrain scale context report'. Losses in nats per token of the validation split."
+    write_text(path, page(title, "Context lengths", lead, _cards(rows), sections, footer))
+    return path
+
+
+def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
+    title, words = SERIES[name]
+    mine = _trained(rows, name)
+    caption = f"Loss over memory length, one line per segment length: {words}"
+    cells = [
+        [str(row.segment_length), str(row.memory_length), number(float(row.D), prefix=True), f"{row.C:.3g}",
+         f"{row.loss:.4f}"]
+        for row in sorted(mine, key=lambda row: float(row.loss))
+    ]  # fmt: skip
+    return section(
+        title,
+        _drawn(directory / f"{name}.png", lambda palette: context_charts.loss_by_memory(mine, palette), caption),
+        table(["segment", "memory", "tokens", "FLOPs", "loss"], cells),
+    )
+
+
+def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
+    shown = [row for row in rows if row.same_tokens] or list(rows)
+    times = sorted({float(row.times) for row in shown})
+    names = list(dict.fromkeys(row.name for row in shown))
+    losses = {(row.name, float(row.times)): f"{row.loss:.4f}" for row in shown}
+    cells = [[name, *(losses.get((name, value), "") for value in times)] for name in names]
+    caption = "Loss over the memory of evaluation; for runs trained without memory in multiples of their segment"
+    draw = lambda palette: context_charts.loss_by_evaluated_memory(shown, palette)  # noqa: E731
+    return section(
+        "Other memory than in training",
+        _drawn(directory / "evaluated.png", draw, caption),
+        table(["run", *(f"{value:g}x" for value in times)], cells, "named"),
+    )
+
+
+def _drawn(png: Path, draw: Callable[[charts.Palette], Figure], caption: str) -> str:
+    with replacing(png) as file:
+        draw(charts.PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return chart_html(draw(charts.PAGE), caption) + paragraph(caption + ".")
+
+
+def _cards(rows: Sequence[ContextRow]) -> list[Card]:
+    cards = []
+    for name, (title, _) in SERIES.items():
+        mine = _trained(rows, name)
+        if mine:
+            best = min(mine, key=lambda row: float(row.loss))
+            words = f"is the least loss at {title.lower()}: segments of {best.segment_length}, memory of "
+            cards.append(Card(f"{best.loss:.4f}", f"{words}{best.memory_length}"))
+    return cards
+
+
+def _trained(rows: Sequence[ContextRow], name: str) -> list[ContextRow]:
+    """The rows of a series whose memory in evaluation is that of training."""
+    return [row for row in rows if getattr(row, name) and row.evaluated_memory == row.memory_length]

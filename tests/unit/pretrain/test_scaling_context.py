@@ -1,0 +1,156 @@
+"""`pretrain scale context`: the plan's arithmetic, and plan, training, collection and report for real."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_text
+from pretrain.cli import main
+from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from pretrain.run_dir import RunDir
+from pretrain.scaling.context import plan_contexts
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.corpora import make_tiny_corpus
+
+BASE = RunConfig(
+    model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
+    data=DataConfig(segment_length=32, lanes=16),
+    optim=OptimConfig(steps=1000),
+)
+NOT_TRAINED = "t8-m0-same-flops"
+
+
+def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_equal_flops():
+    runs = plan_contexts(BASE, [16, 32, 64], [0, 32, 128])
+    contexts = {(item.run.data.segment_length, item.run.model.memory_length) for item in runs}
+    assert len(contexts) == 9
+    base = next(item for item in runs if item.name == "t32-m32")
+    assert base.same_tokens
+    assert base.same_flops
+    for item in runs:
+        assert item.cost.parameters == base.cost.parameters
+        assert item.run.tokens_per_step == BASE.tokens_per_step
+        assert item.run.optim.learning_rate == BASE.optim.learning_rate
+        if item.same_tokens:
+            assert item.cost.tokens == base.cost.tokens
+        if item.same_flops:
+            assert item.cost.flops == pytest.approx(base.cost.flops, rel=0.01)
+    assert sum(item.same_tokens for item in runs) == sum(item.same_flops for item in runs) == 9
+    assert len(runs) == len({item.name for item in runs}) == 17
+
+
+@pytest.mark.parametrize(
+    ("base", "segments", "memories", "said"),
+    [
+        (BASE, [24], [0, 32], "segments of 24 do not divide the 512 tokens of a step"),
+        (BASE, [32, 32], [8], "compares nothing"),
+        (BASE, [0], [8, 16], "--segments must be positive"),
+        (replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))), [32], [8, 16], "does not decay"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(base, segments, memories, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_contexts(base, segments, memories)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A context sweep whose cells were trained for a few steps, but for one."""
+    directory = tmp_path_factory.mktemp("context")
+    corpus = make_tiny_corpus(directory / "corpus")
+    write_text(
+        directory / "tiny.yaml",
+        f"""name: tiny
+model: {{num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}}
+data: {{path: {corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: 30}}
+engine: {{kind: torch, threads: 1}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{tensorboard: false}}
+""",
+    )
+    sweep = directory / "sweep.yaml"
+    plan = ["scale", "context", "plan", str(directory / "tiny.yaml"), "--segments", "8", "--memories", "0", "8"]
+    assert main([*plan, "--out", str(sweep)]) == 0
+    cells = read_sweep(sweep).cells
+    assert [cell.name for cell in cells] == ["t8-m0-same-tokens", NOT_TRAINED, "t8-m8"]
+    for cell in cells:
+        if cell.name != NOT_TRAINED:
+            run_dir = directory / "runs" / cell.name
+            assert main(["train", str(directory / "tiny.yaml"), "--run-dir", str(run_dir), *cell.overrides]) == 0
+    torch.set_flush_denormal(False)  # training sets it for its process
+    return directory
+
+
+def collect(directory: Path, *options: object) -> int:
+    sweep, runs, out = directory / "sweep.yaml", directory / "runs", directory / "context.csv"
+    arguments = ["scale", "context", "collect", sweep, "--runs-dir", runs, "--out", out, *options]
+    return main([str(item) for item in arguments])
+
+
+def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
+    assert collect(swept) == 0
+    said = capsys.readouterr().out
+    rows = list(csv.DictReader((swept / "context.csv").read_text().splitlines()))
+    cells = read_sweep(swept / "sweep.yaml").cells
+    assert "2 of 3 cells evaluated" in said
+    assert f"left out: {NOT_TRAINED}: never started: there is no run directory" in said
+    for cell in cells:
+        mine = [row for row in rows if row["name"] == cell.name and not row["excluded"]]
+        if cell.name == NOT_TRAINED:
+            assert not mine
+            continue
+        config = config_of(cell, swept / "sweep.yaml")
+        unit = config.model.memory_length or config.data.segment_length
+        assert [int(row["evaluated_memory"]) for row in mine] == [round(unit * x) for x in (0, 0.5, 1, 2, 4, 8)]
+        measured = [line for line in RunDir(swept / "runs" / cell.name).read_metrics() if line["kind"] == "evaluation"]
+        as_trained = [row for row in mine if int(row["evaluated_memory"]) == config.model.memory_length]
+        assert float(as_trained[0]["loss"]) == pytest.approx(measured[-1]["loss"], abs=1e-4)
+
+
+def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
+    assert collect(swept, "--max-tokens", 100) == 0
+    out = swept / "report"
+    assert main(["scale", "context", "report", str(swept / "context.csv"), "--out", str(out), "--title", "Tiny"]) == 0
+    page = (out / "report.html").read_text()
+    for words in ("<h1>Tiny</h1>", "Equal tokens", "Equal FLOPs", "Other memory than in training", "8x"):
+        assert words in page
+    assert {path.stem for path in out.glob("*.png")} == {"same_tokens", "same_flops", "evaluated"}
+    assert page.count("<svg") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "'pretrain scale context collect' writes it"),
+        ("name,loss\na,1\n", "no column 'same_tokens'"),
+        ("HEAD\na,yes,,8,8,100,100,1e9,8,1.0,nan,\n", "row 2: loss='nan', expected a number"),
+        ("HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n", "holds no evaluated run"),
+    ],
+)
+def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
+    head = "name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"
+    if text is not None:
+        write_text(tmp_path / "context.csv", text.replace("HEAD", head))
+    assert main(["scale", "context", "report", str(tmp_path / "context.csv"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_path, capsys):
+    shutil.copy(swept / "tiny.yaml", tmp_path / "tiny.yaml")
+    write_text(tmp_path / "sweep.yaml", "format: 1\nname: x\ncells: [{name: a, experiment: tiny.yaml}]\n")
+    collect = ["scale", "context", "collect", str(tmp_path / "sweep.yaml"), "--runs-dir"]
+    for runs, said in ((tmp_path, "belongs to no context sweep"), (tmp_path / "nowhere", "is no directory")):
+        assert main([*collect, str(runs)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
