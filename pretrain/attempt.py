@@ -94,7 +94,7 @@ def _train_from_newest(
     heartbeat: Heartbeat,
 ) -> bool:
     engine = fault.planted_in(build_engine(config, world))
-    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt)
+    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id)
     num_slots = accumulation_steps(config, world.world_size)
     state = checkpointer.restore_latest(engine) or TrainState.fresh(num_slots)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}

@@ -10,31 +10,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.lanes import LaneCursor
 from pretrain import checkpoint_files as files
 from pretrain.checkpoint_reader import load_engine, load_memory, restore_random_state
-from pretrain.checkpoint_save import HostBuffers, Save, files_of_rank
+from pretrain.checkpoint_save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed import World, from_main_rank, gather_errors
+from pretrain.distributed import World, from_main_rank, gather_errors, sum_over_ranks
 from pretrain.engine import Engine, Memory
 from pretrain.state import TrainState
+
+INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
 
 
 class Checkpointer:
     """Saves and restores one run. `attempt` is a token that all ranks of this start share and no other start has.
 
+    Checkpoints say `run_id`, and those of another run are refused.
     A context manager: a save still under way at its end is given up, so `finish` before. All ranks call `save`,
     `finish` and `restore_latest` together.
     """
 
-    def __init__(self, run: RunConfig, root: Path, world: World, attempt: str) -> None:
+    def __init__(self, run: RunConfig, root: Path, world: World, attempt: str, run_id: str) -> None:
         self._run = run
         self._root = root
         self._world = world
         self._attempt = attempt
+        self._run_id = run_id
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
 
@@ -47,14 +54,18 @@ class Checkpointer:
         if self._save is not None:
             self._save.abandon()
 
-    def save(self, engine: Engine, state: TrainState) -> None:
+    def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of `state.step`, after the one before is published; with `asynchronous: false` end it too.
 
-        Call `wait_for_copy` before the engine's next update. Raises on every rank if any could not write its part of
-        the checkpoint before.
+        Call `wait_for_copy` before the engine's next update. Raises on every rank if there is no room for the
+        checkpoint, or if any rank could not write its part of the one before.
         """
         self.finish()
-        self._save = self._prepared(engine, state)
+        rank_files = files_of_rank(engine, state)
+        self._require_space(state.step, rank_files)
+        partial = files.partial_directory(self._root, state.step, self._attempt)
+        publish = self._publication(partial, engine, state, validation_loss)
+        self._save = Save(state.step, partial, rank_files, self._report(state), self._buffers, self._world, publish)
         self._save.start()
         if not self._run.checkpoint.asynchronous:
             self.finish()
@@ -76,10 +87,7 @@ class Checkpointer:
         save.abandon()
         if self._world.is_main:
             files.remove_partial(self._root)
-        raise CheckpointError(
-            f"could not save {save.partial.name.removeprefix('.')}: {problems[0]}; older checkpoints are untouched, "
-            "free the place and start the run again to go on from the newest"
-        )
+        raise _could_not_save(save.step, problems[0])
 
     def restore_latest(self, engine: Engine) -> TrainState | None:
         """Load the newest good checkpoint into the engine; None when the run has none yet."""
@@ -88,7 +96,7 @@ class Checkpointer:
         if self._world.is_main:
             files.remove_partial(self._root)
             try:
-                found = files.newest_good(self._root, say=lambda text: print(text, flush=True))
+                found = files.newest_good(self._root, say=lambda text: print(text, flush=True), run_id=self._run_id)
             except UserError as error:
                 problem = str(error)
         found, problem = from_main_rank((found, problem))
@@ -101,23 +109,36 @@ class Checkpointer:
         load_engine(engine, found)
         return self._restore_state(engine, found)
 
-    def _prepared(self, engine: Engine, state: TrainState) -> Save:
+    def _require_space(self, step: int, rank_files: list[RankFile]) -> None:
+        own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
+        wanted = int(sum_over_ranks(own_bytes)) + self._world.world_size * INDEX_BYTES_PER_RANK
+        problem = ""
+        if self._world.is_main:
+            try:
+                files.require_space(self._root, wanted)
+            except (OSError, UserError) as error:
+                problem = str(error)
+        if problem := from_main_rank(problem):
+            raise _could_not_save(step, problem)
+
+    def _report(self, state: TrainState) -> dict[str, Any]:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
-        report = {
+        return {
             "first_lane": lanes.start,
             "num_lanes": len(lanes),
             "cursor": state.cursor.to_tree() if state.cursor else None,
         }
-        partial = files.partial_directory(self._root, state.step, self._attempt)
-        publish = self._publication(partial, engine, state)
-        return Save(partial, files_of_rank(engine, state), report, self._buffers, self._world, publish)
 
-    def _publication(self, partial: Path, engine: Engine, state: TrainState) -> Callable[[Callable[[], None]], None]:
+    def _publication(
+        self, partial: Path, engine: Engine, state: TrainState, validation_loss: float | None
+    ) -> Callable[[Callable[[], None]], None]:
         """What rank 0 does once its own files are there; everything that may change is read now."""
         index = {
+            "run": self._run_id,
             "step": state.step,
             "tokens_seen": state.tokens_seen,
             "optimizer_steps": engine.optimizer_step_count(),
+            "validation_loss": validation_loss,
             "world_size": self._world.world_size,
             "config": to_tree(self._run),
         }
@@ -126,7 +147,7 @@ class Checkpointer:
 
         def publish(while_waiting: Callable[[], None]) -> None:
             files.publish(partial, final, index, self._world.world_size, while_waiting)
-            files.prune(self._root, kept.keep_last, kept.keep_every)
+            files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish
 
@@ -153,3 +174,10 @@ class Checkpointer:
             memories=memories,
             cursor=LaneCursor.join(cursors).take(lanes),
         )
+
+
+def _could_not_save(step: int, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"could not save step {step}: {problem}; older checkpoints are untouched, free the place and start the run "
+        "again to go on from the newest"
+    )

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--keep-last", type=int, help="prune: the newest K stay (default: as the run is configured)")
     parser.add_argument("--keep-every", type=int, help="prune: multiples of N stay too (default: as configured)")
+    parser.add_argument("--keep-best", type=int, help="prune: the K of lowest validation loss stay too (default: same)")
     parser.add_argument("--dry-run", action="store_true", help="prune: only say what would go")
 
 
@@ -27,10 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir.open(arguments.run)
     if arguments.action == "prune":
         return _prune(run_dir, arguments)
-    if arguments.keep_last is not None or arguments.keep_every is not None or arguments.dry_run:
-        raise ConfigError(
-            f"--keep-last, --keep-every and --dry-run belong to 'checkpoint prune', not 'checkpoint {arguments.action}'"
-        )
+    if arguments.dry_run or any(number is not None for number in _kept(arguments)):
+        raise ConfigError(f"--keep-... and --dry-run belong to 'checkpoint prune', not 'checkpoint {arguments.action}'")
     steps = files.steps_on_disk(run_dir.checkpoints)
     if not steps:
         print(f"{run_dir.checkpoints} holds no checkpoint yet")
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(run_dir: RunDir, steps: list[int]) -> int:
-    print(f"{'step':>10}  {'ranks':>5}  {'tokens':>14}  {'MiB':>9}")
+    print(f"{'step':>10}  {'ranks':>5}  {'tokens':>14}  {'validation':>10}  {'MiB':>9}")
     for step in steps:
         directory = files.step_directory(run_dir.checkpoints, step)
         mebibytes = sum(path.stat().st_size for path in directory.iterdir()) / 2**20
@@ -48,12 +47,13 @@ def _list(run_dir: RunDir, steps: list[int]) -> int:
 
 
 def _origin(directory: Path) -> str:
-    """Ranks and tokens, as the index says without being checked."""
+    """Ranks, tokens and validation loss, as the index says without being checked."""
     try:
         index = json.loads((directory / files.INDEX).read_text())
-        return f"{index['world_size']:5}  {index['tokens_seen']:14}"
+        loss = index.get("validation_loss")
+        return f"{index['world_size']:5}  {index['tokens_seen']:14}  {'-' if loss is None else f'{loss:.4f}':>10}"
     except (OSError, ValueError, KeyError):
-        return f"{'?':>5}  {'unreadable':>14}"
+        return f"{'?':>5}  {'unreadable':>14}  {'?':>10}"
 
 
 def _verify(run_dir: RunDir, steps: list[int]) -> int:
@@ -69,17 +69,26 @@ def _verify(run_dir: RunDir, steps: list[int]) -> int:
     return EXIT_DAMAGED if damaged else 0
 
 
+def _kept(arguments: argparse.Namespace) -> tuple[int | None, int | None, int | None]:
+    return arguments.keep_last, arguments.keep_every, arguments.keep_best
+
+
 def _prune(run_dir: RunDir, arguments: argparse.Namespace) -> int:
     configured = run_dir.config.checkpoint
-    keep_last = configured.keep_last if arguments.keep_last is None else arguments.keep_last
-    keep_every = configured.keep_every if arguments.keep_every is None else arguments.keep_every
-    if keep_last < 1 or keep_every < 0:
-        raise ConfigError(f"--keep-last {keep_last} must be at least 1 and --keep-every {keep_every} at least 0")
+    defaults = (configured.keep_last, configured.keep_every, configured.keep_best)
+    last, every, best = (
+        default if asked is None else asked for asked, default in zip(_kept(arguments), defaults, strict=True)
+    )
+    if last < 1 or every < 0 or best < 0:
+        raise ConfigError(
+            f"--keep-last {last} must be at least 1, --keep-every {every} and --keep-best {best} at least 0"
+        )
     with run_dir.locked():  # a run that trains removes its own
-        going = files.superfluous(files.steps_on_disk(run_dir.checkpoints), keep_last, keep_every)
+        steps = files.steps_on_disk(run_dir.checkpoints)
+        going = files.superfluous(steps, last, every, files.best_steps(run_dir.checkpoints, best))
         _refuse_to_remove_the_last_good(run_dir, going)
         if not arguments.dry_run:
-            files.prune(run_dir.checkpoints, keep_last, keep_every)
+            files.prune(run_dir.checkpoints, last, every, best)
     verb = "would remove" if arguments.dry_run else "removed"
     print(f"{verb} the checkpoints of {len(going)} steps: {', '.join(map(str, going)) or 'none'}")
     return 0

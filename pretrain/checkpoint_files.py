@@ -13,10 +13,11 @@ Nothing is published before every file is on disk, so a crash at any moment leav
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,20 +96,29 @@ def verify(directory: Path) -> Checkpoint:
     index = json.loads(index_path.read_text())
     if index["format"] != FORMAT:
         raise CheckpointError(f"{index_path}: format {index['format']}, this version reads format {FORMAT}")
-    for name, expected in index["files"].items():
-        _check_file(directory / name, expected)
+    named = STEP_NAME.fullmatch(directory.name)
+    if named and int(named.group(1)) != index["step"]:
+        raise CheckpointError(f"{directory}: holds the checkpoint of step {index['step']}; it cannot be used as it is")
+    for rank in range(index["world_size"]):
+        if not {rank_file("engine", rank), rank_file("state", rank)} <= index["files"].keys():
+            raise CheckpointError(f"{index_path}: rank {rank} of {index['world_size']} is missing; it cannot be used")
+    for name in index["files"]:
+        _check_file(directory, name, index["files"])
     return Checkpoint(directory, index)
 
 
-def newest_good(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies; each one passed over is said by name. None if there is none at all.
+def newest_good(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
+    """The newest checkpoint that verifies and belongs to the run, if it is given; each one passed over is said by name.
 
-    Raises CheckpointError if there are checkpoints and none of them is good: starting afresh would lose the run.
+    None if there is none at all. Raises CheckpointError if there are checkpoints and none of them is good: starting
+    afresh would lose the run.
     """
     steps = steps_on_disk(root)
     for step in reversed(steps):
         try:
-            return verify(step_directory(root, step))
+            found = verify(step_directory(root, step))
+            _check_run(found, run_id)
+            return found
         except CheckpointError as error:
             say(f"checkpoint refused: {error}")
     if steps:
@@ -124,14 +134,39 @@ def remove_partial(root: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def superfluous(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
-    """Which of these steps, oldest first, are neither among the newest `keep_last` nor multiples of `keep_every`."""
-    return [step for step in steps[:-keep_last] if not keep_every or step % keep_every]
+def require_space(root: Path, num_bytes: int) -> None:
+    """CheckpointError if the file system of `root` has no room for so many bytes more."""
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < num_bytes:
+        raise CheckpointError(f"{root}: {free / 2**20:.1f} MiB are free, {num_bytes / 2**20:.1f} MiB are needed")
 
 
-def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
+def superfluous(steps: list[int], keep_last: int, keep_every: int, best: Collection[int] = ()) -> list[int]:
+    """Which of these steps, oldest first, are neither among the newest, nor multiples of `keep_every`, nor `best`."""
+    return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0) and step not in best]
+
+
+def best_steps(root: Path, count: int) -> list[int]:
+    """The steps of the `count` checkpoints with the lowest validation loss, best first; of equal ones, the later."""
+    if not count:
+        return []
+    losses = {step: validation_loss(step_directory(root, step)) for step in steps_on_disk(root)}
+    ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
+    return [-negative for _, negative in ranked[:count]]
+
+
+def validation_loss(directory: Path) -> float | None:
+    """What the run measured at that step, as the index says without being checked; None if it did not, or no index."""
+    try:
+        return json.loads((directory / INDEX).read_text()).get("validation_loss")
+    except (OSError, ValueError):
+        return None
+
+
+def prune(root: Path, keep_last: int, keep_every: int = 0, keep_best: int = 0) -> list[int]:
     """Remove the checkpoints that `superfluous` names; returns their steps."""
-    removed = superfluous(steps_on_disk(root), keep_last, keep_every)
+    removed = superfluous(steps_on_disk(root), keep_last, keep_every, best_steps(root, keep_best))
     for step in removed:
         _remove(step_directory(root, step))
     return removed
@@ -157,14 +192,24 @@ def rank_reports(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from index["ranks"]
 
 
-def _check_file(path: Path, expected: dict[str, Any]) -> None:
+def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:
+    path, expected = directory / name, files[name]
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint cannot be used")
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise CheckpointError(f"{path}: {size} bytes, {expected['bytes']} were written; the checkpoint cannot be used")
-    if sha256_of(path) != expected["sha256"]:
-        raise CheckpointError(f"{path}: its contents changed since it was written; the checkpoint cannot be used")
+    found = sha256_of(path)
+    if found != expected["sha256"]:
+        owner = next((other for other, entry in files.items() if entry["sha256"] == found), None)
+        what = f"holds what belongs into {owner}" if owner else "its contents changed since it was written"
+        raise CheckpointError(f"{path}: {what}; the checkpoint cannot be used")
+
+
+def _check_run(found: Checkpoint, run_id: str) -> None:
+    written_by = found.index.get("run", run_id)  # early checkpoints do not say
+    if run_id and written_by != run_id:
+        raise CheckpointError(f"{found.directory}: was written by another run ({written_by}, this one is {run_id})")
 
 
 def _wait_for_json(path: Path, while_waiting: Callable[[], None]) -> dict[str, Any]:

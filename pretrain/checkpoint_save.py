@@ -70,6 +70,7 @@ class Save(threading.Thread):
 
     def __init__(
         self,
+        step: int,
         partial: Path,
         rank_files: list[RankFile],
         report: dict[str, Any],
@@ -79,6 +80,7 @@ class Save(threading.Thread):
     ) -> None:
         super().__init__(name="save", daemon=True)
         self.partial = partial
+        self.step = step
         self._rank_files = rank_files
         self._report = report
         self._buffers = buffers

@@ -121,12 +121,15 @@ class CheckpointConfig:
     asynchronous: bool = True  # write while training goes on; costs host memory for a copy of each rank's part
     keep_last: int = 3
     keep_every: int = 0  # checkpoints whose step is a multiple of it stay for ever; 0: none do
+    keep_best: int = 0  # so many with the lowest validation loss stay as well
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.keep_last < 1:
             raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
         if self.keep_every < 0:
             raise ConfigError(f"checkpoint.keep_every={self.keep_every} must be 0 (none) or a number of steps")
+        if self.keep_best < 0:
+            raise ConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 (none) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,14 @@ class RunConfig:
     healing: HealingConfig = field(default_factory=HealingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        saved, evaluated = self.checkpoint.interval, self.evaluation.interval
+        if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
+            raise ConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs an evaluation at every saved step: "
+                f"checkpoint.interval={saved} must be a multiple of evaluation.interval={evaluated}"
+            )
 
     @property
     def tokens_per_step(self) -> int:

@@ -68,13 +68,16 @@ def train(
         if saving or state.step % run.metrics.interval == 0:
             healer.check(metrics.write())
         fault.strike(state.step)
+        validation_loss = None
         if finished or (run.evaluation.interval and state.step % run.evaluation.interval == 0):
             heartbeat.beat(state.step, "evaluate")
-            metrics.write_evaluation(state.step, evaluate())
+            evaluation = evaluate()
+            validation_loss = evaluation["loss"]
+            metrics.write_evaluation(state.step, evaluation)
         if saving:
             heartbeat.beat(state.step, "save")
             with metrics.saving():
-                checkpointer.save(engine, state)
+                checkpointer.save(engine, state, validation_loss)
                 if finished or stopping:
                     checkpointer.finish()
         if stopping and not finished:

@@ -127,6 +127,7 @@ def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
         f"optim.steps={arguments.steps}",
         f"checkpoint.interval={interval}",
         "checkpoint.keep_last=3",
+        "checkpoint.keep_best=0",
         f"evaluation.interval={max(1, arguments.steps // 4)}",
         "evaluation.max_tokens=2000",
         "metrics.tensorboard=false",

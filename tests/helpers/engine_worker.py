@@ -80,14 +80,14 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     num_slots = accumulation_steps(run, world.world_size)
     state = None
     if "resume" in cell:
-        state = Checkpointer(run, output / cell["resume"], world, "resume").restore_latest(engine)
+        state = Checkpointer(run, output / cell["resume"], world, "resume", "").restore_latest(engine)
         assert state is not None, f"no checkpoint in {cell['resume']}"
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
     stream = LaneStream(
         Corpus.open(corpus / "train"), run.data.lanes, run.seed, run.data.segment_length, lanes, state.cursor
     )
-    checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"])
+    checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
     losses, norms = {}, {}
     while state.step < cell["until"]:
         batch = next(stream)

@@ -40,7 +40,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     assert "Traceback" not in ended.stderr
     error = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
     assert len(error) == 1
-    assert "could not save partial-00000020" in error[0]
+    assert "could not save step 20" in error[0]
     assert "older checkpoints are untouched" in error[0]
     assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
     files.verify(run_dir.checkpoints / "step-00000010")

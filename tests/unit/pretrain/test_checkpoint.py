@@ -50,7 +50,7 @@ def state_of(engine: Engine, step: int) -> TrainState:
 
 def checkpointer(root: Path, world: World, asynchronous: bool = True) -> Checkpointer:
     kept = CheckpointConfig(asynchronous=asynchronous, keep_last=9)
-    return Checkpointer(dataclasses.replace(RUN, checkpoint=kept), root, world, "attempt")
+    return Checkpointer(dataclasses.replace(RUN, checkpoint=kept), root, world, "attempt", "a-run")
 
 
 def scramble(engine: Engine) -> None:
@@ -90,7 +90,7 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         saving.save(engine, state_of(engine, 2))
-        with pytest.raises(CheckpointError, match=r"could not save partial-00000002.*engine-00000.safetensors"):
+        with pytest.raises(CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"):
             saving.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -103,6 +103,7 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
 def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_path):
     partial, final = files.partial_directory(tmp_path, 4, "attempt"), files.step_directory(tmp_path, 4)
     save = Save(
+        4,
         partial,
         files_of_rank(engine, state_of(engine, 4)),
         {},

@@ -7,7 +7,7 @@ import pytest
 from data_pipeline.errors import ConfigError
 from pretrain import checkpoint_files as files
 from pretrain.cli import main
-from pretrain.config import CheckpointConfig, ModelConfig, RunConfig
+from pretrain.config import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
 from pretrain.run_dir import RunDir
 from tests.unit.pretrain.test_checkpoint_files import flip_a_bit, publish_step
 
@@ -18,7 +18,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     kept = CheckpointConfig(interval=10, keep_last=2)
     run_dir = RunDir.create(tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept))
     for step in (10, 20, 30, 40):
-        publish_step(run_dir.checkpoints, step)
+        publish_step(run_dir.checkpoints, step, tokens_seen=64 * step, validation_loss=2 + step / 100)
     return run_dir
 
 
@@ -27,6 +27,7 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert main(["checkpoint", "list", str(run_dir.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "40"]
+    assert lines[1].split()[1:4] == ["2", "640", "2.1000"]
     assert "unreadable" in lines[2]
 
 
@@ -45,6 +46,8 @@ def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys)
     assert main(["checkpoint", "prune", str(run_dir.path), "--dry-run"]) == 0
     assert "10, 20" in capsys.readouterr().out
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
+    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-best", "1", "--dry-run"]) == 0
+    assert "1 steps: 20" in capsys.readouterr().out
     assert main(["checkpoint", "prune", str(run_dir.path), "--keep-every", "20"]) == 0
     assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
 
@@ -68,6 +71,17 @@ def test_options_of_prune_are_refused_elsewhere(run_dir, capsys):
     assert "checkpoint prune" in capsys.readouterr().err
 
 
-def test_a_negative_keep_every_is_refused():
+def test_settings_that_can_keep_nothing_are_refused():
     with pytest.raises(ConfigError, match="keep_every=-1"):
         CheckpointConfig(keep_every=-1)
+    with pytest.raises(ConfigError, match="keep_best=-1"):
+        CheckpointConfig(keep_best=-1)
+
+
+@pytest.mark.parametrize("evaluation_interval", [0, 15])
+def test_keep_best_needs_an_evaluation_at_every_saved_step(evaluation_interval):
+    with pytest.raises(ConfigError, match="keep_best=2 needs an evaluation at every saved step"):
+        RunConfig(
+            checkpoint=CheckpointConfig(interval=20, keep_best=2),
+            evaluation=EvaluationConfig(interval=evaluation_interval),
+        )

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from data_pipeline.files import sha256_of, write_json
 from pretrain import checkpoint_files as files
 
 
-def publish_step(root: Path, step: int, num_ranks: int = 2) -> Path:
+def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> Path:
     partial = files.partial_directory(root, step, "attempt")
     partial.mkdir(parents=True)
     for rank in range(num_ranks):
@@ -23,7 +26,7 @@ def publish_step(root: Path, step: int, num_ranks: int = 2) -> Path:
         report = {"files": written, "cursor": None}
         write_json(partial / files.rank_file("rank", rank), report)
     final = files.step_directory(root, step)
-    files.publish(partial, final, {"step": step}, num_ranks)
+    files.publish(partial, final, {"step": step, "world_size": num_ranks, **more}, num_ranks)
     return final
 
 
@@ -43,32 +46,78 @@ def test_a_partial_checkpoint_is_never_listed(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [1]
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "engine-00001.safetensors": flip_a_bit,
-    "state-00000.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "engine-00000.safetensors": lambda path: path.unlink(),
-    "index.json": flip_a_bit,
-    "COMPLETE": lambda path: path.unlink(),
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def replace_by_that_of_step_1(*paths: Path) -> None:
+    for path in paths:
+        path.write_bytes((files.step_directory(path.parents[1], 1) / path.name).read_bytes())
+
+
+def exchange_ranks(directory: Path) -> None:
+    (directory / "engine-00000.safetensors").write_bytes((directory / "engine-00001.safetensors").read_bytes())
+
+
+def forget_a_rank(directory: Path) -> None:
+    """As if fewer ranks had been published: marker, index and files agree with each other."""
+    index = json.loads((directory / files.INDEX).read_text())
+    del index["files"]["engine-00001.safetensors"]
+    write_json(directory / files.INDEX, index)
+    (directory / files.MARKER).write_text(sha256_of(directory / files.INDEX) + "\n")
+
+
+def rename_step_1(directory: Path) -> None:
+    shutil.rmtree(directory)
+    shutil.copytree(files.step_directory(directory.parent, 1), directory)
+
+
+# what happened -> (how, to the checkpoint of step 2; what the refusal says)
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bit": (lambda step: flip_a_bit(step / "engine-00001.safetensors"), "engine-00001.safetensors"),
+    "truncated file": (lambda step: cut(step / "state-00000.safetensors"), "state-00000.safetensors"),
+    "missing file": (lambda step: (step / "engine-00000.safetensors").unlink(), "engine-00000.safetensors: missing"),
+    "missing rank": (forget_a_rank, "rank 1 of 2 is missing"),
+    "another rank's file": (exchange_ranks, "engine-00000.safetensors: holds what belongs into engine-00001"),
+    "file of an older step": (
+        lambda step: replace_by_that_of_step_1(step / "engine-00000.safetensors"),
+        "engine-00000.safetensors",
+    ),
+    "old marker, new files": (
+        lambda step: replace_by_that_of_step_1(step / files.MARKER),
+        "index.json: does not match its COMPLETE marker",
+    ),
+    "old index and marker, new files": (
+        lambda step: replace_by_that_of_step_1(step / files.INDEX, step / files.MARKER),
+        "holds the checkpoint of step 1",
+    ),
+    "renamed directory": (rename_step_1, "holds the checkpoint of step 1"),
+    "damaged index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
+    "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(tmp_path: Path, what: str) -> None:
     publish_step(tmp_path, 1)
-    DAMAGE[name](publish_step(tmp_path, 2) / name)
+    damage, reason = DAMAGE[what]
+    damage(publish_step(tmp_path, 2))
     said: list[str] = []
     found = files.newest_good(tmp_path, said.append)
     assert found is not None
     assert found.step == 1
     assert len(said) == 1
-    assert name in said[0]
+    assert reason in said[0]
 
 
-def test_the_files_of_an_older_step_under_a_newer_marker_are_refused(tmp_path: Path) -> None:
-    old, new = publish_step(tmp_path, 1), publish_step(tmp_path, 2)
-    (new / "engine-00000.safetensors").write_bytes((old / "engine-00000.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="engine-00000"):
-        files.verify(new)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    publish_step(tmp_path, 1, run="this")
+    publish_step(tmp_path, 2, run="another")
+    said: list[str] = []
+    found = files.newest_good(tmp_path, said.append, run_id="this")
+    assert found is not None
+    assert found.step == 1
+    assert "written by another run" in said[0]
 
 
 def test_a_run_with_only_damaged_checkpoints_is_not_started_afresh(tmp_path: Path) -> None:
@@ -93,6 +142,22 @@ def test_prune_leaves_multiples_of_keep_every(tmp_path: Path) -> None:
         publish_step(tmp_path, step, num_ranks=1)
     assert files.prune(tmp_path, keep_last=1, keep_every=3) == [1, 2, 4, 5]
     assert files.steps_on_disk(tmp_path) == [3, 6, 7]
+
+
+def test_prune_leaves_those_of_lowest_validation_loss(tmp_path: Path) -> None:
+    losses = [3.0, 2.0, math.nan, 2.5, 2.0, 2.7, None]
+    for step, loss in enumerate(losses, 1):
+        publish_step(tmp_path, step, num_ranks=1, validation_loss=loss)
+    (files.step_directory(tmp_path, 1) / files.INDEX).write_text("{")
+    assert files.best_steps(tmp_path, 3) == [5, 2, 4]
+    assert files.prune(tmp_path, keep_last=1, keep_best=2) == [1, 3, 4, 6]
+    assert files.steps_on_disk(tmp_path) == [2, 5, 7]
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
+    files.require_space(tmp_path / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match="MiB are free"):
+        files.require_space(tmp_path / "checkpoints", 2**70)
 
 
 def test_publishing_again_replaces_a_refused_checkpoint(tmp_path: Path) -> None:
