@@ -1,0 +1,97 @@
+"""What a run does when its storage fails it: each fault is named in one line, and nothing is trained past it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.run_dir import RunDir
+from tests.integration.test_checkpoint_failures import SETTINGS
+
+# A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory "$RUN".
+SMALL_DISK = """
+set -u
+mount -t tmpfs -o size=2m tmpfs "$RUN"
+$TRAIN 2> "$LOGS/full"; echo "full: $?"
+$VERIFY; echo "verified: $?"
+mount -o remount,size=32m "$RUN"
+$TRAIN 2> "$LOGS/room"; echo "room: $?"
+cp "$RUN/metrics.jsonl" "$LOGS"
+mount -o remount,ro "$RUN"
+$TRAIN optim.steps=30 2> "$LOGS/read-only"; echo "read-only: $?"
+cmp "$RUN/metrics.jsonl" "$LOGS/metrics.jsonl"; echo "untouched: $?"
+"""
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("storage") / "tiny.yaml"
+    path.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    return path
+
+
+def command(experiment: Path, run_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir), *SETTINGS]
+
+
+def can_mount() -> bool:
+    """Whether this user may mount file systems in a namespace of its own; containers often forbid it."""
+    probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
+def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_room(experiment, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    environment = {
+        "RUN": str(run_dir),
+        "LOGS": str(tmp_path),
+        "TRAIN": " ".join(command(experiment, run_dir)),
+        "VERIFY": f"{sys.executable} -m pretrain checkpoint verify {run_dir}",
+    }
+    namespace = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK]
+    done = subprocess.run(namespace, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
+    said = {name: (tmp_path / name).read_text() for name in ("full", "room", "read-only")}
+    assert re.findall(r"^[a-z-]+: \d+$", done.stdout, re.M) == [
+        "full: 2", "verified: 0", "room: 0", "read-only: 2", "untouched: 0",
+    ], (done, said)  # fmt: skip
+    assert "step 10: good" in done.stdout
+    assert re.fullmatch(r"error: could not save step 20: .* MiB are free, .* MiB are needed; .*\n", said["full"])
+    assert re.fullmatch(r"error: .*Read-only file system.*\n", said["read-only"])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 21), 20]
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_directory_is_refused_and_the_first_goes_on(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    endless = [*command(experiment, run_dir.path), "optim.steps=1000000"]
+    with subprocess.Popen(endless, stdout=subprocess.DEVNULL) as first:
+        try:
+            wait_for_steps(run_dir, 10)
+            second = subprocess.run(endless, capture_output=True, text=True, timeout=120)
+            assert second.returncode == 2
+            assert f"is in use by process {first.pid} (train)" in second.stderr
+            wait_for_steps(run_dir, run_dir.read_metrics()[-1]["step"] + 10)
+        finally:
+            first.send_signal(signal.SIGKILL)
+    steps = [line["step"] for line in run_dir.read_metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def wait_for_steps(run_dir: RunDir, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (lines := run_dir.read_metrics()) or lines[-1]["step"] < step:
+        assert time.monotonic() < deadline, "the first run makes no steps"
+        time.sleep(0.1)
