@@ -1,21 +1,13 @@
-"""`pretrain train | evaluate | generate | describe | golden | verify-resume | demo`: finds the command, runs it.
-
-Each command is a module with `add_arguments(parser)` and `run(arguments) -> exit status`. Only the module of the
-command that was asked for is imported: importing torch takes seconds, and `describe` and `--help` need none of it.
-"""
+"""`pretrain train | evaluate | ...`: its commands, and how its processes end."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 import os
 import sys
-from collections.abc import Sequence
 from typing import NoReturn
 
-from data_pipeline.errors import UserError, exit_status_of
-from data_pipeline.yaml_files import did_you_mean
+from data_pipeline.commands import Program
 
 # name -> (module, what it does)
 COMMANDS = {
@@ -41,11 +33,8 @@ COMMANDS = {
     "scale": ("pretrain.scale", "scaling-law experiments: plan, collect, fit, predict, report, context"),
     "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of the command line; returns its exit status."""
-    return exit_status_of(lambda: _dispatch(sys.argv[1:] if arguments is None else list(arguments)))
+PROGRAM = Program("pretrain", "Pretrain Transformer-XL language models, with exact memory and exact resume.", COMMANDS)
+main = PROGRAM.main
 
 
 def console() -> NoReturn:
@@ -59,45 +48,3 @@ def end_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
             stream.flush()
     os._exit(status)
-
-
-def usage() -> str:
-    """What `pretrain --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: pretrain COMMAND ...",
-            "",
-            "Pretrain Transformer-XL language models, with exact memory and exact resume.",
-            "",
-            *lines,
-            "",
-            "'pretrain COMMAND --help' says more about one of them.",
-        ]
-    )
-
-
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments:
-        print(usage(), file=sys.stderr)
-        return 2
-    name, *rest = arguments
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name not in COMMANDS:
-        raise UserError(f"'pretrain {name}' is no command{did_you_mean(name, list(COMMANDS))}")
-    module_name, summary = COMMANDS[name]
-    module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"pretrain {name}", description=f"{summary[0].upper()}{summary[1:]}.")
-    module.add_arguments(parser)
-    return module.run(_parsed(parser, rest))
-
-
-def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Settings may stand between the options, but for commands with actions, where argparse refuses that."""
-    try:
-        return parser.parse_intermixed_args(arguments)
-    except TypeError:
-        return parser.parse_args(arguments)
