@@ -23,11 +23,13 @@ from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY
 from data_pipeline.document_rules import DocumentRules
-from data_pipeline.documents import Document, Reject, SourceFile, list_sources, read_documents
+from data_pipeline.documents import read_documents
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, naming
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from data_pipeline.progress import Progress, Report
+from data_pipeline.records import Document, Reject
+from data_pipeline.sources import SourceFile, list_sources
 from data_pipeline.split_writer import SplitWriter
 from data_pipeline.tokenizer import Tokenizer
 
@@ -143,7 +145,7 @@ def _write_splits(
         new_jobs = (job for job in jobs if not writers[job.split].has_already())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
-            progress.add(len(ids) + 1)
+            progress.add(len(job.document.text), len(ids) + 1)
     progress.show()
     for writer in writers.values():
         writer.flush()
@@ -166,11 +168,10 @@ def _jobs(
 ) -> Iterator[_Job]:
     """Every usable document with the split it belongs to, in the order of the input."""
     for split, source in sources:
-        for document in read_documents(source, config):
+        for document in read_documents(source, config, progress.follow):
             if isinstance(document, Reject):
                 rejects.add(document)
                 continue
-            progress.read(document.text)
             # Decided by the whole document's name, so that its parts stay together.
             target = split or ("validation" if is_validation(document.id, config) else "train")
             yield from (_Job(target, part) for part in rules.apply(document))

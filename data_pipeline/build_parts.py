@@ -24,12 +24,12 @@ from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_outp
 from data_pipeline.build_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY
-from data_pipeline.documents import SourceFile
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.manifest import ShardInfo, read_manifest
 from data_pipeline.progress import Report
 from data_pipeline.shards import read_index, renamed, shard_name, write_index
+from data_pipeline.sources import SourceFile
 from data_pipeline.tokenizer import Tokenizer
 
 

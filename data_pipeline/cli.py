@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # Flags of `build` and the settings they stand for, with the help of each.
 BUILD_FLAGS = {
-    "input": ("+", "files or folders of text or JSONL"),
+    "input": ("+", "files or folders of text, JSONL, tars of text or Parquet"),
     "output": (None, "new directory for the corpus"),
     "validation-input": ("+", "files or folders for the validation split"),
     "validation-fraction": (None, "of the documents, chosen by a hash of their id"),
-    "format": (None, "auto, text (one document per file) or jsonl"),
+    "format": (None, "auto, text (one document per file), jsonl, tar or parquet"),
     "suffixes": ("+", "only files whose names end so"),
-    "text-field": (None, "of a JSONL record"),
-    "id-field": (None, "of a JSONL record"),
+    "text-field": (None, "where a record has its text"),
+    "id-field": (None, "where a record has its id"),
     "max-rejects": (None, "unusable records before the build stops"),
     "drop-duplicates": (None, "true: keep only the first of documents with the same text"),
     "split-characters": (None, "cut longer documents at paragraph ends into NAME#1, NAME#2, ..."),

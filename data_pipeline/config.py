@@ -38,10 +38,10 @@ class CorpusConfig:
     output: Path
     validation_input: tuple[Path, ...] = ()  # an own validation set; leave validation_fraction at 0 with it
     validation_fraction: float = 0.01  # of the documents, chosen by a hash of their id; 0: none
-    format: Literal["auto", "text", "jsonl"] = "auto"  # auto: JSONL where the name says so; text: one document per file
+    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"  # auto: what the name says, else text
     suffixes: tuple[str, ...] = ()  # only files whose name ends so, before .gz or .zst; (): all
-    text_field: str = "text"  # JSONL
-    id_field: str = "id"  # JSONL; where a record lacks it, file and line name the document
+    text_field: str = "text"  # of a JSON object, a column of Parquet, or the extension of a tar's member beside txt
+    id_field: str = "id"  # where a record lacks it, its place names the document
     max_document_bytes: int = 1 << 28  # longer records are rejected
     max_rejects: int = 1000  # unusable records beyond this number stop the build
     drop_duplicates: bool = False  # keep only the first of documents whose text is the same

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import Document
+from data_pipeline.records import Document
 
 # Where a long document may be cut, best first: behind a paragraph, a line, a word.
 CUTS = ("\n\n", "\n", " ")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 INTERVAL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How much of its input a build has read and encoded after some seconds; as text, with its rate and time left."""
+    """How far a build has come after some seconds; as text, with its rate and time left."""
 
-    total_bytes: int
+    total_bytes: int  # of the files
+    skipped_bytes: int = 0  # of them, where a build goes on that was killed
     file_bytes: int = 0
     documents: int = 0
     characters: int = 0
@@ -23,7 +24,8 @@ class Reading:
 
     def __str__(self) -> str:
         share = self.file_bytes / max(self.total_bytes, 1)
-        left = f", about {duration(self.seconds / share - self.seconds)} left" if 0.02 < share < 1 else ""
+        done, to_do = self.file_bytes - self.skipped_bytes, self.total_bytes - self.file_bytes
+        left = f", about {duration(self.seconds * to_do / done)} left" if done > 0.02 * to_do > 0 else ""
         rate = self.characters / 1e6 / max(self.seconds, 1e-9)
         return (
             f"{self.documents:,} documents, {self.tokens / 1e6:.1f}M tokens, "
@@ -37,8 +39,9 @@ Report = Callable[[str | Reading], None]
 
 def joined(readings: Iterable[Reading], seconds: float) -> Reading:
     """What several processes have done together in `seconds`."""
-    rows = [(each.total_bytes, each.file_bytes, each.documents, each.characters, each.tokens) for each in readings]
-    return Reading(*(sum(column) for column in zip(*rows, strict=True)), seconds=seconds)
+    counts = [field.name for field in fields(Reading) if field.name != "seconds"]
+    rows = list(readings)
+    return Reading(**{name: sum(getattr(row, name) for row in rows) for name in counts}, seconds=seconds)
 
 
 def duration(seconds: float) -> str:
@@ -49,25 +52,32 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts what a build reads and encodes, and reports it every `INTERVAL_SECONDS` and at the end."""
+    """Counts what a build encodes, and reports it every `INTERVAL_SECONDS` and at the end."""
 
     def __init__(self, report: Report, total_bytes: int) -> None:
         self._report = report
         self._total_bytes = total_bytes
-        self._file_bytes = self._characters = self._documents = self._tokens = 0
+        self._whole_bytes = 0  # of the files that were read to their end
+        self._tell: Callable[[], int] = lambda: 0  # bytes read of the current one
+        self._skipped_bytes = 0
+        self._characters = self._documents = self._tokens = 0
         self._began = self._reported = time.monotonic()
 
-    def read(self, text: str) -> None:
-        """A document was read."""
-        self._documents += 1
-        self._characters += len(text)
+    def follow(self, tell: Callable[[], int]) -> None:
+        """A file was opened; `tell` gives the bytes that have been read of it."""
+        self._tell = tell
 
     def finish_file(self, size: int) -> None:
-        """An input file of so many bytes was read to its end."""
-        self._file_bytes += size
+        """A file of so many bytes was read to its end."""
+        self._whole_bytes += size
+        self._tell = lambda: 0
 
-    def add(self, tokens: int) -> None:
+    def add(self, characters: int, tokens: int) -> None:
         """A document was encoded."""
+        if not self._documents:
+            self._skipped_bytes = self._position()
+        self._documents += 1
+        self._characters += characters
         self._tokens += tokens
         if time.monotonic() - self._reported >= INTERVAL_SECONDS:
             self.show()
@@ -75,9 +85,20 @@ class Progress:
     def show(self) -> None:
         """Report now."""
         self._reported = time.monotonic()
-        seconds = self._reported - self._began
-        counts = (self._file_bytes, self._documents, self._characters, self._tokens)
-        self._report(Reading(self._total_bytes, *counts, seconds))
+        self._report(
+            Reading(
+                total_bytes=self._total_bytes,
+                skipped_bytes=self._skipped_bytes,
+                file_bytes=self._position(),
+                documents=self._documents,
+                characters=self._characters,
+                tokens=self._tokens,
+                seconds=self._reported - self._began,
+            )
+        )
+
+    def _position(self) -> int:
+        return self._whole_bytes + self._tell()
 
 
 class StatusLine:

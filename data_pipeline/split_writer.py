@@ -6,9 +6,9 @@ import numpy as np
 
 from data_pipeline.build_journal import BuildJournal, FinishedShard
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import Document
 from data_pipeline.files import sha256_of
 from data_pipeline.manifest import Manifest, ShardInfo
+from data_pipeline.records import Document
 from data_pipeline.shards import FORMATS, ShardFormat, shard_name, write_index, write_shard
 from data_pipeline.tokenizer import Tokenizer
 

@@ -51,7 +51,7 @@ def tar_members(file: BinaryIO) -> Iterator[TarMember]:
     while True:
         header = file.read(BLOCK_BYTES)
         if header == bytes(BLOCK_BYTES):
-            return
+            return _check_end(file, place)
         if len(header) < BLOCK_BYTES:
             raise TarError(f"it ends at byte {place + len(header)} without the mark of its end")
         _check_sum(header, place)
@@ -94,6 +94,17 @@ class _Counting:
         contents = self._file.read(size)
         self.count += len(contents)
         return contents
+
+
+def _check_end(file: BinaryIO, place: int) -> None:
+    """Behind the first empty block there is another one, and nothing else: a zeroed header looks like an end, too."""
+    rest = file.read(BLOCK_BYTES)
+    if len(rest) < BLOCK_BYTES:
+        raise TarError(f"it ends at byte {place + BLOCK_BYTES + len(rest)} with half the mark of its end")
+    while rest:
+        if any(rest):
+            raise TarError(f"behind the mark of its end at byte {place} there is more")
+        rest = file.read(SKIP_BYTES)
 
 
 def _check_sum(header: bytes, place: int) -> None:

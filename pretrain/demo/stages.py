@@ -51,7 +51,7 @@ def write_corpus(screen: Screen, settings: Settings, results: Results) -> Result
 
 def train_tokenizer(screen: Screen, settings: Settings, results: Results) -> Result:
     from data_pipeline.build_tokenizer import prepare_tokenizer
-    from data_pipeline.documents import list_sources
+    from data_pipeline.sources import list_sources
 
     config = corpus_config(settings)
     tokenizer = prepare_tokenizer(settings.tokenizer, list_sources(config.input, config), config)

@@ -77,7 +77,7 @@ def test_no_validation_split_is_made_when_none_is_wanted(tmp_path):
 
 def test_the_sample_for_training_a_tokenizer_is_capped_and_from_all_over_the_training_split(tmp_path):
     from data_pipeline.build_tokenizer import training_sample
-    from data_pipeline.documents import list_sources
+    from data_pipeline.sources import list_sources
 
     texts = [f"{number} " * 30 + "\n\n" + f"{number} " * 30 for number in range(300)]
     config = config_of(tmp_path, texts, tokenizer=TokenizerConfig(training_bytes=8000, vocab_size=300))

@@ -7,8 +7,10 @@ import pytest
 import zstandard
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import Document, Reject, list_sources, read_documents
+from data_pipeline.documents import read_documents
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.records import Document, Reject
+from data_pipeline.sources import list_sources
 
 
 def config_of(*inputs, **settings):
@@ -69,7 +71,7 @@ def test_fields_have_the_names_the_user_says_and_lines_without_an_id_are_named_b
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "caf\xe9"}', "invalid UTF-8 at byte 13 of the line"),
+        (b'{"text": "caf\xe9"}', "invalid UTF-8 at byte 13 of the JSON"),
         (b'{"text": "cut', "invalid JSON: Unterminated string"),
         (b"[" * 100000, "invalid JSON"),
         (b'["text"]', "found list, expected a JSON object"),

@@ -1,0 +1,179 @@
+"""Tars of text and Parquet as raw input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from data_pipeline.config import CorpusConfig
+from data_pipeline.documents import read_documents
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.records import Document, Reject
+from data_pipeline.sources import list_sources
+
+
+def read_all(path: Path, **settings) -> list[Document | Reject]:
+    config = CorpusConfig(input=(path,), output=path.parent / "unused", **settings)
+    return [record for source in list_sources(config.input, config) for record in read_documents(source, config)]
+
+
+def tar_of(members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tar_format) as archive:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+LONG_KEY = "m" * 90 + "/" + "n" * 80
+MEMBERS = [
+    ("folder/a.txt", "first \u00e9\n".encode()),
+    ("folder/a.jpg", b"\xff" * 5000),
+    ("b.json", b'{"text": "second", "id": "own"}'),
+    (f"{LONG_KEY}.json", b'{"title": "no text"}'),
+    (f"{LONG_KEY}.txt", b"third" * 200),
+    ("\u6f22.txt", b"fourth"),
+]
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tar.zst"])
+@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_a_tar_gives_a_document_for_each_sample_in_order(tmp_path, name, tar_format):
+    content = tar_of(MEMBERS, tar_format)
+    pack = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".tar": bytes}
+    (tmp_path / name).write_bytes(pack[Path(name).suffix](content))
+    assert read_all(tmp_path / name) == [
+        Document("folder/a", "first \u00e9\n", f"{name}:folder/a"),
+        Document("own", "second", f"{name}:b"),
+        Document(LONG_KEY, "third" * 200, f"{name}:{LONG_KEY}"),
+        Document("\u6f22", "fourth", f"{name}:\u6f22"),
+    ]
+
+
+def test_a_tar_written_by_webdataset_itself_is_read(tmp_path):
+    from webdataset.writer import TarWriter
+
+    with open(tmp_path / "x.tar", "wb") as file:
+        writer = TarWriter(file)
+        writer.write({"__key__": "a", "txt": "one", "cls": 3})
+        writer.write({"__key__": "b", "json": {"body": "two"}})
+        writer.write({"__key__": "c", "body": b"three"})
+        writer.close()
+    records = read_all(tmp_path / "x.tar", text_field="body")
+    assert [(record.id, record.text) for record in records] == [("a", "one"), ("b", "two"), ("c", "three")]
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        (("k.txt", b"caf\xe9"), "invalid UTF-8 at byte 3"),
+        (("k.txt", b" \n"), "empty"),
+        (("k.txt", b"x" * 101), "longer than max_document_bytes=100"),
+        (("k.json", b'{"body": 1}'), "no field 'text'"),
+        (("k.jpg", b"x"), "found members 'jpg', expected txt or text or json"),
+        (("k", b"x"), "found members '', expected"),
+    ],
+)
+def test_a_bad_sample_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(tmp_path, member, reason):
+    (tmp_path / "x.tar").write_bytes(tar_of([("a.txt", b"before"), member, ("z.txt", b"after")]))
+    before, rejected, after = read_all(tmp_path / "x.tar", max_document_bytes=100)
+    assert (before.text, after.text) == ("before", "after")
+    assert isinstance(rejected, Reject)
+    assert rejected.source == "x.tar:k"
+    assert reason in rejected.reason
+
+
+def damaged(content: bytes, kind: str) -> bytes:
+    array = bytearray(content)
+    third = 512 * 5  # the header of the third member: folder, two members of a header and a block
+    if kind == "header":
+        array[third + 3] ^= 1
+    if kind == "zeroed":
+        array[third : third + 300] = bytes(300)
+    if kind == "cut in a member":
+        return content[: third + 600]
+    if kind == "cut in a header":
+        return content[: third + 100]
+    if kind == "without its end":
+        return content[: 512 * 7]
+    if kind == "size":
+        array[third + 124 : third + 136] = b"x" * 12
+    return bytes(array)
+
+
+@pytest.mark.parametrize("kind", ["header", "zeroed", "cut in a member", "cut in a header", "without its end", "size"])
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
+def test_a_damaged_tar_is_named_and_never_read_short(tmp_path, name, kind):
+    content = damaged(tar_of([(f"{i}.txt", b"text %d" % i) for i in range(3)]), kind)
+    (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(content) if name.endswith(".zst") else content)
+    with pytest.raises(DataError, match=rf"{name} is damaged or cut off"):
+        read_all(tmp_path / name)
+
+
+def test_parquet_gives_a_document_for_each_row(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {i} \u00e9" for i in range(3000)]
+    table = pyarrow.table({"n": range(3000), "body": texts, "key": [f"k{i}" if i != 7 else None for i in range(3000)]})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=700)
+    records = read_all(tmp_path / "x.parquet", text_field="body", id_field="key")
+    assert [record.text for record in records] == texts
+    assert [record.id for record in records][6:9] == ["k6", "x.parquet:8", "k8"]
+    assert records[7].source == "x.parquet:8"
+    for column in (table["body"].dictionary_encode(), table["body"].cast(pyarrow.large_string())):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+        assert [record.text for record in read_all(tmp_path / "x.parquet")] == texts
+
+
+def test_bad_rows_of_parquet_are_rejected_with_place_and_reason(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    raw = [b"good", None, b"caf\xe9", b" ", b"x" * 101]
+    column = pyarrow.array(raw, pyarrow.binary())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    good, *bad = read_all(tmp_path / "x.parquet", max_document_bytes=100)
+    assert (good.id, good.text) == ("x.parquet:1", "good")
+    assert [record.source for record in bad] == [f"x.parquet:{row}" for row in range(2, 6)]
+    reasons = ["holds nothing", "invalid UTF-8 at byte 3", "empty", "longer than max_document_bytes=100"]
+    assert all(reason in record.reason for record, reason in zip(bad, reasons, strict=True))
+
+
+def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"n": [1, 2], "body": ["a", "b"]}), path)
+    with pytest.raises(DataError, match="has the columns n, body, not 'text'; set text_field"):
+        read_all(path)
+    with pytest.raises(DataError, match="holds int, expected text"):
+        read_all(path, text_field="n")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"x.parquet is damaged or cut off"):
+        read_all(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="needs pyarrow, which is not installed"):
+        read_all(path)
+
+
+def test_tars_of_text_become_a_corpus(tmp_path):
+    from data_pipeline.cli import main
+    from tests.helpers.corpora import documents_of, some_texts
+
+    texts = some_texts(60)
+    (tmp_path / "a.tar").write_bytes(
+        tar_of([(f"d{i}.json", json.dumps({"text": text}).encode()) for i, text in enumerate(texts)] + [("z.jpg", b"")])
+    )
+    flags = ["--input", str(tmp_path / "a.tar"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(["build", *flags, "--validation-fraction=0"]) == 0
+    assert documents_of(tmp_path / "out" / "train") == {f"d{i}": text for i, text in enumerate(texts)}
+    (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert json.loads(reject)["source"] == "a.tar:z"
