@@ -77,14 +77,17 @@ def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
     shards=st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=20), min_size=3, max_size=8),
     seed=st.integers(0, 1 << 40),
     run=runs(),
+    shard_format=st.sampled_from(["mds", "webdataset"]),
 )
-def test_every_token_is_read_once_per_epoch_in_its_lane_whatever_is_interrupted_or_changes_its_ranks(shards, seed, run):
+def test_every_token_is_read_once_per_epoch_in_its_lane_whatever_is_interrupted_or_changes_its_ranks(
+    shards, seed, run, shard_format
+):
     num_lanes, sessions = run
     total = sum(map(sum, shards))
     assume(total // num_lanes >= max(map(max, shards)))
     starts = np.cumsum([0] + [length for shard in shards for length in shard])
     with tempfile.TemporaryDirectory() as directory:
-        corpus = write_numbered_corpus(Path(directory), shards)
+        corpus = write_numbered_corpus(Path(directory), shards, shard_format)
         read, epochs = read_in_sessions(corpus, num_lanes, seed, sessions, starts)
     assert len({len(tokens) for tokens in read}) == 1, "lanes go in lock step"
     by_epoch = [expected_lanes(shards, num_lanes, seed, epoch) for epoch in range(max(epochs) + 1)]

@@ -1,0 +1,96 @@
+"""`data-pipeline audit`: who reads what, when."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_pipeline.command_flags import check_positive
+from data_pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from data_pipeline.audit import Piece
+    from data_pipeline.corpus import Corpus
+    from data_pipeline.mixture import Mixture
+
+
+def add_audit_arguments(audit: argparse.ArgumentParser) -> None:
+    """The command line of `audit`, beside the corpus, the lanes and the seed."""
+    audit.add_argument("--segment-length", type=int, default=64)
+    audit.add_argument("--steps", type=_steps, default=range(1), metavar="FIRST:END", help="END is left out")
+    audit.add_argument("--lane", type=int, help="of this lane alone")
+    audit.add_argument("--document", metavar="ID", help="at which steps this document is read, instead of --steps")
+    audit.add_argument("--epochs", type=int, default=1, help="how far --document looks")
+    audit.add_argument(
+        "--mix", action="append", default=[], metavar="DIR=REPEAT", help="another corpus of the run's data.mixture"
+    )
+    audit.add_argument("--repeat", type=float, default=1.0, help="of the first corpus, beside --mix")
+    audit.add_argument("--ranks", type=int, default=1, help="also say which of so many ranks reads the lane")
+    audit.add_argument("--json", action="store_true", help="one JSON object per line")
+    audit.set_defaults(run=_audit)
+
+
+def _steps(text: str) -> range:
+    first, colon, end = text.partition(":")
+    try:
+        begin = int(first or 0)
+        return range(begin, int(end) if colon else begin + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected FIRST:END such as 0:200, or one step") from None
+
+
+def _audit(options: argparse.Namespace) -> int:
+    check_positive(options, "lanes", "segment_length", "ranks", "epochs")
+    if options.lanes % options.ranks:
+        raise ConfigError(
+            f"--lanes={options.lanes} does not divide over {options.ranks} ranks; use a multiple of {options.ranks}"
+        )
+    pieces = _audited_pieces(options)
+    if not options.json:
+        print("step\tlane\tdocument\toffset\ttokens\tepoch" + ("\trank" if options.ranks > 1 else ""))
+    for piece in pieces:
+        rank = piece.lane * options.ranks // options.lanes
+        if options.json:
+            print(json.dumps({**asdict(piece), "rank": rank}))
+            continue
+        document = piece.document if piece.document.isprintable() else json.dumps(piece.document)
+        columns = [piece.step, piece.lane, document, piece.offset, piece.tokens, piece.epoch]
+        print(*columns, *([rank] if options.ranks > 1 else []), sep="\t")
+    return 0
+
+
+def _audited_pieces(options: argparse.Namespace) -> Iterator[Piece]:
+    from data_pipeline.audit import audit_steps, find_document
+
+    data = _audited_data(options)
+    settings = (options.lanes, options.seed, options.segment_length)
+    if options.document is None:
+        lanes = None if options.lane is None else range(options.lane, options.lane + 1)
+        return audit_steps(data, *settings, options.steps, lanes)
+    pieces = find_document(data, options.document, *settings, options.epochs)
+    return (piece for piece in pieces if options.lane in (None, piece.lane))
+
+
+def _audited_data(options: argparse.Namespace) -> Corpus | Mixture:
+    """The corpus, or the mixture in the order of the run's data.mixture."""
+    from data_pipeline.corpus import Corpus, split_directory
+    from data_pipeline.mixture import Mixture, exact_repeat
+
+    directories, repeats = [options.directory], [options.repeat]
+    for text in options.mix:
+        directory, equals, repeat = text.rpartition("=")
+        try:
+            repeats.append(float(repeat))
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"found --mix {text}, expected DIR=REPEAT such as books=2.5")
+        directories.append(Path(directory))
+    corpora = [Corpus.open(split_directory(directory), check_hashes=False) for directory in directories]
+    if repeats == [1.0]:
+        return corpora[0]
+    return Mixture(corpora, [exact_repeat(repeat) for repeat in repeats])
