@@ -1,0 +1,177 @@
+"""A thousand kills: checkpoint files, lane cursors and metrics under power cuts at random file operations, no model.
+
+What a run has learned is stood in for by one hash per lane over every token it was ever given, in order: a token lost,
+doubled or given twice in another order changes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.files import sha256_of, write_json
+from data_pipeline.lanes import LaneCursor, LaneStream
+from pretrain import checkpoint_files as files
+from pretrain.config import DataConfig, ModelConfig, RunConfig, lanes_of_rank
+from pretrain.run_dir import RunDir
+from tests.helpers.corpora import make_tiny_corpus
+
+KILLS = 1000
+STEPS, INTERVAL = 60, 3
+RUN = RunConfig(model=ModelConfig(vocab_size=300), data=DataConfig(lanes=4, segment_length=8))
+OPERATIONS = ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync")
+
+
+class PowerCut(BaseException):
+    """Nothing happens after it: no handler gets to do anything to the disk."""
+
+
+class Power:
+    """Counts file operations and cuts the power before one of them; what was not synced then is cut short."""
+
+    def __init__(self, operations_left: float, generator: random.Random) -> None:
+        self._left = operations_left
+        self._generator = generator
+        self.last_operation = ""
+
+    def use(self, operation: str, descriptor: int = -1) -> None:
+        """One operation: PowerCut when none are left, and at each one after that."""
+        if self._left > 0:
+            self._left -= 1
+            return
+        if not self.last_operation:
+            self.last_operation = operation
+            if operation == "fsync" and (size := os.fstat(descriptor).st_size) and _is_written_to(descriptor):
+                os.ftruncate(descriptor, self._generator.randrange(size))
+        raise PowerCut
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """File operations of the block use this power. None waits for the disk: nobody pulls the real plug."""
+        with ExitStack() as stack:
+            for name in OPERATIONS:
+                stack.enter_context(mock.patch.object(os, name, self._powered(name, getattr(os, name))))
+            yield
+
+    def _powered(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def powered(*arguments: Any, **options: Any) -> Any:
+            self.use(name, arguments[0] if name == "fsync" else -1)
+            return call(*arguments, **options) if name != "fsync" else None
+
+        return powered
+
+
+def _is_written_to(descriptor: int) -> bool:
+    flags = int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8)
+    return bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+class Run:
+    """One start of a run: its ranks take turns in this process."""
+
+    def __init__(self, run_dir: RunDir, corpus: Corpus, world_size: int, power: Power) -> None:
+        self.run_dir = run_dir
+        self.world_size = world_size
+        self.power = power
+        self.step = 0
+        self.hashes = [b""] * RUN.data.lanes
+        cursor = self._restore()
+        run_dir.cut_metrics_after(self.step)
+        self.streams = [
+            LaneStream(
+                corpus, RUN.data.lanes, RUN.seed, RUN.data.segment_length, lanes, cursor.take(lanes) if cursor else None
+            )
+            for lanes in (lanes_of_rank(RUN, rank, world_size) for rank in range(world_size))
+        ]
+
+    def _restore(self) -> LaneCursor | None:
+        files.remove_partial(self.run_dir.checkpoints)
+        found = files.newest_good(self.run_dir.checkpoints, say=_never_refused)
+        if found is None:
+            return None
+        self.step = found.step
+        for name in sorted(name for name in found.index["files"] if name.startswith("state")):
+            for lane, digest in json.loads((found.directory / name).read_text()).items():
+                self.hashes[int(lane)] = bytes.fromhex(digest)
+        reports = files.rank_reports(found.index)
+        return LaneCursor.join([LaneCursor.from_tree(report["cursor"]) for report in reports])
+
+    def train(self) -> None:
+        """To the last step, saving at the interval."""
+        while self.step < STEPS:
+            batches = [next(stream) for stream in self.streams]
+            for batch in batches:
+                for row, lane in enumerate(batch.lanes):
+                    given = np.stack([batch.tokens_BL[row], batch.targets_BL[row]]).tobytes()
+                    self.hashes[lane] = hashlib.sha256(self.hashes[lane] + given).digest()
+            self.step += 1
+            self.power.use("step")
+            with open(self.run_dir.metrics, "a") as file:
+                file.write(json.dumps({"kind": "train", "step": self.step, "hashes": self.seen()}) + "\n")
+            if self.step % INTERVAL == 0:
+                self.save([batch.cursor for batch in batches])
+
+    def save(self, cursors: list[LaneCursor]) -> None:
+        """As the ranks do: each its files and then its list of them, in any order; then rank 0 publishes."""
+        partial = files.partial_directory(self.run_dir.checkpoints, self.step, "attempt")
+        partial.mkdir(parents=True, exist_ok=True)
+        for rank in random.Random(self.step).sample(range(self.world_size), self.world_size):
+            names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
+            held = {lane: self.hashes[lane].hex() for lane in lanes_of_rank(RUN, rank, self.world_size)}
+            for name, content in zip(names, ({"step": self.step}, held), strict=True):
+                write_json(partial / name, content)
+            sizes = {
+                name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in names
+            }
+            report = {"files": sizes, "cursor": cursors[rank].to_tree()}
+            write_json(partial / files.rank_file("rank", rank), report)
+        final = files.step_directory(self.run_dir.checkpoints, self.step)
+        files.publish(partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size)
+        files.prune(self.run_dir.checkpoints, keep_last=2)
+
+    def seen(self) -> list[str]:
+        return [digest.hex() for digest in self.hashes]
+
+
+def _never_refused(text: str) -> None:
+    raise AssertionError(f"a kill left a checkpoint that looks damaged: {text}")
+
+
+def test_no_token_is_lost_or_doubled_over_a_thousand_kill_points(tmp_path):
+    corpus = Corpus.open(make_tiny_corpus(tmp_path / "corpus") / "train")
+    generator = random.Random(7)
+    undisturbed = Run(RunDir.create(tmp_path / "undisturbed", RUN), corpus, 1, Power(float("inf"), generator))
+    undisturbed.train()
+    expected = undisturbed.run_dir.read_metrics()
+    assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
+    killed_in: collections.Counter[str] = collections.Counter()
+    number_of_runs = 0
+    while killed_in.total() < KILLS:
+        number_of_runs += 1
+        run_dir = RunDir.create(tmp_path / f"run-{number_of_runs}", RUN)
+        published = 0
+        while True:
+            power = Power(generator.randrange(250), generator)
+            try:
+                with power.on():
+                    Run(run_dir, corpus, generator.choice((1, 2, 4)), power).train()
+                break
+            except PowerCut:
+                killed_in[power.last_operation] += 1
+            newest = max(files.steps_on_disk(run_dir.checkpoints), default=0)
+            assert newest >= published, "a published checkpoint was lost"
+            published = newest
+        assert run_dir.read_metrics() == expected
+    print(f"{killed_in.total()} kills in {number_of_runs} runs: {dict(killed_in)}")
+    assert set(killed_in) == {*OPERATIONS, "step"}
