@@ -13,6 +13,7 @@ COMMANDS = {
     "logs": ("launcher.logs", "what a run's ranks say, as they say it, or only what went wrong"),
     "cancel": ("launcher.cancel", "end a run for good, after a last checkpoint where there is time"),
     "resume": ("launcher.resume", "go on with a run as it was started: in a new Slurm job, or on this machine"),
+    "preflight": ("launcher.preflight", "a short job that names slow and broken nodes"),
     "sweep": ("launcher.sweep", "run the cells of a sweep file, several at once; skip what is done"),
 }
 PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)

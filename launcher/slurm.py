@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from data_pipeline.errors import ConfigError, UserError
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")  # a surrounding job's would change ours
 _UNREACHABLE = ("unable to contact", "timed out", "connection refused", "connect failure", "zero bytes", "unreachable")
 _UNREACHABLE += ("unable to establish controller", "temporarily unable", "communication", "unexpected message")
+_NO_SLURM = "'{}' was not found: no Slurm on this host; run this on a login node, or use 'launcher local'"
 _COMMAND_SECONDS = 120.0
 _SETTLE_SECONDS = 2.0  # a controller that comes back answers questions before it has taken what lay in its sockets
 _JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
@@ -168,6 +170,16 @@ def requeue(job: str, exclude: Sequence[str] = ()) -> None:
     _run(["scontrol", "update", f"JobId={job}", "StartTime=now", *changes])
 
 
+def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an srun that gets nodes of its own; what it and its tasks say goes to stderr."""
+    try:
+        return subprocess.Popen(
+            command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise UserError(_NO_SLURM.format(command[0])) from None
+
+
 def host_names(node_list: str) -> list[str]:
     """`n[1-2]` -> n1, n2."""
     return _checked(["scontrol", "show", "hostnames", node_list]).split()
@@ -217,15 +229,10 @@ def _checked(command: Sequence[str]) -> str:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The finished command; SlurmUnreachable if the controller was not there to answer it."""
-    environment = {
-        key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith(_INHERITED)
-    }
     try:
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+        result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except FileNotFoundError:
-        raise UserError(
-            f"'{command[0]}' was not found: no Slurm on this host; run this on a login node, or use 'launcher local'"
-        ) from None
+        raise UserError(_NO_SLURM.format(command[0])) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnreachable(
             f"'{command[0]}' got no answer in {_COMMAND_SECONDS:.0f} s from the controller"
@@ -233,6 +240,10 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     if result.returncode and any(sign in result.stderr.lower() for sign in _UNREACHABLE):
         raise SlurmUnreachable(f"the Slurm controller does not answer ({_one_line(result.stderr)})")
     return result
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith(_INHERITED)}
 
 
 def _one_line(text: str) -> str:

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         for state in states:
             print(json.dumps({**asdict(state), "done_share": state.done_share}))
         return 0
-    from launcher.status_table import console, render
+    from launcher.tables import console, render
 
     console().print(render(states, in_full=bool(arguments.runs)))
     return 0
@@ -85,7 +85,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import RenderableType
     from rich.live import Live
 
-    from launcher.status_table import console, render
+    from launcher.tables import console, render
 
     def picture() -> RenderableType:
         return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))

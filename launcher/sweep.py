@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(cells: Sequence[CellRun]) -> int:
-    from launcher.status_table import console, many_runs
+    from launcher.tables import console, many_runs
 
     console().print(many_runs([cell.state for cell in cells]))
     print(in_words(cells))

@@ -7,7 +7,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.run_state import RunState
-from launcher.status_table import age, console, render
+from launcher.tables import age, console, render
 from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 

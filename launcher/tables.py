@@ -1,4 +1,4 @@
-"""Runs' states for people: a table of several, all about one. The only module that draws with rich."""
+"""Runs' states and nodes' reports for people. The only module of the launcher that draws with rich."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from launcher.node_report import NodeReport
 from launcher.run_state import RunState
-from pretrain.console import clock
+from pretrain.console import clock, si
 
 STYLES = {
     "running": "green",
@@ -23,6 +24,7 @@ STYLES = {
     "silent": "bold red",
     "failed": "bold red",
 }
+VERDICT_STYLES = {"ok": "green", "busy": "yellow", "link": "yellow", "slow": "bold red", "broken": "bold red"}
 WIDTH_OF_PIPES = 200
 NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
 
@@ -70,6 +72,26 @@ def one_run(state: RunState) -> Group:
     return Group(grid)
 
 
+def nodes_table(reports: Sequence[NodeReport]) -> Table:
+    """A row per node of a preflight."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("node", "verdict", "ranks", "device", "matmul", "disk", "all-reduce"):
+        table.add_column(name, no_wrap=True, header_style="dim")
+    table.add_column("", overflow="fold")
+    for report in reports:
+        table.add_row(
+            report.host,
+            Text(report.verdict, style=VERDICT_STYLES[report.verdict]),
+            str(report.ranks),
+            report.device,
+            _rate(report.matmul_flops, "FLOP/s"),
+            _rate(report.disk_bytes, "B/s"),
+            _rate(report.link_worst, "B/s") + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
+            "; ".join(report.words),
+        )
+    return table
+
+
 def age(seconds: float | None) -> str:
     """How long ago, in the largest unit that says enough."""
     if seconds is None:
@@ -112,6 +134,10 @@ def _attempts(state: RunState) -> str:
 
 def _word(state: RunState) -> Text:
     return Text(state.state, style=STYLES.get(state.state, "default"))
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{si(value)}{unit}"
 
 
 def _number(value: float | None, form: str) -> str:

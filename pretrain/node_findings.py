@@ -1,0 +1,40 @@
+"""What a preflight's ranks write down and under which names. Torch-free, for the launcher reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOKEN = "PRETRAIN_PREFLIGHT"  # in the environment of all processes of a check: those without it are strangers
+END = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a rank found alone; rates per second. Disk and strays are None but on a host's first rank."""
+
+    rank: int
+    host: str
+    device: str
+    matmul_flops: float
+    disk_bytes: float | None
+    strays: list[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a rank found in its group; `problem` says why there is no rate, or that sums were wrong."""
+
+    bytes_per_second: float | None
+    problem: str = ""
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def round_file(number: int) -> str:
+    return f"round-{number:03d}.json"
+
+
+def link_file(number: int, rank: int) -> str:
+    return f"round-{number:03d}-rank-{rank:05d}.json"

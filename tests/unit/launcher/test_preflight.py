@@ -1,0 +1,100 @@
+"""`launcher preflight` without ranks; with real ones: tests/integration, on real Slurm: tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import UserError
+from data_pipeline.files import write_json
+from launcher import node_checks
+from launcher.cli import main
+from launcher.cluster import ClusterConfig
+from launcher.node_checks import gather, pair_up
+from launcher.preflight import srun_line
+from pretrain.node_findings import END, Found, Link, link_file, rank_file, round_file
+
+
+def found(rank: int, host: str) -> Found:
+    return Found(rank=rank, host=host, device="CPU", matmul_flops=1e9, disk_bytes=1e9, strays=[])
+
+
+def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
+    """Stands for the ranks: answers each round in their names, but for the silent ones."""
+
+    def answer() -> None:
+        number = 0
+        while not (out / END).exists():
+            if (out / round_file(number)).exists():
+                for group in json.loads((out / round_file(number)).read_text())["groups"]:
+                    for rank in set(group) - silent:
+                        write_json(out / link_file(number, rank), asdict(Link(bytes_per_second=1e8 + rank)))
+                number += 1
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return thread
+
+
+def test_ranks_that_come_in_time_are_gathered_and_none_at_all_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_checks, "_ARRIVAL_SECONDS", 0.5)
+    write_json(tmp_path / rank_file(1), asdict(found(1, "n2")))
+    assert gather(tmp_path, 3, lambda: True) == [found(1, "n2")]
+    with pytest.raises(UserError, match="ended before any of them had answered"):
+        gather(tmp_path / "empty", 2, lambda: False)
+
+
+def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_checks, "_ROUND_SECONDS", 0.5)
+    ranks = [found(rank, f"n{rank // 2}") for rank in range(8)]
+    thread = answer_rounds(tmp_path, silent={5})
+    pairs = pair_up(tmp_path, ranks, lambda: True)
+    (tmp_path / END).touch()
+    thread.join()
+    lost = [pair for pair in pairs if pair.problem]
+    assert [("n2" in pair.hosts, pair.problem) for pair in lost] == [(True, "a rank gave no answer")]
+    assert len([pair for pair in pairs if "n2" not in pair.hosts]) == 3
+    assert all(pair.bytes_per_second and pair.bytes_per_second >= 1e8 for pair in pairs if not pair.problem)
+
+
+def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
+    cluster = ClusterConfig(
+        partition="gpu",
+        gpus_per_node=8,
+        cpus_per_rank=4,
+        options={"mem": "0"},
+        modules=("cuda",),
+        environment={"NCCL_DEBUG": "WARN"},
+    )
+    command = srun_line(cluster, 2, "preflight-1a", Path("/shared/out"))
+    for flag in ("--partition=gpu", "--ntasks=16", "--gpus-per-node=8", "--cpus-per-task=4", "--mem=0", "--no-kill"):
+        assert flag in command
+    script = command[-1].splitlines()
+    assert script[0] == "module load cuda"
+    assert "export NCCL_DEBUG=WARN" in script
+    assert script[-1].endswith("-m pretrain.node_check /shared/out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
+        (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--cluster=cluster.yaml"], "no Slurm on this host"),
+    ],
+)
+def test_bad_input_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "cluster.yaml").write_text("ranks_per_node: 1\n")
+    assert main(["preflight", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.yaml"]
