@@ -60,8 +60,8 @@ def context_sweep(
             facts={
                 "segment_length": item.run.data.segment_length,
                 "memory_length": item.run.model.memory_length,
-                "same_tokens": item.same_tokens,
-                "same_flops": item.same_flops,
+                "same_tokens": int(item.same_tokens),
+                "same_flops": int(item.same_flops),
                 "tokens": item.cost.tokens,
                 "flops": item.cost.flops,
             },

@@ -20,8 +20,8 @@ NUM_PLACES = 64
 GOOD_WINNERS = 3
 DRAWS_AT_ONCE = 100
 KINDS = {
-    "curves": "training curves: before its end a run's learning rate is still high, which lifts every curve but its "
-    "last part and biases the sizes",
+    "curves": "training curves: their losses are those of the text just read, and before its end a run's learning rate "
+    "is still high, which lifts every curve but its last part and biases the sizes",
     "sizes": "finished runs joined by size: between two runs the curve is a straight line in ln loss over ln C",
     "minimum": "the lowest run of each budget, not a curve: sizes come in steps, and a tie in noise moves a whole step",
 }

@@ -102,6 +102,10 @@ def _cards(fit: Fit) -> list[Card]:
             f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on average"
         )
         cards.append(Card(f"{fit.left_out.law_error:.2%}", words))
+    if fit.holdouts:
+        furthest = max(fit.holdouts, key=lambda item: item.flops)
+        words = f"is by how much the run held out at {furthest.flops:.3g} FLOPs ended above (-: below) its prediction"
+        cards.append(Card(f"{furthest.error:+.2%}", words))
     return cards
 
 

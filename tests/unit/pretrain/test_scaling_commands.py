@@ -190,7 +190,13 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     assert page.count("<svg") == len(pictures)
     for picture in out.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
-    for words in ("<h1>Books</h1>", "Three approaches side by side", "What it cost", "Left out", "held out"):
+    for words in (
+        "<h1>Books</h1>",
+        "Three approaches side by side",
+        "What it cost",
+        "Left out",
+        "run held out at 1e+17",
+    ):
         assert words in page
     assert json.loads((out / "fit.json").read_text())["num_runs"] == 18
 

@@ -57,6 +57,14 @@ def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
     assert model.num_layers == pytest.approx(max(1, model.d_model / 64), rel=0.45)
 
 
+def test_depth_is_kept_where_that_is_asked_for():
+    runs = planned(keep_layers=True)
+    assert {item.run.model.num_layers for item in runs} == {12}
+    assert len({item.run.model.d_model for item in runs if item.budget == 1e18}) == 5
+    middle = optimum_at_ratio(BASE, 20, keep_layers=True)(1e18)
+    assert runs[7].cost.parameters == pytest.approx(middle, rel=0.15)
+
+
 def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
     narrow = replace(
         BASE, model=ModelConfig(vocab_size=256, d_model=96, num_heads=4, d_head=32, d_inner=256, num_layers=3)

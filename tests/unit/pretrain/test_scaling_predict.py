@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_text
+from pretrain.cli import main
+from pretrain.run_dir import RunDir
+from pretrain.scaling.costs import cost_of
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.law import log_loss, log_optimum
+from pretrain.scaling.law import Law, log_loss, log_optimum
 from pretrain.scaling.points import make_points
 from pretrain.scaling.predict import (
     doubts,
@@ -18,6 +23,7 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
+from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
 
 
@@ -101,3 +107,32 @@ def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
     fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)), num_draws=20)
     with pytest.raises(ConfigError, match="approach 'isoflop' is not available for these runs"):
         preferred(fit, "isoflop")
+
+
+def test_the_experiment_that_predict_writes_is_trained_as_it_is(tmp_path):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    write_text(
+        tmp_path / "tiny.yaml",
+        f"""name: tiny
+model: {{num_layers: 2, d_model: 16, num_heads: 4, memory_length: 8}}
+data: {{path: {corpus}, lanes: 4, segment_length: 8}}
+engine: {{kind: torch, threads: 1}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{tensorboard: false}}
+""",
+    )
+    # As many parameters as tokens are optimal by this law: at 2e8 FLOPs a few thousand of either.
+    points = simulated(Law(E=1.5, A=100.0, B=100.0, alpha=0.5, beta=0.5), budgets=(2e7, 2e8, 3), num_sizes=5)
+    columns = (points.parameters_P, points.tokens_P, points.flops_P, points.loss_P)
+    rows = "".join(",".join(f"{value!r}" for value in row) + "\n" for row in np.stack(columns, 1).tolist())
+    write_text(tmp_path / "runs.csv", "N,D,C,loss\n" + rows)
+    written, run_dir = tmp_path / "best.yaml", tmp_path / "run"
+    question = ["scale", "predict", str(tmp_path / "runs.csv"), "--draws", "20", "--flops", "2.5e8"]
+    family = ["--experiment", str(tmp_path / "tiny.yaml"), "--rule", "base", "--keep-layers"]
+    assert main([*question, *family, "--write", str(written)]) == 0
+    assert main(["train", str(written), "--run-dir", str(run_dir)]) == 0
+    torch.set_flush_denormal(False)  # training sets it for its process
+    config = RunDir(run_dir).config
+    assert config.model.num_layers == 2
+    assert cost_of(config).flops == pytest.approx(2.5e8, rel=0.01)
+    assert RunDir(run_dir).read_metrics()[-1]["step"] == config.optim.steps

@@ -1,0 +1,74 @@
+"""`make scaling-demo`, as far as seconds allow: its text, its plan, and that every command is one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from launcher import sweep as launcher_sweep
+from pretrain import scale
+from pretrain.cli import main
+from pretrain.config import RunConfig
+from pretrain.demo import texts
+from pretrain.scaling.sweep_file import config_of, read_sweep
+
+REPOSITORY = Path(__file__).parents[3]
+SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbours ship is more
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[list[str]]:
+    """What the recipe runs, as words."""
+    recipe = ["make", "--dry-run", "--old-file=.venv/.installed", "scaling-demo"]
+    done = subprocess.run(recipe, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    return [shlex.split(line) for line in done.stdout.replace("\\\n", " ").splitlines()]
+
+
+def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, tmp_path, capsys):
+    plan = next(words for words in commands if words[:3] == ["pretrain", "scale", "plan"])
+    plan[3] = str(REPOSITORY / plan[3])
+    plan[plan.index("--out") + 1] = str(tmp_path / "sweep.yaml")
+    assert main([*plan[1:], "--set", "model.vocab_size=257", "--set", f"data.path={tmp_path}/absent"]) == 0
+    cells = read_sweep(tmp_path / "sweep.yaml").cells
+    fitted = [cell for cell in cells if not cell.holdout]
+    budgets = [cell.facts["budget"] for cell in fitted]
+    assert [budgets.count(budget) for budget in sorted(set(budgets))] == [5, 5, 5]
+    assert [cell.facts["budget"] > max(budgets) for cell in cells if cell.holdout] == [True]
+    assert max(cell.facts["tokens"] for cell in cells) < SMALLEST_TEXT
+    shapes = [config_of(cell, tmp_path / "sweep.yaml").model for cell in cells]
+    assert all(8 <= model.d_model <= 64 and model.num_layers == 2 for model in shapes)
+
+
+def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands):
+    parser = argparse.ArgumentParser()
+    scale.add_arguments(parser)
+    actions = [parser.parse_args(words[2:]).action for words in commands if words[:2] == ["pretrain", "scale"]]
+    assert actions == ["plan", "collect", "fit", "predict", "report"]
+    sweeping = next(words for words in commands if words[0] == "launcher")
+    parser = argparse.ArgumentParser()
+    launcher_sweep.add_arguments(parser)
+    parsed = parser.parse_args(sweeping[2:])
+    assert (parsed.action, parsed.local, parsed.jobs) == ("submit", True, 2)
+    assert any("demonstrates the workflow" in " ".join(words) for words in commands)
+    assert load_config(RunConfig, REPOSITORY / "configs/experiments/scaling-demo.yaml").name == "scaling-demo"
+
+
+def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):
+    path = tmp_path / "text.jsonl"
+    assert texts.main([str(path)]) == 0
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sum(len(document["text"].encode()) for document in documents) > SMALLEST_TEXT
+    assert f"{len(documents):,} documents" in capsys.readouterr().out
+
+
+def test_a_missing_file_name_takes_one_line(capsys):
+    assert texts.main([]) == 2
+    error = capsys.readouterr().err
+    assert "expected one argument, the file to write" in error
+    assert error.count("\n") == 1
