@@ -10,6 +10,18 @@ Event = Mapping[str, Any]
 BEGINNINGS = ("start", "resume")
 _ENDS = ("stop", "finish", "attempt_ended")
 _FAILURES = ("retry", "give up", "refused")
+_REFUSED_JOB = "refused: "  # begins why a job ended that came second
+_ENDS_OF_JOBS_ALREADY_TOLD = ("finished", "gave up or refused", "cancelled")
+
+
+def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
+    """The events but for those of jobs that found the run in another one's hands: nothing of it was theirs."""
+    refused = {
+        event["job"]
+        for event in ledger
+        if event.get("event") == "job_ended" and str(event.get("why", "")).startswith(_REFUSED_JOB)
+    }
+    return [event for event in ledger if event.get("job") not in refused]
 
 
 def time_of(event: Event) -> float:
@@ -23,13 +35,38 @@ def last_of(ledger: Sequence[Event], *kinds: str) -> Event | None:
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:
-    """The last event at which an attempt began or ended."""
-    return last_of(ledger, *BEGINNINGS, *_ENDS)
+    """The last event at which an attempt, or a job that makes attempts, began or ended."""
+    return last_of(ledger, *BEGINNINGS, *_ENDS, "job_started", "job_ended")
 
 
-def last_failure(ledger: Sequence[Event]) -> Event | None:
-    """How the last attempt that failed ended."""
-    return _last(ledger, lambda event: event.get("next") in _FAILURES)
+def last_end(ledger: Sequence[Event]) -> Event | None:
+    """How the last attempt that ended did."""
+    return last_of(ledger, *_ENDS)
+
+
+def last_job(ledger: Sequence[Event]) -> str | None:
+    """The id of the last Slurm job that was submitted for the run or has worked on it."""
+    event = last_of(ledger, "submitted", "job_started")
+    return None if event is None else str(event["job"])
+
+
+def last_failure(ledger: Sequence[Event]) -> tuple[str, float] | None:
+    """(in words, when) of what interrupted the run last against its will."""
+    event = _last(ledger, _is_interruption)
+    if event is None:
+        return None
+    # where training itself gave up, the supervisor knows no more than that
+    verdict = last_of(ledger, "gave_up")
+    begun = last_of(ledger, *BEGINNINGS)
+    if verdict is not None and begun is not None and time_of(begun) < time_of(verdict) <= time_of(event):
+        event = verdict
+    return str(event.get("reason") or event.get("why")), time_of(event)
+
+
+def _is_interruption(event: Event) -> bool:
+    if event.get("event") == "job_ended":
+        return event["why"] not in _ENDS_OF_JOBS_ALREADY_TOLD
+    return event.get("next") in _FAILURES
 
 
 def is_beginning(event: Event) -> bool:
@@ -58,12 +95,13 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
 
 
 def seconds_spent(ledger: Sequence[Event], end: float) -> float:
-    """Time from the first start to `end`, without that in which the run was stopped on request or finished."""
-    spent, since = 0.0, None
+    """Time from the first start to `end`, without that in which the run was finished, stopped or in Slurm's queue."""
+    spent, since, has_begun = 0.0, None, False
     for event in ledger:
-        if is_beginning(event) and since is None:
+        has_begun = has_begun or is_beginning(event)
+        if since is None and (is_beginning(event) or (has_begun and event.get("event") == "job_started")):
             since = time_of(event)
-        elif since is not None and (is_finished(event) or is_request(event)):
+        elif since is not None and (is_finished(event) or is_request(event) or event.get("event") == "job_ended"):
             spent, since = spent + time_of(event) - since, None
     return spent if since is None else spent + end - since
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.errors import UserError
 from launcher import slurm
-from launcher.journal import Event, last_of
 from launcher.run_state import RunState
 from launcher.slurm import JobRecord, QueuedJob
 from launcher.verdict import LOST
@@ -52,26 +51,20 @@ class Queue:
     records: Mapping[str, Sequence[JobRecord]]
 
 
-def with_queue(states: Sequence[RunState], jobs: Sequence[str | None]) -> list[RunState]:
-    """The states with what Slurm knows of each run's last job (None: never submitted).
+def with_queue(states: Sequence[RunState]) -> list[RunState]:
+    """The states with what Slurm knows of each run's last job.
 
     Where Slurm gives no answer, a line on stderr says so and the directories' word stands.
     """
-    asked = [job for job, state in zip(jobs, states, strict=True) if job and state.state not in _FINAL]
+    asked = [state.job for state in states if state.job and state.state not in _FINAL]
     if not asked:
-        return [replace(state, job=job) for state, job in zip(states, jobs, strict=True)]
+        return list(states)
     try:
         queue = ask(asked)
     except UserError as error:
         print(f"note: told from the directories alone: {error}", file=sys.stderr)
-        return [replace(state, job=job) for state, job in zip(states, jobs, strict=True)]
-    return [joined(state, job, queue) if job else state for state, job in zip(states, jobs, strict=True)]
-
-
-def last_job(ledger: Sequence[Event]) -> str | None:
-    """The id of the last job that was submitted for a run."""
-    event = last_of(ledger, "submitted")
-    return None if event is None else str(event["job"])
+        return list(states)
+    return [joined(state, state.job, queue) if state.job else state for state in states]
 
 
 def ask(jobs: Sequence[str]) -> Queue:
@@ -85,7 +78,6 @@ def ask(jobs: Sequence[str]) -> Queue:
 
 def joined(state: RunState, job: str, queue: Queue) -> RunState:
     """The state of a run whose last job is `job`; what Slurm says of the job wins over old signs of life."""
-    state = replace(state, job=job)
     queued = queue.jobs.get(job)
     records = queue.records.get(job, ())
     if queued is not None and queued.is_live:
@@ -100,6 +92,8 @@ def _waiting(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     why = _REASONS.get(job.reason, job.reason)
     if job.start not in _UNKNOWN_TIMES:
         why += f", expected to begin {job.start.replace('T', ' ')}"
+    if state.state in ("requeued", "preempted"):  # the journal knows why
+        return replace(state, why=f"{state.why}; {why}", seconds_left=None)
     if not state.attempts:
         return replace(state, state="queued", why=why, seconds_left=None)
     ends = [record.state.split()[0] for record in records if record.state.split()[0] in _BROUGHT_BACK]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
-from launcher.journal import last_failure, num_attempts, time_of
+from launcher.journal import last_failure, last_job, last_of, num_attempts, without_refused_jobs
 from launcher.signs import read_beats, read_lock, read_measured
 from launcher.snapshot import Snapshot
 from launcher.verdict import Evidence, goodput, judge
@@ -27,7 +27,7 @@ class RunState:
 
     name: str
     path: str
-    state: str  # new, queued, running, stopped, cancelled, silent, failed, done; from Slurm: requeued, preempted
+    state: str  # new, queued, running, requeued, preempted, stopped, cancelled, silent, failed, done
     why: str = ""
     attempts: int = 0
     ranks: int | None = None
@@ -76,7 +76,8 @@ def read_state(path: Path) -> RunState:
         why=why,
         attempts=num_attempts(evidence.ledger, is_running=state == "running"),
         ranks=next((event["world_size"] for event in reversed(evidence.ledger) if "world_size" in event), None),
-        hosts=tuple(sorted({beat.host for beat in evidence.beats})),
+        hosts=_hosts(evidence),
+        job=last_job(evidence.ledger),
         step=evidence.newest_step,
         steps=evidence.steps,
         loss=evidence.measured.loss,
@@ -85,8 +86,8 @@ def read_state(path: Path) -> RunState:
         seconds_left=left,
         checkpoint=evidence.checkpoint,
         checkpoint_age=None if evidence.checkpoint_time is None else max(0.0, evidence.now - evidence.checkpoint_time),
-        last_failure=str(failure.get("reason", "")) if failure else "",
-        last_failure_age=evidence.now - time_of(failure) if failure else None,
+        last_failure=failure[0] if failure else "",
+        last_failure_age=evidence.now - failure[1] if failure else None,
     )
 
 
@@ -104,7 +105,7 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
     newest = published[-1] if published else None
     return Evidence(
         now=time.time(),
-        ledger=run_dir.read_ledger(),
+        ledger=without_refused_jobs(run_dir.read_ledger()),
         measured=read_measured(run_dir.metrics),
         beats=read_beats(run_dir.heartbeats),
         locks=[lock for name in LOCKS if (lock := read_lock(run_dir.path / name))],
@@ -112,6 +113,12 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
         checkpoint_time=None if newest is None else _written(step_directory(run_dir.checkpoints, newest)),
         steps=steps,
     )
+
+
+def _hosts(evidence: Evidence) -> tuple[str, ...]:
+    started = last_of(evidence.ledger, "job_started")
+    beats = {beat.host for beat in evidence.beats}
+    return tuple(sorted(beats)) or tuple(started["hosts"] if started else ())
 
 
 def _written(checkpoint: Path) -> float | None:

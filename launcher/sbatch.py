@@ -55,17 +55,17 @@ def render(job: Job) -> str:
 def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> str:
     """The script of an array job whose task `index` is the run in the directory runs[index].
 
-    What the tasks say is in the runs' own directories; what Slurm says before they can is in `job.run_dir`.
+    Each run's directory has a link to its task's log, which is in `job.run_dir`.
     """
-    limit = f"%{at_a_time}" if at_a_time else ""
-    options = [f"array={','.join(map(str, runs))}{limit}", f"output={job.run_dir / 'logs' / 'slurm-%A_%a.log'}"]
+    limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
+    options = [f"array={','.join(map(str, runs))}{limit}", f"output={logs / 'slurm-%A_%a.log'}"]
     lines = [
         "",
         "runs=(",
         *(f"  [{index}]={shlex.quote(str(path))}" for index, path in runs.items()),
         ")",
         'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
-        'exec >> "$run/logs/slurm-${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}.log" 2>&1',
+        f'ln -sf {shlex.quote(str(logs))}/slurm-"${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log" "$run/logs/"',
     ]
     return _script(job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"')
 

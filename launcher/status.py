@@ -11,9 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
-from launcher.queue_state import last_job, with_queue
+from launcher.queue_state import with_queue
 from launcher.run_state import RunState, is_run, read_state
-from pretrain.run_dir import RunDir
 
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _WATCH_SECONDS = 2.0
@@ -76,7 +75,7 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
             if len(paths) == 1:
                 raise
             states.append(RunState(name=path.name, path=str(path), state="damaged", why=str(error)))
-    return with_queue(states, [last_job(RunDir(path).read_ledger()) for path in paths])
+    return with_queue(states)
 
 
 def _watch(arguments: argparse.Namespace) -> int:

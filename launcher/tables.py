@@ -123,7 +123,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ago = ""
         if state.last_failure_age is not None:
             ago = f", {age(state.last_failure_age)}"
-        lines.append(("last failure", f"{state.last_failure}{ago}"))
+        lines.append(("last trouble", f"{state.last_failure}{ago}"))
     return lines
 
 

@@ -12,6 +12,8 @@ from launcher.journal import (
     is_beginning,
     is_finished,
     is_request,
+    last_end,
+    last_failure,
     last_of,
     last_turn,
     seconds_spent,
@@ -53,7 +55,7 @@ class Evidence:
 def judge(evidence: Evidence) -> tuple[str, str]:
     """(state, why in words)."""
     last = last_turn(evidence.ledger)
-    is_over = last is not None and not is_beginning(last) and last.get("next") != "retry"
+    is_over = last is not None and not _goes_on_after(last)
     # a rank that was killed leaves its heartbeat behind
     beats = [beat for beat in evidence.beats if last is None or not is_over or beat.time > time_of(last)]
     if any(lock.is_held for lock in evidence.locks) or any(is_alive(beat) for beat in beats):
@@ -90,22 +92,38 @@ def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, 
         return "cancelled", f"after step {evidence.newest_step:,}"
     if submitted > (0.0 if last is None else time_of(last)):
         return "queued", "submitted, and not begun since"
+    if last is not None and last["event"] == "job_ended" and last["why"] == "cancelled":
+        return "cancelled", f"after step {evidence.newest_step:,}"
+    if last is not None and last["event"] == "job_ended" and last["requeued"]:
+        return ("preempted" if last["why"] == "preempted" else "requeued"), last["why"]
     return None
 
 
 def _how_it_ended(evidence: Evidence, last: Event | None) -> tuple[str, str]:
     if last is None:
         return "new", "no attempt has begun"
-    if is_finished(last):
-        if evidence.newest_step >= evidence.steps:
-            return "done", ""
-        return "stopped", f"finished after step {evidence.newest_step:,}, but the run now asks for {evidence.steps:,}"
-    if is_request(last):
-        return "stopped", f"stopped on request after step {last.get('step', 0):,}"
-    if last.get("next") in ("give up", "refused"):
-        return "failed", str(last.get("reason", last["next"]))
+    end = last_end(evidence.ledger)
+    if end is not None and not _goes_on_after(last):
+        if is_finished(end):
+            return _finished(evidence)
+        if is_request(end):
+            return "stopped", f"stopped on request after step {end.get('step', 0):,}"
+        if end.get("next") in ("give up", "refused"):
+            failure = last_failure(evidence.ledger)
+            return "failed", failure[0] if failure else ""
     when = datetime.datetime.fromtimestamp(evidence.last_sign).strftime("%Y-%m-%d %H:%M:%S")
     return "failed", f"its processes {LOST} after {when}; they were killed, or the host went down"
+
+
+def _finished(evidence: Evidence) -> tuple[str, str]:
+    if evidence.newest_step >= evidence.steps:
+        return "done", ""
+    return "stopped", f"finished after step {evidence.newest_step:,}, but the run now asks for {evidence.steps:,}"
+
+
+def _goes_on_after(turn: Event) -> bool:
+    """Whether somebody should be at work after this event."""
+    return is_beginning(turn) or turn["event"] == "job_started" or turn.get("next") == "retry"
 
 
 def _silence_elsewhere(evidence: Evidence, beats: Sequence[Beat]) -> float | None:

@@ -21,16 +21,17 @@ JOB = Job(
 )
 
 
-def test_a_task_of_an_array_runs_its_own_cell_and_writes_to_its_own_log(tmp_path):
+def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_path):
     runs = {index: tmp_path / name for index, name in ((1, "narrow"), (4, "with space"))}
     script = render_array(JOB, runs, at_a_time=2)
     assert "#SBATCH --array=1,4%2\n" in script
     assert "#SBATCH --nodes=1\n" in script
     (runs[4] / "logs").mkdir(parents=True)
     environment = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_JOB_ID": "17"}
-    subprocess.run(["bash", "-c", script], env=environment, check=True)
-    said = (runs[4] / "logs" / "slurm-17_4.log").read_text()
-    assert said == f"-m launcher batch {runs[4]} --attempts-without-progress=3\n"
+    environment["PATH"] = "/usr/bin:/bin"
+    result = subprocess.run(["bash", "-c", script], env=environment, check=True, capture_output=True, text=True)
+    assert result.stdout == f"-m launcher batch {runs[4]} --attempts-without-progress=3\n"
+    assert (runs[4] / "logs" / "slurm-17_4.log").readlink() == JOB.run_dir / "logs" / "slurm-17_4.log"
 
 
 def test_an_array_without_a_limit_has_none():

@@ -9,7 +9,9 @@ from launcher.queue_state import Queue, joined, with_queue
 from launcher.run_state import RunState
 from launcher.slurm import JobRecord, QueuedJob, SlurmUnreachable
 
-RUN = RunState(name="books", path="runs/books", state="failed", why="its processes ended without a word", step=40)
+RUN = RunState(
+    name="books", path="runs/books", state="failed", why="its processes ended without a word", step=40, job="17"
+)
 BEGUN = replace(RUN, attempts=2)
 
 
@@ -43,6 +45,7 @@ def record(state: str) -> JobRecord:
         (BEGUN, queued("PENDING", "BeginTime"), [], "requeued", "went back into the queue; may not begin yet"),
         (BEGUN, queued("PENDING"), [record("NODE_FAIL")], "requeued", "a node failed"),
         (BEGUN, queued("PENDING"), [record("NODE_FAIL"), record("PREEMPTED")], "preempted", "made room"),
+        (replace(BEGUN, state="preempted", why="preempted"), queued("PENDING", "Priority"), [], "preempted", "others"),
         (RUN, queued("RUNNING"), [], "running", "starting"),
         (replace(RUN, state="running", why="evaluating"), queued("RUNNING"), [], "running", "evaluating"),
         (RUN, queued("COMPLETING"), [], "running", "its job is completing"),
@@ -70,10 +73,12 @@ def test_without_an_answer_the_directories_word_stands_and_a_line_says_so(monkey
         raise SlurmUnreachable("the Slurm controller does not answer")
 
     monkeypatch.setattr(slurm, "jobs", unreachable)
-    assert with_queue([RUN], ["17"]) == [replace(RUN, job="17")]
+    assert with_queue([RUN]) == [RUN]
     assert "told from the directories alone" in capsys.readouterr().err
 
 
-def test_slurm_is_not_asked_about_runs_it_never_had(monkeypatch):
+def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done(monkeypatch):
     monkeypatch.setattr(slurm, "jobs", lambda ids: pytest.fail("asked"))
-    assert with_queue([RUN], [None]) == [RUN]
+    never = replace(RUN, job=None)
+    done = replace(RUN, state="done")
+    assert with_queue([never, done]) == [never, done]

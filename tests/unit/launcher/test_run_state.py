@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from launcher.journal import num_attempts
+from launcher.journal import last_failure, last_job, num_attempts, without_refused_jobs
 from launcher.run_state import read_state
 from launcher.signs import Beat, Lock, Measured, read_beats, read_lock, read_measured
 from launcher.verdict import SILENT_SECONDS, Evidence, goodput, judge
@@ -45,8 +45,15 @@ LEFT = Lock(pid=1, host="here", since=NOW - 100, is_held=False)
 RETRY = event(ENDED, next="retry", reason="rank 1 was ended by SIGKILL", step=40)
 GIVEN_UP = event(ENDED, next="give up", reason="3 in a row")
 START = event("start", 100)
+REFUSED = event(ENDED, next="refused", reason="a setting has to change")
+GAVE_UP = event("gave_up", 1, reason="a loss spike")
+JOB_STARTED = event("job_started", -1, job="17", restart=1, hosts=["n1", "n2"], step=40)
 SUBMITTED = event("submitted", -1, job="17")
 CANCELLED = event("cancelled", 20)
+
+
+def job_ended(why: str, requeued: bool) -> dict:
+    return event("job_ended", job="17", restart=0, why=why, requeued=requeued)
 
 
 def elsewhere(seconds_ago: float) -> Lock:
@@ -72,13 +79,19 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, RETRY, locks=[elsewhere(400)]), "silent", "no sign of life from n1 for 6:40"),
         (evidence(START, GIVEN_UP, locks=[elsewhere(20)], beats=[beat(30)]), "failed", "3 in a row"),
         (evidence(START, GIVEN_UP), "failed", "3 in a row"),
-        (evidence(START, event(ENDED, next="refused", reason="a setting")), "failed", "a setting"),
+        (evidence(START, REFUSED), "failed", "a setting"),
         (evidence(START, event(ENDED, next="stopped", step=1200)), "stopped", "on request after step 1,200"),
         (evidence(SUBMITTED), "queued", "not begun since"),
         (evidence(START, GIVEN_UP, SUBMITTED), "queued", "not begun since"),
         (evidence(event("submitted", 200, job="17"), START, GIVEN_UP), "failed", "3 in a row"),
         (evidence(START, CANCELLED, event(ENDED, next="stopped"), checkpoint=40), "cancelled", "after step 40"),
         (evidence(CANCELLED, event("submitted", -1)), "queued", "not begun since"),
+        (evidence(START, job_ended("preempted", True)), "preempted", "preempted"),
+        (evidence(START, job_ended("time limit", True)), "requeued", "time limit"),
+        (evidence(START, job_ended("cancelled", False), checkpoint=40), "cancelled", "after step 40"),
+        (evidence(START, GIVEN_UP, job_ended("gave up or refused", False)), "failed", "3 in a row"),
+        (evidence(START, GAVE_UP, REFUSED, job_ended("gave up or refused", False)), "failed", "a loss spike"),
+        (evidence(START, job_ended("time limit", True), JOB_STARTED, locks=[elsewhere(9)]), "running", "starting"),
         (evidence(START, event("stop", step=12)), "stopped", "on request after step 12"),
         (evidence(START, event("finish", step=100), checkpoint=100), "done", ""),
         (evidence(START, event("finish"), event(ENDED, next="finished"), checkpoint=100), "done", ""),
@@ -100,13 +113,27 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
     assert num_attempts([*begun, event("resume")], is_running=True) == 3
 
 
-def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request():
+def test_trouble_is_told_in_words_and_a_second_job_that_was_refused_is_none():
+    lost = job_ended("host n2 failed", True)
+    assert last_failure([START, lost]) == ("host n2 failed", NOW)
+    assert last_failure([START, RETRY, job_ended("finished", False)]) == ("rank 1 was ended by SIGKILL", NOW)
+    assert last_failure([START, event("finish")]) is None
+    second = [event("job_started", job="18"), job_ended("refused: job 17 has the run", False) | {"job": "18"}]
+    ledger = [event("submitted", job="17"), START, *second]
+    assert without_refused_jobs(ledger) == ledger[:2]
+    assert last_job(without_refused_jobs(ledger)) == "17"
+
+
+def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_or_in_the_queue():
     measured = Measured(seconds=30.0)
     running = evidence(event("start", 60), RETRY, event("resume", 10), measured=measured)
     assert goodput(running, is_running=True) == pytest.approx(0.5)
     stopped = [event("start", 1000), event("stop", 960), event("resume", 20)]
     assert goodput(evidence(*stopped, measured=measured), is_running=True) == pytest.approx(0.5)
     assert goodput(evidence(*stopped, event("finish"), measured=measured), is_running=False) == pytest.approx(0.5)
+    preempted = job_ended("preempted", True) | {"time": event("", 80)["time"]}
+    queue = evidence(event("start", 100), preempted, event("job_started", 40), event("resume", 30), measured=measured)
+    assert goodput(queue, is_running=True) == pytest.approx(0.5)
     killed = evidence(event("start", 100), beats=[beat(40)], measured=measured)
     assert goodput(killed, is_running=False) == pytest.approx(0.5)
     assert goodput(evidence(), is_running=False) is None
