@@ -21,6 +21,7 @@ from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed import World, from_main_rank, raise_together, sum_over_ranks
 from pretrain.evaluate import training_evaluator
 from pretrain.faults import Fault, fault_from_environment
+from pretrain.fence import VARIABLE, Fence
 from pretrain.healer import Healer, SpikeFound, name_suspects, rewind
 from pretrain.healing import OUT_OF_MEMORY, fitting, memory_settings, passing_over, segments_behind, windows_passed_over
 from pretrain.heartbeat import Heartbeat
@@ -39,19 +40,22 @@ def train_in(config: RunConfig, directory: Path, world: World) -> int:
     accumulation_steps(config, world.world_size)
     fault = fault_from_environment()
     run_dir = RunDir(directory)
+    token = os.environ.get(VARIABLE)
     with contextlib.ExitStack() as stack:
         # Rank 0 opens the directory for all; if it is refused, every rank ends with the same words.
         with raise_together():
             if world.is_main:
-                stack.enter_context(run_dir.locked())
+                stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
+        fence = Fence(run_dir.path, from_main_rank(token or secrets.token_hex(4)))
+        if world.is_main and token is None:
+            fence.claim()
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
         heartbeat = stack.enter_context(Heartbeat(run_dir.heartbeats, world.rank, config.engine.hang_seconds))
-        attempt = from_main_rank(os.environ.get("PRETRAIN_ATTEMPT") or secrets.token_hex(4))
         for number in range(10**6):
-            name = f"{attempt}.{number}" if number else attempt
-            status = _attempt(config, run_dir, world, name, stop, fault, heartbeat)
+            name = f"{fence.token}.{number}" if number else fence.token
+            status = _attempt(config, run_dir, world, name, fence, stop, fault, heartbeat)
             if status is not None:
                 return status
             gc.collect()  # the engine that was left holds on to itself
@@ -63,6 +67,7 @@ def _attempt(
     run_dir: RunDir,
     world: World,
     attempt: str,
+    fence: Fence,
     stop: StopRequest,
     fault: Fault,
     heartbeat: Heartbeat,
@@ -71,7 +76,7 @@ def _attempt(
     ledger = from_main_rank(run_dir.read_ledger() if world.is_main else [])
     fitted = fitting(config, world.world_size, ledger)
     try:
-        finished = _train_from_newest(fitted, run_dir, world, attempt, stop, fault, heartbeat)
+        finished = _train_from_newest(fitted, run_dir, world, attempt, fence, stop, fault, heartbeat)
     except SpikeFound as found:
         spike = found.spike
     except torch.OutOfMemoryError as error:
@@ -89,12 +94,13 @@ def _train_from_newest(
     run_dir: RunDir,
     world: World,
     attempt: str,
+    fence: Fence,
     stop: StopRequest,
     fault: Fault,
     heartbeat: Heartbeat,
 ) -> bool:
     engine = fault.planted_in(build_engine(config, world))
-    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id)
+    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
     num_slots = accumulation_steps(config, world.world_size)
     state = checkpointer.restore_latest(engine) or TrainState.fresh(num_slots)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
@@ -110,7 +116,8 @@ def _train_from_newest(
     batches = passing_over(stream, segments_behind(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         heartbeat.beat(state.step, "train")
-        metrics = Metrics(config, run_dir, world, state, prefetcher, ForwardClock(engine.module, world.device))
+        clock = ForwardClock(engine.module, world.device)
+        metrics = Metrics(config, run_dir, world, state, prefetcher, clock, fence.check)
         healer = Healer(config, run_dir, world, state)
         evaluate = training_evaluator(config, engine)
         try:

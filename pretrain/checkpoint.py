@@ -31,17 +31,27 @@ INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and 
 class Checkpointer:
     """Saves and restores one run. `attempt` is a token that all ranks of this start share and no other start has.
 
-    Checkpoints say `run_id`, and those of another run are refused.
+    Checkpoints say `run_id`, and those of another run are refused. `may_write` is asked before anything is published; it
+    raises UserError in a start that has been overtaken.
     A context manager: a save still under way at its end is given up, so `finish` before. All ranks call `save`,
     `finish` and `restore_latest` together.
     """
 
-    def __init__(self, run: RunConfig, root: Path, world: World, attempt: str, run_id: str) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        root: Path,
+        world: World,
+        attempt: str,
+        run_id: str,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run = run
         self._root = root
         self._world = world
         self._attempt = attempt
         self._run_id = run_id
+        self._may_write = may_write
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
 
@@ -146,7 +156,7 @@ class Checkpointer:
         kept = self._run.checkpoint
 
         def publish(while_waiting: Callable[[], None]) -> None:
-            files.publish(partial, final, index, self._world.world_size, while_waiting)
+            files.publish(partial, final, index, self._world.world_size, while_waiting, self._may_write)
             files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish

@@ -68,16 +68,22 @@ class Checkpoint:
 
 
 def publish(
-    partial: Path, final: Path, index: dict[str, Any], num_ranks: int, while_waiting: Callable[[], None] = lambda: None
+    partial: Path,
+    final: Path,
+    index: dict[str, Any],
+    num_ranks: int,
+    while_waiting: Callable[[], None] = lambda: None,
+    before_naming: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait for every rank's list of files, write index and marker, and give the directory its name (rank 0 only).
 
-    `while_waiting` is called again and again and may raise to give up.
+    `while_waiting` is called again and again and may raise to give up, `before_naming` once, at the last moment.
     """
     reports = [_wait_for_json(partial / rank_file("rank", rank), while_waiting) for rank in range(num_ranks)]
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
+    before_naming()
     if final.exists():  # a refused one, or one that a rewind went behind
         _remove(final)
     partial.rename(final)

@@ -18,7 +18,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,10 @@ class _Step:
 
 
 class Metrics:
-    """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again."""
+    """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again.
+
+    `may_write` is asked before each writing; it raises UserError in a start that has been overtaken.
+    """
 
     def __init__(
         self,
@@ -66,11 +69,13 @@ class Metrics:
         state: TrainState,
         prefetcher: Prefetcher,
         forward_clock: ForwardClock,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._run_dir = run_dir
         self._world = world
         self._prefetcher = prefetcher
+        self._may_write = may_write
         self._forward_clock = forward_clock
         self._stragglers = StragglerWatch(run.healing.straggler_ratio)
         self._tensorboard: SummaryWriter | None = None
@@ -189,6 +194,7 @@ class Metrics:
         }
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
+        self._may_write()
         with open(self._run_dir.metrics, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         if self._tensorboard is None:

@@ -48,7 +48,7 @@ MAY_CHANGE = (
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
 )
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
-_BEFORE_IDENTITY = ("config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
+_BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,11 @@ class RunDir:
         return [event for event in events if event is not None]
 
     @contextlib.contextmanager
-    def locked(self, holder: str = "train") -> Iterator[None]:
+    def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:
         """Keep a second `holder` out of this directory, at the latest until this process ends.
 
-        Raises ConfigError, which says who has it.
+        Raises ConfigError, which says who has it. A holder that is fenced off goes on beside one of another host: that
+        one may be cut off from the world, and then nothing but its attempt's token keeps it from writing.
 
         `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started holds the other.
         """
@@ -198,6 +199,9 @@ class RunDir:
             except OSError:
                 file.seek(0)
                 owner = file.read().decode(errors="replace").strip() or "another process"
+                if is_fenced and not owner.endswith(f" on {socket.gethostname()}"):
+                    yield
+                    return
                 raise ConfigError(
                     f"{self.path} is in use by {owner}; wait for it, stop it, or choose another --run-dir"
                 ) from None

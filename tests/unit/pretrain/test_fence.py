@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from data_pipeline.errors import UserError
+from pretrain.fence import Fence
+
+
+def test_only_the_newest_attempt_may_write(tmp_path):
+    old, new = Fence(tmp_path, "7.0.1"), Fence(tmp_path, "7.1.2")
+    old.claim()
+    old.check()
+    new.claim()
+    new.check()
+    with pytest.raises(UserError, match=r"attempt 7\.0\.1 ends here: 7\.1\.2 has taken over"):
+        old.check()
