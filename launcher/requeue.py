@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,7 +38,7 @@ class Attempt:
     step_before: int
     step_after: int
     first_failure: int | None = None  # the rank that ended badly first, where that was seen
-    hung: bool = False  # ended by us, since no rank made a step for too long
+    hung: bool = False  # a rank's watchdog ended it, since a step took too long
 
     @property
     def made_progress(self) -> bool:
@@ -91,7 +92,8 @@ def fruitless_attempts(attempts: Sequence[Attempt]) -> int:
 def failure_of(attempt: Attempt) -> str:
     """The first-hand failure in words."""
     if attempt.hung:
-        return "the ranks hung"
+        silent = [rank for rank, status in enumerate(attempt.statuses) if status == -signal.SIGKILL]
+        return "the ranks hung" + (f"; rank {silent[0]} gave no sign of life" if len(silent) == 1 else "")
     failed = [rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)]
     rank = failed[0] if attempt.first_failure is None else attempt.first_failure
     return f"rank {rank} {status_in_words(attempt.statuses[rank])}"

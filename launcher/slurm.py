@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from data_pipeline.errors import ConfigError, UserError
+
+T = TypeVar("T")
 
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")  # a surrounding job's would change ours
 _UNREACHABLE = ("unable to contact", "timed out", "connection refused", "connect failure", "zero bytes", "unreachable")
@@ -77,26 +80,34 @@ class Partition:
     time_limit: str
 
 
-def submit(script: Path, name: str, say: Callable[[str], None] = print, patience: float = 300.0) -> str:
+def patiently(ask: Callable[[], T], say: Callable[[str], None] = print, patience: float = 300.0) -> T:
+    """What `ask` returns; while the controller does not answer it is asked again, for `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return ask()
+        except SlurmUnreachable as error:
+            if time.monotonic() > deadline:
+                raise
+            say(f"{error}; asking again")
+            _wait_for_controller(deadline)
+
+
+def submit(script: Path, name: str) -> str:
     """Hand a batch script whose job is called `name` to Slurm; the job's id.
 
     There is never a second live job of that name: where an answer was lost, the job is looked for before another try.
     """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            if live := live_jobs(name):
-                return live[0].id
-            result = _run(["sbatch", "--parsable", str(script)])
-        except SlurmUnreachable as error:
-            if time.monotonic() > deadline:
-                raise
-            say(f"{error}; trying for {deadline - time.monotonic():.0f} s more")
-            _wait_for_controller(deadline)
-            continue
+
+    def find_or_submit() -> str:
+        if live := live_jobs(name):
+            return live[0].id
+        result = _run(["sbatch", "--parsable", str(script)])
         if result.returncode:
             raise ConfigError(f"sbatch refused {script}: {_one_line(result.stderr)}")
         return result.stdout.strip().split(";")[0]
+
+    return patiently(find_or_submit)
 
 
 def own_job() -> str:
@@ -159,15 +170,12 @@ def cancel(job: str) -> None:
     _checked(["scancel", job])
 
 
-def requeue(job: str, exclude: Sequence[str] = ()) -> None:
-    """Put a job back into the queue at once, away from the hosts to `exclude`.
+def requeue(job: str) -> None:
+    """Put a job back into the queue at once; ends what it runs now, this process too if it is the job's.
 
-    Ends what the job runs now, and with it this process if it is the job's.
+    Slurm then holds it back for the life of a credential, by default two minutes.
     """
     _checked(["scontrol", "requeue", job])
-    changes = [f"ExcNodeList={','.join(exclude)}"] if exclude else []
-    # Slurm holds a requeued job back for the life of a credential, two minutes; its owner need not wait.
-    _run(["scontrol", "update", f"JobId={job}", "StartTime=now", *changes])
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,20 +58,22 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
 
 
 class SlurmRanks:
-    """One attempt, already started."""
+    """One attempt, already started; `variables` are those that all its ranks share."""
 
-    def __init__(self, command: Sequence[str], step: Step, run_dir: RunDir, attempt: int, port: int) -> None:
+    def __init__(
+        self, command: Sequence[str], step: Step, run_dir: RunDir, attempt: int, variables: Mapping[str, str]
+    ) -> None:
         self.first_failure: int | None = None
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         self.logs = [run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)]
         task = ["-m", "launcher.task", str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"), *command]
-        meeting_point = {"MASTER_ADDR": step.hosts[0], "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1"}
+        meeting_point = {"MASTER_ADDR": step.hosts[0], "PYTHONUNBUFFERED": "1"}
         line = srun_command(step, task, mounts=[run_dir.path])
         with open(run_dir.logs / f"attempt-{attempt}-srun.log", "ab") as log:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
             self._srun = subprocess.Popen(
-                line, env={**os.environ, **meeting_point}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                line, env={**os.environ, **meeting_point, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:

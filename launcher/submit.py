@@ -82,7 +82,7 @@ def submit(job: Job, config: RunConfig) -> str:
     run_dir = RunDir(job.run_dir)
     if run_dir.exists():
         RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
-    check_request(job.cluster, job.nodes, slurm.partitions())
+    check_request(job.cluster, job.nodes, slurm.patiently(slurm.partitions))
     with run_dir.locked("submit"):
         if live := slurm.live_jobs(job.name):
             raise ConfigError(

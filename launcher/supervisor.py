@@ -6,17 +6,20 @@ How ranks are started is the caller's: on this machine, or as steps of a Slurm j
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, Protocol
 
 from launcher.requeue import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts
 from pretrain.checkpoint_files import steps_on_disk
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
 
+_WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
     NextAction.STOPPED: EXIT_STOPPED,
@@ -28,6 +31,7 @@ EXIT_STATUS = {
 class Ranks(Protocol):
     """The ranks of one attempt, already started."""
 
+    logs: list[Path]  # in rank order
     first_failure: int | None  # the rank that ended badly first, known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
@@ -48,14 +52,18 @@ class Ranks(Protocol):
 
 
 class StopSignals:
-    """Counts SIGINT and SIGTERM instead of dying of them: the first asks the ranks to stop, a second SIGINT kills."""
+    """Counts SIGINT and SIGTERM instead of dying of them: the first asks the ranks to stop, a second SIGINT kills.
+
+    SIGUSR1, Slurm's notice ahead of a time limit, asks too. `received` has them all in order.
+    """
 
     def __init__(self) -> None:
         self.requests = 0
+        self.received: list[int] = []
         self._previous = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._count)
         return self
 
@@ -66,6 +74,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
         self.requests += 1 if number == signal.SIGINT or not self.requests else 0
 
 
@@ -75,26 +84,31 @@ def supervise(
     policy: Policy,
     stop: StopSignals,
     say: Callable[[str], None] = print,
+    past: Sequence[Attempt] = (),
+    meanwhile: Callable[[], None] = lambda: None,
+    tags: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Attempt after attempt until the run is finished, stopped, refused or hopeless; returns the exit status.
 
-    `start(number)` begins attempt `number` and returns its ranks.
+    `start(number)` begins attempt `number` and returns its ranks; `past` are attempts before this call that count;
+    `meanwhile` is called many times a second while ranks run; `tags` go into every event of the journal.
     """
-    attempts: list[Attempt] = []
+    attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):
         before = newest_step(run_dir)
         ranks = start(number)
-        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, say)))
+        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, say)))
         attempts.append(
             Attempt(
                 statuses=statuses,
                 step_before=before,
                 step_after=newest_step(run_dir),
                 first_failure=ranks.first_failure,
+                hung=any(map(_shows_a_hang, ranks.logs)),
             )
         )
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)
-        _record(run_dir, number, attempts[-1], decision)
+        _record(run_dir, number, attempts[-1], decision, tags)
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
             say(ranks.failure_in_words(statuses))
         if decision.action is not NextAction.RETRY:
@@ -123,12 +137,15 @@ def next_attempt_number(run_dir: RunDir) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 
-def _stopper(ranks: Ranks, stop: StopSignals, say: Callable[[str], None]) -> Callable[[], None]:
+def _stopper(
+    ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None], say: Callable[[str], None]
+) -> Callable[[], None]:
     """Passes a request to stop on to the ranks, once; the second one kills them."""
     passed_on = 0
 
     def look() -> None:
         nonlocal passed_on
+        meanwhile()
         if stop.requests == passed_on:
             return
         if passed_on == 0:
@@ -151,7 +168,12 @@ def _pause(seconds: float, stop: StopSignals) -> bool:
     return not stop.requests
 
 
-def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision) -> None:
+def _shows_a_hang(log: Path) -> bool:
+    """Whether the rank's watchdog ended it: the stacks it wrote are headed by how long it had waited."""
+    return log.exists() and _WATCHDOG.search(log.read_text(errors="replace")) is not None
+
+
+def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision, tags: Mapping[str, Any]) -> None:
     if not run_dir.exists():  # refused before there was a run
         return
     run_dir.append_ledger(
@@ -159,9 +181,11 @@ def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision) 
             "event": "attempt_ended",
             "attempt_number": number,
             "statuses": list(attempt.statuses),
+            "step_before": attempt.step_before,
             "step": attempt.step_after,
             "next": decision.action.value,
             "reason": decision.reason,
+            **tags,
         }
     )
 

@@ -9,7 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from pretrain.local_ranks import EXIT_STOPPED
+
+GRACE_SECONDS = 2.0
 
 
 def main() -> int:
@@ -29,10 +35,12 @@ def main() -> int:
             [sys.executable, *command], env=rank_variables(os.environ), stdout=file, stderr=file
         ).wait()
     log.with_suffix(".status").write_text(str(status))
+    if status not in (0, EXIT_STOPPED):
+        time.sleep(GRACE_SECONDS)  # srun ends the others when this task fails: let them say what they saw
     return 0 if status == 0 else 1
 
 
-def rank_variables(environment: os._Environ[str]) -> dict[str, str]:
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a rank: Slurm's numbers under the names the trainer reads."""
     return {
         **environment,

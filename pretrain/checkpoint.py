@@ -31,8 +31,8 @@ INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and 
 class Checkpointer:
     """Saves and restores one run. `attempt` is a token that all ranks of this start share and no other start has.
 
-    Checkpoints say `run_id`, and those of another run are refused. `may_write` is asked before anything is published; it
-    raises UserError in a start that has been overtaken.
+    Checkpoints say `run_id`, and those of another run are refused. `may_write` is asked before anything is published;
+    it raises UserError in a start that has been overtaken.
     A context manager: a save still under way at its end is given up, so `finish` before. All ranks call `save`,
     `finish` and `restore_latest` together.
     """

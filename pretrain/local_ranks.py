@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from pretrain.fence import VARIABLE
+
 # What a rank's process ends with when it was asked to stop and saved itself (EX_TEMPFAIL of sysexits.h).
 EXIT_STOPPED = 75
 # What it ends with when a forward or backward pass found no memory: all ranks have to start again with less at a time.
@@ -173,7 +175,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return {
         "OMP_NUM_THREADS": str(threads),
-        **{key: value for key, value in environment.items() if not key.startswith("SLURM_")},
+        **{key: value for key, value in environment.items() if not key.startswith(("SLURM_", VARIABLE))},
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",

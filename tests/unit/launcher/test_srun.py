@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster import ClusterConfig
+from launcher.srun import Step, free_port_near, srun_command
+from launcher.task import rank_variables
+
+STEP = Step(hosts=("n1", "n2", "n3"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
+
+
+def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
+    command = srun_command(STEP, ["-m", "launcher.task"])
+    assert command[-3:] == [sys.executable, "-m", "launcher.task"]
+    wanted = {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--nodelist=n1,n2"}
+    assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
+
+
+def in_container(**settings) -> list[str]:
+    cluster = ClusterConfig(gpus_per_node=2, container_image="/images/x.sqsh", container_mounts=("/data",), **settings)
+    return srun_command(dataclasses.replace(STEP, cluster=cluster), ["-m", "launcher.task"], mounts=[Path("/runs/a")])
+
+
+def test_pyxis_gets_the_image_and_sees_run_and_data():
+    command = in_container()
+    assert "--container-image=/images/x.sqsh" in command
+    assert "--container-mounts=/runs/a:/runs/a,/data:/data" in command
+    assert f"--container-workdir={os.getcwd()}" in command
+    assert command[-3:] == ["python3", "-m", "launcher.task"]
+
+
+def test_apptainer_runs_the_task_inside_the_image():
+    command = in_container(container_runtime="apptainer", container_python="/opt/python")
+    begin = command.index("apptainer")
+    binds = ["--nv", "--bind=/runs/a", "--bind=/data", f"--pwd={os.getcwd()}"]
+    assert command[begin:] == ["apptainer", "exec", *binds, "/images/x.sqsh", "/opt/python", "-m", "launcher.task"]
+
+
+def test_a_taken_port_is_passed_over():
+    port = free_port_near(17)
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        assert free_port_near(17) == port + 1
+
+
+def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
+    variables = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NUM_NODES": "4",
+    }
+    ranks = rank_variables(variables)
+    assert (ranks["RANK"], ranks["WORLD_SIZE"], ranks["LOCAL_RANK"], ranks["LOCAL_WORLD_SIZE"]) == ("5", "8", "1", "2")
+
+
+TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+
+
+def run_task(log: str, code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher.task", log, "-c", code]
+    return subprocess.run(command, env={**os.environ, **TASK}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("pass", 0), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", -9)]
+)
+def test_a_task_writes_down_how_its_trainer_ended(tmp_path, code, status):
+    result = run_task(str(tmp_path / "rank-{rank}.log"), code)
+    assert result.returncode == (0 if status == 0 else 1)
+    assert json.loads((tmp_path / "rank-3.status").read_text()) == status
+
+
+def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
+    result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
+    assert result.returncode == 2
+    assert "put the run on a disk that all hosts share" in result.stderr
