@@ -1,0 +1,36 @@
+"""A start that was overtaken: its ranks may live on, on a host that was cut off, but they change nothing any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pretrain.checkpoint_files import steps_on_disk
+from pretrain.fence import VARIABLE, Fence
+from pretrain.run_dir import RunDir
+
+SETTINGS = """model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16}}
+data: {{path: {corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: 10}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 5}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{interval: 1, tensorboard: false}}
+"""
+
+
+def test_an_overtaken_start_writes_neither_measurements_nor_checkpoints(tiny_corpus: Path, tmp_path: Path):
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(SETTINGS.format(corpus=tiny_corpus))
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    Fence(run_dir.path, "newer").claim()
+    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
+    environment = {**os.environ, VARIABLE: "older"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "attempt older ends here: newer has taken over" in result.stderr
+    assert run_dir.read_metrics() == []
+    assert steps_on_disk(run_dir.checkpoints) == []
