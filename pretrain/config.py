@@ -14,7 +14,7 @@ from data_pipeline.mixture_part import MixturePart
 from pretrain.model_config import ModelConfig
 
 Precision = Literal["fp32", "bf16"]
-ActivationCheckpointing = Literal["none", "full"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "plain"]
 
 
@@ -70,7 +70,9 @@ class EngineConfig:
     kind: Literal["deepspeed", "torch"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Precision = "fp32"
-    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"  # selective: attention's scores and weights alone
+    checkpoint_every: int = 1  # of so many layers one is checkpointed
+    offload_optimizer: bool = False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
     attention_kernel: AttentionKernel = "auto"  # the fastest for the device, or plain torch operations to compare with
     head_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
     micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
@@ -81,6 +83,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.head_chunk_tokens < 0:
             raise ConfigError(f"engine.head_chunk_tokens={self.head_chunk_tokens} must be 0 (all at once) or more")
+        if self.checkpoint_every < 1:
+            raise ConfigError(f"engine.checkpoint_every={self.checkpoint_every} must be 1 (every layer) or more")
+        if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
+            raise ConfigError(
+                f"engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
+                f"{self.kind} and {self.zero_stage}"
+            )
         if self.hang_seconds < 0:
             raise ConfigError(f"engine.hang_seconds={self.hang_seconds:g} must be 0 (wait for ever) or more")
 

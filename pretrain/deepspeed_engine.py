@@ -48,6 +48,9 @@ def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -
             "memory_efficient_linear": False,
         },
     }
+    if run.engine.offload_optimizer:
+        derived["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        derived["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW is as fast there and needs no compiler
     if run.engine.precision == "bf16":
         derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
         if run.engine.zero_stage > 0:  # stage 0 cannot accumulate in another type than the weights'

@@ -84,7 +84,8 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
     explain = bool(arguments.explain)
     return [
         f"{config.name}: {world_size} ranks ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
-        f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}",
+        f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}"
+        + (f" of every {config.engine.checkpoint_every} layers one" if config.engine.checkpoint_every > 1 else ""),
         "",
         *_parameter_lines(parameters, explain),
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,14 +123,7 @@ class TorchEngine:
         self._master.train()
         self.module: nn.Module = self._master
         if run.engine.precision == "bf16":
-            self.module = TransformerXL(
-                self._master.config,
-                run.engine.activation_checkpointing,
-                run.engine.attention_kernel,
-                run.engine.head_chunk_tokens,
-            ).to(world.device)
-            self.module.to(torch.bfloat16)
-            self._copy_master_to_module()
+            self.module = copy.deepcopy(self._master).to(torch.bfloat16)
         self._optimizer = build_adamw(self._master, run.optim)
         self._create_moments()
 

@@ -146,5 +146,7 @@ def memory_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         "zero_stage": engine.zero_stage,
         "precision": engine.precision,
         "activation_checkpointing": engine.activation_checkpointing,
+        "checkpoint_every": engine.checkpoint_every,
+        "offload_optimizer": engine.offload_optimizer,
         "head_chunk_tokens": engine.head_chunk_tokens,
     }

@@ -39,6 +39,8 @@ MAY_CHANGE = (
     "engine.zero_stage",
     "engine.precision",
     "engine.activation_checkpointing",
+    "engine.checkpoint_every",
+    "engine.offload_optimizer",
     "engine.attention_kernel",
     "engine.head_chunk_tokens",
     "engine.micro_batch_lanes",

@@ -145,7 +145,11 @@ def build_engine(config: RunConfig, world: World) -> Engine:
     torch.manual_seed(config.seed)
     engine = config.engine
     module = TransformerXL(
-        config.model, engine.activation_checkpointing, engine.attention_kernel, engine.head_chunk_tokens
+        config.model,
+        engine.activation_checkpointing,
+        engine.attention_kernel,
+        engine.head_chunk_tokens,
+        engine.checkpoint_every,
     )
     slots = accumulation_steps(config, world.world_size)
     if config.engine.kind == "torch":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import AttentionKernel, ModelConfig
 from pretrain.model.attention_paths import DistanceTerms, WeightDropout, path_for
@@ -34,6 +35,7 @@ class RelativeAttention(nn.Module):
         std = config.init_std
         self._layer = layer
         self._kernel: AttentionKernel = kernel
+        self.recomputes_scores = False  # in the backward pass, instead of keeping them: selective checkpointing
         self._positions = config.positions
         self._head_width = config.head_width
         self._num_key_heads = config.key_heads
@@ -134,7 +136,12 @@ class RelativeAttention(nn.Module):
         """What the queries read from `parts`, which together are the C keys and values: [B, L, D]."""
         attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
         weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
-        attended_BLNH = attend(query_BLNH, parts, terms, visibility, weight_dropout)
+        inputs = (query_BLNH, parts, terms, visibility, weight_dropout)
+        if self.recomputes_scores and torch.is_grad_enabled():
+            # Scores are the most to keep and the least to repeat (Korthikanti et al. 2022).
+            attended_BLNH = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            attended_BLNH = attend(*inputs)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 

@@ -51,6 +51,7 @@ class TransformerXL(nn.Module):
         activation_checkpointing: ActivationCheckpointing = "none",
         attention_kernel: AttentionKernel = "auto",
         head_chunk_tokens: int = 0,
+        checkpoint_every: int = 1,
     ) -> None:
         super().__init__()
         if config.vocab_size < 1:
@@ -59,8 +60,11 @@ class TransformerXL(nn.Module):
             )
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.checkpoint_every = checkpoint_every
         self.embedding = Embedding(config)
         layers = [TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)]
+        for layer in layers[::checkpoint_every]:
+            layer.attention.recomputes_scores = activation_checkpointing == "selective"
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
@@ -150,15 +154,16 @@ class TransformerXL(nn.Module):
             inputs_BLD.append(hidden_BLD)
             memory_BMD = torch.cat([compressed[index], recent[index]], dim=1) if compressed else recent[index]
             inputs = (hidden_BLD, memory_BMD, positions_CX, self.content_bias, self.position_bias)
-            hidden_BLD = self._run(layer, *inputs, visibility=visibility, dropout=dropout)
+            hidden_BLD = self._run(index, layer, *inputs, visibility=visibility, dropout=dropout)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
         if self.compressions is None:
             return hidden_BLD, extended(recent, inputs_BLD, documents_BL, length), None
         return hidden_BLD, *self._extended_and_compressed(recent, compressed, inputs_BLD, documents_BL, length)
 
-    def _run(self, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
+    def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
+        """A layer's module on its inputs, with or without keeping what its backward pass needs."""
         # The options go by name: DeepSpeed's hooks look into positional inputs only and know no such objects.
-        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
+        if self.activation_checkpointing != "full" or index % self.checkpoint_every or not torch.is_grad_enabled():
             return module(*inputs, **options)
         return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
@@ -194,7 +199,7 @@ class TransformerXL(nn.Module):
             assert isinstance(layer, TransformerLayer)
             leaving_BED = leaving_rows(recent[index], segment_BLD, count)
             own = own_BKc if self.config.isolate_documents else None
-            new_BKD, error = self._run(compression, leaving_BED, own, segment_BLD.detach(), layer=layer)
+            new_BKD, error = self._run(index, compression, leaving_BED, own, segment_BLD.detach(), layer=layer)
             rows_BKD.append(new_BKD)
             errors.append(error)
         new = (*rows_BKD, documents_BK)

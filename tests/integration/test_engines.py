@@ -48,12 +48,30 @@ def whole_and_resumed(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]
     ]
 
 
+def further_cells(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whole; where the optimizer lies elsewhere, resumed as well."""
+    return whole_and_resumed(name, engine) if "offload" in name else [cell(f"{name}-whole", engine, save_at=[])]
+
+
 MATRIX = {
     f"zero{stage}-{precision}-{checkpointing}": engine_settings(stage, precision, checkpointing, micro=2)
     for stage in STAGES
     for precision, checkpointing in (("fp32", "none"), ("fp32", "full"), ("bf16", "none"), ("bf16", "full"))
 }
 
+
+# Other ways to keep activations, and the optimizer on the CPU, under every stage that has them.
+FURTHER = {
+    f"zero{stage}-{precision}-{kind}": {**engine_settings(stage, precision, "none", micro=2), **more}
+    for kind, more in {
+        "selective": {"activation_checkpointing": "selective"},
+        "every2": {"activation_checkpointing": "full", "checkpoint_every": 2},
+        "offload": {"offload_optimizer": True},
+    }.items()
+    for stage in STAGES
+    for precision in ("fp32", "bf16")
+    if kind != "offload" or (stage and (precision == "fp32" or stage == 3))
+}
 
 # Gradients that are no numbers on one rank, and gradients longer than allowed: by every way DeepSpeed updates weights.
 HARMFUL = {
@@ -101,7 +119,8 @@ def results(tiny_corpus: Path, output: Path) -> Results:
         for kind, more in HARMFUL.items()
         if name.endswith("none")
     ]
-    train_cells(tiny_corpus, output, on_two + harmful, num_ranks=2)
+    further = [each for name, settings in FURTHER.items() for each in further_cells(name, settings)]
+    train_cells(tiny_corpus, output, on_two + harmful + further, num_ranks=2)
     plain = [
         cell(f"torch-{precision}", {"kind": "torch", **engine_settings(1, precision, "none", micro=0)})
         for precision in ("fp32", "bf16")
@@ -111,7 +130,10 @@ def results(tiny_corpus: Path, output: Path) -> Results:
         for stage, origin in ((0, 3), (3, 1), (1, 2))
     ]
     train_cells(tiny_corpus, output, plain + fewer, num_ranks=1)
-    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + harmful + plain + fewer}
+    return {
+        each["name"]: read_result(output / f"{each['name']}.json")
+        for each in on_two + harmful + further + plain + fewer
+    }
 
 
 def read_result(path: Path) -> dict[str, dict[int, float]]:
@@ -125,7 +147,7 @@ def largest_difference(left: dict[int, float], right: dict[int, float]) -> float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", [*MATRIX, *FURTHER])
 def test_each_cell_agrees_with_plain_torch_on_one_process(results: Results, name: str) -> None:
     precision = name.split("-")[1]
     plain, whole = results[f"torch-{precision}"], results[f"{name}-whole"]
@@ -153,7 +175,7 @@ def test_gradient_norms_agree_with_plain_torch(results: Results, name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", [*MATRIX, *(name for name in FURTHER if "offload" in name)])
 def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: Path, name: str) -> None:
     whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]

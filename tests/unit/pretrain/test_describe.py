@@ -77,6 +77,11 @@ def test_each_zero_stage_divides_what_it_says():
 def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
     plain, full = parts_of(run_config()), parts_of(run_config(activation_checkpointing="full"))
     assert full["activations"] < 0.5 * plain["activations"]
+    selective = parts_of(run_config(activation_checkpointing="selective"))
+    half = parts_of(run_config(activation_checkpointing="full", checkpoint_every=2))
+    assert full["activations"] < selective["activations"] < plain["activations"]
+    assert full["activations"] < half["activations"] < plain["activations"]
+    assert parts_of(run_config(offload_optimizer=True))["optimizer"] == 0
     halved = parts_of(run_config(micro_batch_lanes=2))
     assert halved["activations"] == pytest.approx(plain["activations"] / 2, rel=0.05)
     assert halved["recurrent memory"] == plain["recurrent memory"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility, forbidden_LC
@@ -134,17 +134,26 @@ def test_log_probabilities_sum_to_one_and_hold_the_loss(variant: str) -> None:
     torch.testing.assert_close(last_BLV, logits_BLV[:, -2:])
 
 
+def checkpointed(model: TransformerXL, kind: ActivationCheckpointing, every: int = 1) -> TransformerXL:
+    """The same model in every bit that keeps less for its backward pass."""
+    other = TransformerXL(model.config, kind, checkpoint_every=every).double()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+CHECKPOINTING: list[tuple[ActivationCheckpointing, int]] = [("full", 1), ("full", 2), ("selective", 1)]
+
+
 @ALL_VARIANTS
 def test_checkpointed_layers_give_bitwise_the_same_gradients_with_dropout(variant: str) -> None:
-    results = {}
-    for kind in ("none", "full"):
-        model = tiny_model(**VARIANTS[variant], **DROPPING)
-        model.activation_checkpointing = kind
-        results[kind] = (train_two_segments(model, [0, 1, 2]), gradients(model))
-    assert torch.equal(results["none"][0], results["full"][0])
-    assert results["none"][1].keys() == results["full"][1].keys() == dict(model.named_parameters()).keys()
-    for name, gradient in results["none"][1].items():
-        assert torch.equal(gradient, results["full"][1][name]), name
+    plain = tiny_model(**VARIANTS[variant], **DROPPING)
+    expected = train_two_segments(plain, [0, 1, 2])
+    for kind, every in CHECKPOINTING:
+        model = checkpointed(plain, kind, every)
+        assert torch.equal(train_two_segments(model, [0, 1, 2]), expected)
+        assert gradients(model).keys() == dict(model.named_parameters()).keys()
+        for name, gradient in gradients(plain).items():
+            assert torch.equal(gradient, gradients(model)[name]), (kind, every, name)
 
 
 @pytest.mark.parametrize("variant", ["plain", "adaptive_div2", "rope"])
@@ -181,6 +190,29 @@ def test_checkpointing_recomputes_layers_in_the_backward_pass() -> None:
     assert calls == 1
     nll_BL.mean().backward()
     assert calls == 2
+
+
+def test_of_every_k_layers_one_is_recomputed() -> None:
+    model = checkpointed(tiny_model(num_layers=5), "full", 2)
+    calls = [0] * 5
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    nll_BL, _ = model(random_tokens(2, 6), random_tokens(2, 6, 1))
+    nll_BL.mean().backward()
+    assert calls == [2, 1, 2, 1, 2]
+
+
+def test_selective_checkpointing_keeps_no_scores() -> None:
+    kept = {}
+    for kind in ("none", "selective"):
+        model, shapes = checkpointed(tiny_model(), kind), set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, shapes=shapes: (shapes.add(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
+        ):
+            model(random_tokens(3, 9), random_tokens(3, 9, 1))
+        kept[kind] = {shape for shape in shapes if shape[-2:] == (9, 9)}
+    assert kept["none"]
+    assert not kept["selective"]
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[3], [1], [0, 2]], [[3, 2, 1, 0]]])
