@@ -28,7 +28,12 @@ class LayerActivations:
     @property
     def kept(self) -> float:
         """From forward to backward."""
-        return self._rows + self._pairs * (1 + self._drops_weights * self._is_plain) + self._masks
+        return self._rows + self.weights + self._masks
+
+    @property
+    def weights(self) -> float:
+        """Attention's weights among what is kept; selective checkpointing computes them again."""
+        return self._pairs * (1 + self._drops_weights * self._is_plain)
 
     @property
     def working(self) -> float:

@@ -79,6 +79,8 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
     parameters, stage, width = parameters_of(run.model), _stage(run), _width(run)
     # float32 weights that ZeRO does not partition are their own masters.
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
+    offloaded = run.engine.offload_optimizer
+    formula = f"{master + MOMENT_BYTES} P" + (" / R" if stage else "") + ": master weights and two moments in float32"
     gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
     return [
         Part(
@@ -88,8 +90,8 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
         ),
         Part(
             "optimizer",
-            parameters.total * (master + MOMENT_BYTES) / (world_size if stage else 1),
-            f"{master + MOMENT_BYTES} P" + (" / R" if stage else "") + ": master weights and two moments in float32",
+            0.0 if offloaded else parameters.total * (master + MOMENT_BYTES) / (world_size if stage else 1),
+            "on the CPU" if offloaded else formula,
         ),
     ]
 
@@ -109,11 +111,19 @@ def _activations(run: RunConfig, lanes: int, on_gpu: bool, logits: float) -> _Ac
     model, T = run.model, run.data.segment_length
     layer = LayerActivations(run, lanes, _width(run), on_gpu)
     one = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
+    checkpointed = -(-model.num_layers // run.engine.checkpoint_every)
     if run.engine.activation_checkpointing == "full":
-        inputs = model.num_layers * T * lanes * model.d_model * _width(run)
+        inputs = checkpointed * T * lanes * model.d_model * _width(run)
+        kept = inputs + (model.num_layers - checkpointed) * layer.kept
         again = max(0.0, layer.kept + layer.working - logits)  # computed again when the logits are gone
-        return _Activations(Part("activations", inputs + again, f"L T B d b + beyond the logits {one}, twice"), inputs)
+        other = "" if run.engine.checkpoint_every == 1 else ", all of it in the layers that are not checkpointed"
+        return _Activations(
+            Part("activations", kept + again, f"L T B d b + beyond the logits {one}, twice{other}"), kept
+        )
     kept = model.num_layers * layer.kept
+    if run.engine.activation_checkpointing == "selective":
+        kept -= (checkpointed - 1) * layer.weights
+        one += f", the weights of {'all' if run.engine.checkpoint_every == 1 else 'some'} layers but one left out"
     return _Activations(Part("activations", kept + layer.working, f"L + 1 times {one}"), kept - layer.kept)
 
 

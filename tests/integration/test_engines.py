@@ -68,9 +68,8 @@ FURTHER = {
         "every2": {"activation_checkpointing": "full", "checkpoint_every": 2},
         "offload": {"offload_optimizer": True},
     }.items()
-    for stage in STAGES
-    for precision in ("fp32", "bf16")
-    if kind != "offload" or (stage and (precision == "fp32" or stage == 3))
+    for stage, precision in (*((stage, "fp32") for stage in STAGES), (3, "bf16"))
+    if kind != "offload" or (precision == "fp32" and stage in (1, 3))
 }
 
 # Gradients that are no numbers on one rank, and gradients longer than allowed: by every way DeepSpeed updates weights.
