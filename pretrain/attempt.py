@@ -17,6 +17,7 @@ from data_pipeline.lanes import LaneStream
 from data_pipeline.mixture import open_training_data
 from data_pipeline.prefetch import Prefetcher
 from pretrain.checkpoint import Checkpointer
+from pretrain.code_version import code_version
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed import World, from_main_rank, raise_together, sum_over_ranks
 from pretrain.evaluate import training_evaluator
@@ -105,7 +106,7 @@ def _train_from_newest(
     state = checkpointer.restore_latest(engine) or TrainState.fresh(num_slots)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
-        run_dir.append_ledger({"event": "resume" if state.step else "start", **event})
+        run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})
     corpus = open_training_data(config.data.path, config.data.mixture)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     name_suspects(config, run_dir, engine, corpus, state, lanes)

@@ -152,7 +152,8 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
         f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
         f"({config.checkpoint.keep_last} kept, one being written: "
-        f"{_gib((config.checkpoint.keep_last + 1) * checkpoint_bytes(config))} of disk)",
+        f"{_gib((config.checkpoint.keep_last + 1) * checkpoint_bytes(config))} of disk)"
+        + ("  12 P + (M + compressed) (L d b + 4) for every lane" if explain else ""),
     ]
 
 
@@ -163,11 +164,17 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
     tokens_per_second = world_size * DEVICES[arguments.gpu].flops * mfu / flops_per_token
     tokens = config.optim.steps * config.tokens_per_step
     seconds = tokens / tokens_per_second
+    hours = "core-hours" if arguments.gpu == "cpu" else "GPU-hours"
+    formulas = [
+        "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
+        "  step = data.lanes x data.segment_length tokens / tokens per second; run = optim.steps of them",
+    ]
     return [
         f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, {si(86400 * tokens_per_second)} tokens a day",
         f"  step            {config.tokens_per_step / tokens_per_second:>18.3f} s  ({config.tokens_per_step:,} tokens)",
         f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
-        f"{si(flops_per_token * tokens)}FLOP, {seconds * world_size / 3600:,.1f} rank-hours)",
+        f"{si(flops_per_token * tokens)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
+        *(formulas if arguments.explain else ()),
     ]
 
 

@@ -42,7 +42,7 @@ class Row:
     learning_rate: float | str = ""
     tokens_per_step: int | str = ""
     seconds: float | str = ""  # of training, without evaluations and saves, where the run measured it
-    code: str = ""  # version of the code, where the run noted it
+    code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
 
 
@@ -137,7 +137,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,
         seconds=sum(item["seconds"] for item in measured if item.get("seconds")) or "",
-        code=next((str(event["code"]) for event in run_dir.read_ledger() if event.get("code")), ""),
+        code=" ".join(dict.fromkeys(str(event["code"]) for event in run_dir.read_ledger() if event.get("code"))),
         excluded=_reason(step, config.optim.steps, evaluations, loss),
     )
 

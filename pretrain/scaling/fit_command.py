@@ -64,6 +64,9 @@ def _collect(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
+    versions = {version for row in rows for version in row.code.split()}
+    if len(versions) > 1:
+        print(f"note: {len(versions)} versions of the code trained these cells; column code says which")
     if arguments.curves_out:
         print(
             f"{arguments.curves_out}: {write_curves(arguments.curves_out, sweep, arguments.runs_dir)} training curves"

@@ -60,7 +60,10 @@ def largest_micro_batch(run: RunConfig, world_size: int, room: float, on_gpu: bo
 
 
 def checkpoint_bytes(run: RunConfig) -> float:
-    """Weights and both moments in float32, and every lane's memory; headers come on top."""
+    """Weights and both moments in float32, and every lane's memory.
+
+    File headers and the random-number state of each rank (5 kB) come on top.
+    """
     model = run.model
     rows = run.data.lanes * (model.memory_length + model.compressed_length)
     return 12.0 * parameters_of(model).total + rows * (model.num_layers * model.d_model * _width(run) + 4)
@@ -101,7 +104,7 @@ def _gradients(run: RunConfig, world_size: int, activations: _Activations) -> Pa
     one = 4 if width == 4 or stage > 0 or run.engine.kind == "torch" else 2
     size = parameters_of(run.model).total * one / (world_size if stage >= 2 else 1)
     formula = f"{one} P" + (" / R" if stage >= 2 else "")
-    if width == 4 and stage < 2 and accumulation_steps(run, world_size) == 1:
+    if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
         # They come into being while the backward pass frees activations, so the peak sees only what exceeds those.
         return Part("gradients", max(0.0, size - activations.freed), f"{formula} beyond the activations they replace")
     return Part("gradients", size, formula)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.code_version import code_version
 from pretrain.run_dir import RunDir
 from pretrain.scaling.collect import Row, collect_rows
 from pretrain.scaling.sweep_file import read_sweep
@@ -81,6 +82,7 @@ def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(s
         assert len(losses(tmp_path / "killed", cell)) == STEPS
         assert losses(tmp_path / "killed", cell) == losses(tmp_path / "undisturbed", cell)
     assert table(sweep, tmp_path / "killed") == table(sweep, tmp_path / "undisturbed")
+    assert {row.code for row in table(sweep, tmp_path / "killed")} == {code_version()}
 
     status, _ = submit(sweep, tmp_path / "killed", "status").communicate(timeout=60)
     assert status.count("done") == len(CELLS) + 1

@@ -134,13 +134,16 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     train_by_the_law(runs / cells[3].name, config_of(cells[3], sweep_path))
     metrics = RunDir(runs / cells[3].name).metrics
     write_text(metrics, "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line))
+    RunDir(runs / cells[4].name).append_ledger({"event": "resume", "step": 9, "code": "v1-8-gdef"})
     assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
     reasons = {row["name"]: row["excluded"] for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())}
     assert "never started" in reasons[cells[0].name]
     assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
     assert reasons[cells[2].name] == "diverged: its last evaluation's loss is nan"
     assert reasons[cells[3].name] == "finished without a last evaluation"
-    assert "15 of 19 cells have a final loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "15 of 19 cells have a final loss" in said
+    assert "note: 2 versions of the code trained these cells" in said
     assert command("fit", tmp_path / "runs.csv", "--draws", 50) == 0
     said = capsys.readouterr().out
     assert all(f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
@@ -16,6 +17,7 @@ from pretrain.cli import main
 from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.context import plan_contexts
+from pretrain.scaling.memory import checkpoint_bytes
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -154,3 +156,12 @@ def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_a_real_checkpoint_has_the_bytes_that_describe_counts(swept):
+    run_dir = RunDir(swept / "runs" / "t8-m8")
+    files = run_dir.checkpoints.glob("step-00000030/*.safetensors")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    random_state = tensors.pop("random.cpu")
+    assert random_state.nbytes < 6000
+    assert sum(tensor.nbytes for tensor in tensors.values()) == checkpoint_bytes(run_dir.config)
