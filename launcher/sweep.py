@@ -13,15 +13,23 @@ from launcher.sbatch import parse_nodes
 from launcher.supervisor import StopSignals
 from launcher.sweep_jobs import array_of, classes, submit_array
 from launcher.sweep_local import run_cells
+from launcher.sweep_table import planned, write_results
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
 
+_ACTIONS = (
+    "plan: show the cells",
+    "submit: start what is neither done nor on its way",
+    "status: how each cell stands",
+    "collect: settings and results as CSV",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher sweep`."""
-    parser.add_argument("action", choices=("submit", "status"), help="start what is not done, or show how all stand")
-    parser.add_argument("sweep", type=Path, help="sweep file, as 'pretrain scale plan' writes it")
+    parser.add_argument("action", choices=("plan", "submit", "status", "collect"), help="; ".join(_ACTIONS))
+    parser.add_argument("sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them")
     parser.add_argument("--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
@@ -29,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-j", "--jobs", type=int, help="cells at a time (default: 1 here, on a cluster all)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each cell here (default %(default)s)")
     parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts of each cell; 1:4 gives each the fewest")
+    parser.add_argument("--output", type=Path, metavar="CSV", help="what 'collect' writes (default RUNS/results.csv)")
     parser.add_argument("--dry-run", action="store_true", help="print the batch scripts; write and submit nothing")
 
 
@@ -36,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     """0 when every cell is done or in the queue (or for `status`), 2 when one failed, 75 when stopped on request."""
     sweep = read_sweep(arguments.sweep)
     runs = arguments.runs_dir or Path("runs") / sweep.name
-    if arguments.action == "status":
-        return _show(read_cells(sweep, arguments.sweep, runs))
+    if arguments.action != "submit":
+        return _show(read_cells(sweep, arguments.sweep, runs), arguments, runs)
     for name in ("jobs", "ranks"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name}={value} must be 1 or more")
@@ -52,10 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     return _run_here(cells, arguments, runs)
 
 
-def _show(cells: Sequence[CellRun]) -> int:
-    from launcher.tables import console, many_runs
+def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+    from launcher.tables import console, many_runs, plain_table
 
-    console().print(many_runs([cell.state for cell in cells]))
+    if arguments.action == "collect":
+        output = arguments.output or runs / "results.csv"
+        write_results(output, cells)
+        print(f"{output}: {in_words(cells)}")
+        return 0
+    plan = arguments.action == "plan"
+    console().print(plain_table(list(map(planned, cells))) if plan else many_runs([cell.state for cell in cells]))
     print(in_words(cells))
     return 0
 
@@ -89,5 +104,6 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
         print(f"{len(failed)} cells failed: {', '.join(failed)}; the same command tries them again, and only them")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
-        print(f"all {len(cells)} cells are done; next: pretrain scale collect {arguments.sweep} --runs-dir {runs}")
+        print(f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}")
+        print(f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -89,6 +89,18 @@ def nodes_table(reports: Sequence[NodeReport]) -> Table:
             _rate(report.link_worst, "B/s") + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
             "; ".join(report.words),
         )
+    return table
+
+
+def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """A row each, under the names that the first one has."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    *columns, last = rows[0]
+    for name in columns:
+        table.add_column(name, no_wrap=True, header_style="dim")
+    table.add_column(last, overflow="fold", header_style="dim")
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 

@@ -9,21 +9,32 @@ cells:
     overrides: [seed=1, model.num_layers=4, ...]      # as on the command line
     facts: {budget: 1.0e+17, ...}    # numbers of the plan; a runner copies them, and needs none
     holdout: false                   # true: predicted from the others, never fitted
+
+Instead of cells there may be a grid, from which they follow, one for each combination, the last setting changing first:
+
+experiment: ../experiments/books.yaml
+grid: {optim.learning_rate: [3e-4, 1e-3], model.memory_length: [64, 128]}
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
-from data_pipeline.yaml_files import dump_yaml, read_tree
+from data_pipeline.yaml_files import Tree, dump_yaml, read_tree, shown
 from pretrain.config import RunConfig
 
 FORMAT = 1
+_SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # what else would not do in a directory's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,8 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
     tree = read_tree(path)
+    if "grid" in tree:
+        tree = _expanded(tree, path)
     cells = tree.get("cells")
     if isinstance(cells, list):
         # Cell by cell, because names inside a list are not checked otherwise.
@@ -75,6 +88,41 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     header = "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
     write_text(path, header + dump_yaml(to_tree(sweep)))
+
+
+def _expanded(tree: Tree, path: Path) -> Tree:
+    """The same sweep with the cells of its grid."""
+    grid, experiment = tree.pop("grid"), tree.pop("experiment", None)
+    if "cells" in tree:
+        raise ConfigError(f"{path}: cells and grid are both there; a sweep has one of them")
+    if not isinstance(experiment, str):
+        raise ConfigError(f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies")
+    if not isinstance(grid, dict) or not grid:
+        raise ConfigError(f"{path}: grid is {shown(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}")
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{path}: grid.{key} is {shown(values)}; expected a list of values, such as [1, 2]")
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return {**tree, "cells": [_cell_of(settings, experiment) for settings in combinations]}
+
+
+def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
+    texts = {key: _value_text(value) for key, value in settings.items()}
+    short = {key: key.rpartition(".")[2] for key in settings}
+    if len(set(short.values())) < len(short):
+        short = {key: key for key in settings}
+    name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
+    return {
+        "name": name,
+        "experiment": experiment,
+        "overrides": [f"name={name}", *(f"{key}={text}" for key, text in texts.items())],
+        "facts": {key: float(value) for key, value in settings.items() if type(value) in (int, float)},
+    }
+
+
+def _value_text(value: Any) -> str:
+    """As it would stand on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def cells_of(sweep: Path) -> list[CellRun]:
-    return read_cells(read_sweep(sweep), sweep, sweep.parent / "runs")
+    runs = sweep.parent / "runs"
+    return read_cells(read_sweep(sweep), sweep, runs / "grid" if sweep.name == "grid.yaml" else runs)
 
 
 def make_done(cell: CellRun) -> None:
@@ -91,6 +93,87 @@ def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["new"] * 3
     assert lines[4] == "0 of 3 cells are done"
+
+
+@pytest.fixture
+def grid(sweep: Path) -> Path:
+    path = sweep.parent / "grid.yaml"
+    path.write_text(
+        "format: 1\nname: grid\nexperiment: tiny.yaml\n"
+        "grid: {optim.learning_rate: [3e-4, 1e-3], optim.schedule.shape: [cosine], data.lanes: [4, 8]}\n"
+    )
+    return path
+
+
+def test_a_grid_becomes_a_cell_for_each_combination(grid):
+    cells = cells_of(grid)
+    assert [cell.cell.name for cell in cells] == [
+        "learning_rate_0.0003-shape_cosine-lanes_4",
+        "learning_rate_0.0003-shape_cosine-lanes_8",
+        "learning_rate_0.001-shape_cosine-lanes_4",
+        "learning_rate_0.001-shape_cosine-lanes_8",
+    ]
+    assert [(cell.config.optim.learning_rate, cell.config.data.lanes) for cell in cells] == [
+        (3e-4, 4),
+        (3e-4, 8),
+        (1e-3, 4),
+        (1e-3, 8),
+    ]
+    assert cells[0].config.name == cells[0].cell.name
+    assert cells[3].cell.facts["data.lanes"] == 8
+
+
+def test_settings_of_one_name_keep_their_full_names_in_cells(grid):
+    text = "format: 1\nname: grid\nexperiment: tiny.yaml\ngrid: {checkpoint.interval: [5], evaluation.interval: [0]}\n"
+    grid.write_text(text)
+    assert cells_of(grid)[0].cell.name == "checkpoint.interval_5-evaluation.interval_0"
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "configs" / "sweeps").glob("*.yaml")), ids=str)
+def test_every_sweep_file_is_valid(path, tmp_path):
+    assert all(cell.is_waiting for cell in read_cells(read_sweep(path), path, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grid: {seed: [1]}", "needs 'experiment: FILE'"),
+        ("experiment: tiny.yaml\ngrid: {seed: 1}", "grid.seed is 1; expected a list"),
+        ("experiment: tiny.yaml\ngrid: {}", "grid is {}"),
+        ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "cells and grid are both there"),
+        ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
+    ],
+)
+def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):
+    grid.write_text(f"format: 1\nname: grid\n{text}\n")
+    assert main(["sweep", "plan", str(grid)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plan_shows_what_the_cells_will_be(grid, capsys, monkeypatch):
+    monkeypatch.chdir(grid.parent)
+    assert main(["sweep", "plan", str(grid)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["cell", "steps", "parameters", "FLOPs", "settings"]
+    assert "optim.learning_rate=0.0003" in lines[1]
+    assert lines[1].split()[1] == "10"
+    assert lines[-1] == "0 of 4 cells are done"
+
+
+def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeypatch):
+    monkeypatch.chdir(grid.parent)
+    cell = cells_of(grid)[1]
+    make_done(cell)
+    with open(RunDir(cell.path).metrics, "a") as file:
+        file.write('{"kind": "evaluation", "step": 10, "loss": 2.5, "bits_per_byte": 1.25}\n')
+    assert main(["sweep", "collect", str(grid)]) == 0
+    assert "results.csv: 1 of 4 cells are done" in capsys.readouterr().out
+    with open("runs/grid/results.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4
+    assert rows[1]["optim.learning_rate"] == "0.0003"
+    assert (rows[1]["state"], rows[1]["train_loss"], rows[1]["evaluation_bits_per_byte"]) == ("done", "1.0", "1.25")
+    assert (rows[0]["state"], rows[0]["evaluation_bits_per_byte"]) == ("new", "")
 
 
 @pytest.mark.parametrize(
