@@ -13,6 +13,7 @@ from typing import BinaryIO
 BLOCK_BYTES = 512
 NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD, PREFIX_FIELD = slice(0, 100), slice(124, 135), slice(148, 156), slice(345, 500)
 TYPE_OFFSET = 156
+MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
 REGULAR_TYPES = (b"0", b"\0", b"7")
 PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE = b"x", b"g", b"L"
 LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
@@ -39,8 +40,8 @@ class TarMember:
         return contents
 
 
-def padded(size: int) -> int:
-    """The bytes that contents of `size` take up."""
+def padded(size):  # type: ignore[no-untyped-def]
+    """The bytes that contents of `size` take up; a number or an array of numbers."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 

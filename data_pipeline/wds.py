@@ -17,7 +17,17 @@ import numpy as np
 
 from data_pipeline.files import replacing
 from data_pipeline.shard_layout import ShardDamage, ShardLayout
-from data_pipeline.tar import BLOCK_BYTES, CHECKSUM_FIELD, SIZE_FIELD, TYPE_OFFSET, padded, pax_path
+from data_pipeline.tar import (
+    BLOCK_BYTES,
+    CHECKSUM_FIELD,
+    MAGIC,
+    MAGIC_FIELD,
+    NAME_FIELD,
+    SIZE_FIELD,
+    TYPE_OFFSET,
+    padded,
+    pax_path,
+)
 
 FIELD = ".tokens.npy"
 NUMBER_DIGITS = 8  # every shard has far fewer documents
@@ -53,54 +63,63 @@ def _key(number: int, document_id: str) -> str:
 
 
 def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
-    """Find every document by its headers alone; ShardDamage if they do not describe the whole file."""
-    raw = np.frombuffer(memory, np.uint8)
-    headers = _header_places(memory)
-    _check_sums(raw, headers)
-    is_member = raw[headers + TYPE_OFFSET] == ord("0")
-    members = headers[is_member]
-    long_names = {int(np.sum(is_member[:place])): int(headers[place]) for place in np.flatnonzero(~is_member)}
-    if not len(members):
+    """Find every document by its headers alone; ShardDamage if they do not describe the whole file.
+
+    Shapes: H headers, D documents; blocks are what a tar consists of, 512 bytes each.
+    """
+    if len(memory) % BLOCK_BYTES:
+        raise ShardDamage(f"its {len(memory)} bytes are no whole number of blocks")
+    blocks = np.frombuffer(memory, np.uint8).reshape(-1, BLOCK_BYTES)
+    headers_H, sizes_H = _find_headers(blocks)
+    is_member_H = blocks[headers_H, TYPE_OFFSET] == ord("0")
+    members_D = headers_H[is_member_H]
+    long_names = {int(is_member_H[:place].sum()): int(headers_H[place]) for place in np.flatnonzero(~is_member_H)}
+    if not len(members_D):
         raise ShardDamage("it holds no documents")
 
     def document_id(document: int) -> str:
         if document in long_names:
-            name = pax_path(memory, long_names[document])
+            name = pax_path(memory, long_names[document] * BLOCK_BYTES)
         else:
-            begin = int(members[document])
-            name = memory[begin : begin + 100].rstrip(b"\0").decode(errors="replace")
+            name = blocks[members_D[document], NAME_FIELD].tobytes().rstrip(b"\0").decode(errors="replace")
         return unquote(name.removesuffix(FIELD)[NUMBER_DIGITS + 1 :])
 
-    return ShardLayout(*_locate_tokens(raw, members, _sizes(raw, members), np.dtype(dtype)), document_id)
+    token_begins_D, lengths_D = _locate_tokens(blocks, members_D + 1, sizes_H[is_member_H], np.dtype(dtype))
+    return ShardLayout(token_begins_D, lengths_D, document_id)
 
 
-def _header_places(memory: mmap.mmap) -> np.ndarray:
-    """Byte offsets of all header blocks up to the two empty ones at the end."""
-    places, place, end = [], 0, len(memory)
-    low, high = SIZE_FIELD.start, SIZE_FIELD.stop
-    try:
-        while place < end and memory[place]:
-            places.append(place)
-            # The loop that costs time: sizes can only be followed one after the other.
-            place += BLOCK_BYTES + padded(int(memory[place + low : place + high], 8))
-    except ValueError:
-        raise ShardDamage(f"the header at byte {place} has no size") from None
-    if place + 2 * BLOCK_BYTES > end or any(memory[place:]):
-        raise ShardDamage(f"its {end} bytes do not end as a tar does behind {len(places)} members")
-    return np.array(places, np.int64)
+def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks that are headers, and the bytes of contents each announces; ShardDamage unless they fill the file.
+
+    Headers name their format at a fixed place, so all are found at once. Contents may look like a header by chance:
+    where the sizes do not lead from each to the next, they are followed one by one.
+    """
+    looks_like_header = (blocks[:, MAGIC_FIELD] == np.frombuffer(MAGIC, np.uint8)).all(1)
+    headers_H = np.flatnonzero(looks_like_header)
+    sizes_H = _octal(blocks[headers_H, SIZE_FIELD])
+    next_H = headers_H + 1 + padded(sizes_H) // BLOCK_BYTES
+    if not len(headers_H) or headers_H[0] or (next_H[:-1] != headers_H[1:]).any():
+        chain = _follow(headers_H.tolist(), next_H.tolist())
+        headers_H, sizes_H, next_H = headers_H[chain], sizes_H[chain], next_H[chain]
+    end = int(next_H[-1]) if len(next_H) else 0
+    if end + 2 > len(blocks) or blocks[end:].any():
+        raise ShardDamage(f"its {blocks.size} bytes do not end as a tar does behind {len(headers_H)} headers")
+    fields = blocks[headers_H]
+    stored_H = _octal(fields[:, CHECKSUM_FIELD][:, :6])
+    fields[:, CHECKSUM_FIELD] = ord(" ")
+    if (wrong := np.flatnonzero(fields.sum(1, dtype=np.uint32) != stored_H)).size:
+        raise ShardDamage(f"the checksum of the header at byte {headers_H[wrong[0]] * BLOCK_BYTES} is wrong")
+    return headers_H, sizes_H
 
 
-def _check_sums(raw: np.ndarray, headers: np.ndarray) -> None:
-    blocks = raw[headers[:, None] + np.arange(BLOCK_BYTES)]
-    field = blocks[:, CHECKSUM_FIELD]
-    sums = blocks.sum(1, dtype=np.int64) - field.sum(1, dtype=np.int64) + field.shape[1] * ord(" ")
-    stored = _octal(field[:, :6])
-    if (wrong := np.flatnonzero(sums != stored)).size:
-        raise ShardDamage(f"the checksum of the header at byte {headers[wrong[0]]} is wrong")
-
-
-def _sizes(raw: np.ndarray, members: np.ndarray) -> np.ndarray:
-    return _octal(raw[members[:, None] + np.arange(SIZE_FIELD.start, SIZE_FIELD.stop)])
+def _follow(candidates: list[int], following: list[int]) -> list[int]:
+    """The indices of the candidates that are reached from the first block."""
+    index_of = {block: index for index, block in enumerate(candidates)}
+    chain, block = [], 0
+    while block in index_of:
+        chain.append(index_of[block])
+        block = following[chain[-1]]
+    return chain
 
 
 def _octal(digits: np.ndarray) -> np.ndarray:
@@ -110,21 +129,18 @@ def _octal(digits: np.ndarray) -> np.ndarray:
 
 
 def _locate_tokens(
-    raw: np.ndarray, members: np.ndarray, sizes: np.ndarray, dtype: np.dtype
+    blocks: np.ndarray, first_blocks_D: np.ndarray, sizes_D: np.ndarray, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offset and number of the tokens of each member."""
-    begins = members + BLOCK_BYTES
+    """Byte offset and number of the tokens of each array."""
     text = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': (".encode()
-    if (sizes < NUMPY_HEAD_BYTES + len(text)).any():
-        raise ShardDamage("a document is too short for an array")
-    heads = raw[begins[:, None] + np.arange(NUMPY_HEAD_BYTES + len(text))]
-    is_as_expected = (heads[:, : len(NUMPY_MAGIC)] == np.frombuffer(NUMPY_MAGIC, np.uint8)).all(1)
-    is_as_expected &= (heads[:, NUMPY_HEAD_BYTES:] == np.frombuffer(text, np.uint8)).all(1)
-    if not is_as_expected.all():
-        place = int(begins[np.flatnonzero(~is_as_expected)[0]])
+    heads = blocks[first_blocks_D, : NUMPY_HEAD_BYTES + len(text)]
+    is_array = (heads[:, : len(NUMPY_MAGIC)] == np.frombuffer(NUMPY_MAGIC, np.uint8)).all(1)
+    is_array &= (heads[:, NUMPY_HEAD_BYTES:] == np.frombuffer(text, np.uint8)).all(1)
+    if not is_array.all():
+        place = int(first_blocks_D[np.flatnonzero(~is_array)[0]]) * BLOCK_BYTES
         raise ShardDamage(f"what lies at byte {place} is no array of {dtype} with one dimension")
-    text_sizes = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64) @ np.array([1, 256])
-    value_bytes = sizes - NUMPY_HEAD_BYTES - text_sizes
-    if (value_bytes <= 0).any() or (value_bytes % dtype.itemsize).any():
+    text_sizes_D = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64) @ np.array([1, 256])
+    value_bytes_D = sizes_D - NUMPY_HEAD_BYTES - text_sizes_D
+    if (value_bytes_D <= 0).any() or (value_bytes_D % dtype.itemsize).any():
         raise ShardDamage("the sizes of its token arrays are impossible")
-    return begins + NUMPY_HEAD_BYTES + text_sizes, value_bytes // dtype.itemsize
+    return first_blocks_D * BLOCK_BYTES + NUMPY_HEAD_BYTES + text_sizes_D, value_bytes_D // dtype.itemsize

@@ -67,18 +67,34 @@ def test_a_build_as_webdataset_holds_the_same_documents_as_one_as_mds(tmp_path):
         assert not verify_split(config.output / split, lambda line: None)
 
 
+def test_tokens_that_look_like_headers_are_not_taken_for_them(tmp_path):
+    header = np.frombuffer(tar_of(b"x" * 100)[:512], np.uint16)
+    tokens = np.concatenate([np.zeros(192, np.uint16), header, np.zeros(300, np.uint16), header])  # on a block
+    written = [("a", tokens), ("b", tokens[:500]), ("c", tokens)]
+    write_shard(tmp_path / "shard.00000.tar", written, tmp_path / "scratch")
+    content = (tmp_path / "shard.00000.tar").read_bytes()
+    assert sum(content[place + 257 : place + 262] == b"ustar" for place in range(0, len(content), 512)) > 3
+    reader = ShardReader(tmp_path / "shard.00000.tar", "uint16")
+    assert [reader.document_id(number) for number in range(3)] == ["a", "b", "c"]
+    assert all(np.array_equal(reader.tokens(number), tokens) for number, (_, tokens) in enumerate(written))
+
+
 def damaged(content: bytes, kind: str) -> bytes:
     array = bytearray(content)
     if kind == "empty":
         return b""
     if kind == "cut":
-        return content[: len(content) // 2]
+        return content[: len(content) // 2 // 512 * 512]
     if kind == "no end":
-        return content.rstrip(b"\0")
+        return content[: -(-len(content.rstrip(b"\0")) // 512) * 512]
+    if kind == "other file":
+        return b"x" * 512 * 20
     if kind == "only end":
         return bytes(1024)
     if kind == "more behind":
         return content + b"more"
+    if kind == "block behind":
+        return content + b"more" * 128
     if kind == "checksum":
         array[20] ^= 1
     if kind == "size":
@@ -113,12 +129,14 @@ def tar_of(data: bytes) -> bytes:
         ("empty", "is empty"),
         ("cut", "do not end as a tar does"),
         ("no end", "do not end as a tar does"),
+        ("other file", "do not end as a tar does behind 0 headers"),
         ("only end", "holds no documents"),
-        ("more behind", "do not end as a tar does"),
+        ("more behind", "no whole number of blocks"),
+        ("block behind", "do not end as a tar does"),
         ("checksum", "checksum of the header at byte 0"),
-        ("size", "header at byte 0 has no size"),
+        ("size", "do not end as a tar does"),
         ("text", "no array of uint16"),
-        ("short", "too short for an array"),
+        ("short", "no array of uint16"),
         ("other type", "no array of uint16"),
         ("no tokens", "impossible"),
     ],
