@@ -64,6 +64,7 @@ golden: $(STAMP)  ## compare with recorded results of the original, where they a
 
 bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m pretrain bench
+	OMP_NUM_THREADS=1 data-pipeline bench
 
 bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
 	python -m pytest -q -m gpu tests/gpu

@@ -1,4 +1,4 @@
-"""`data-pipeline build | merge | fetch | verify | inspect | audit`. What a command needs is imported when it runs."""
+"""The command `data-pipeline` and its actions. What an action needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.audit_command import add_audit_arguments
+from data_pipeline.bench.command import add_bench_arguments
 from data_pipeline.build_command import add_build_arguments, add_merge_arguments
 from data_pipeline.command_flags import check_positive
 from data_pipeline.errors import DataError, exit_status_of
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | verify | inspect | audit")
+    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | verify | inspect | audit | bench")
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     add_build_arguments(build)
     add_merge_arguments(commands.add_parser("merge", help="make one corpus of the parts that `build --part` built"))
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--lanes", type=int, default=16)
         command.add_argument("--seed", type=int, default=1, help="of the run")
     add_audit_arguments(audit)
+    add_bench_arguments(commands.add_parser("bench", help="measure the promised costs on this machine, side by side"))
     return parser
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ class Manifest:
 
     def _content(self) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content["shards"] = [asdict(shard) for shard in self.shards]
+        names = [field.name for field in fields(ShardInfo)]
+        content["shards"] = [{name: getattr(shard, name) for name in names} for shard in self.shards]
         return {**content, "format": MANIFEST_FORMAT}
 
     def write(self, directory: Path) -> None:

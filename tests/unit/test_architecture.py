@@ -27,7 +27,7 @@ HOMES = {
     "triton": ("pretrain/kernels/",),
     "streaming": ("data_pipeline/",),
     "webdataset": ("data_pipeline/",),
-    "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/build_tokenizer.py"),
+    "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/build_tokenizer.py", "data_pipeline/bench/"),
     "torch.utils.tensorboard": ("pretrain/metrics.py",),
     "torch": ("pretrain/",),
 }

@@ -1,0 +1,49 @@
+"""`data-pipeline bench`: the promised costs of the data pipeline, measured side by side; fails if one is too high."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from data_pipeline.bench.measure import Row, table
+
+SECTIONS = ("reading", "scale", "encoding")
+
+
+def add_bench_arguments(command: argparse.ArgumentParser) -> None:
+    """The command line of `bench`."""
+    command.add_argument("--only", choices=SECTIONS, help="this part alone")
+    command.add_argument("--append", type=Path, metavar="FILE", help="add the table to this file")
+    command.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """0 if every cost is within its goal or 15 % above it, else 1."""
+    rows = []
+    for section in SECTIONS:
+        if options.only in (None, section):
+            with tempfile.TemporaryDirectory() as directory:
+                rows += _measure_of(section)(Path(directory))
+    report = table(rows)
+    print(report)
+    if options.append is not None:
+        with options.append.open("a") as file:
+            file.write(f"\n## {datetime.date.today().isoformat()}\n\n{report}\n")
+    return 0 if all(row.passes for row in rows) else 1
+
+
+def _measure_of(section: str) -> Callable[[Path], list[Row]]:
+    if section == "reading":
+        from data_pipeline.bench.reading import ReadingSize, reading_rows
+
+        return lambda directory: reading_rows(directory, ReadingSize())
+    if section == "scale":
+        from data_pipeline.bench.scale import ScaleSize, scale_rows
+
+        return lambda directory: scale_rows(directory, ScaleSize())
+    from data_pipeline.bench.encoding import EncodingSize, encoding_rows
+
+    return lambda directory: encoding_rows(directory, EncodingSize())
