@@ -128,12 +128,6 @@ class RankGroup:
         self, command: Sequence[str], rank: int, environment: dict[str, str], echo: bool
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died between the fork and the line above
-                os._exit(1)
-
         with open(self.logs[rank], "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -142,7 +136,7 @@ class RankGroup:
                 stdout=subprocess.PIPE if echo else log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then decides
-                preexec_fn=die_with_parent,
+                preexec_fn=lambda: die_with(parent),
             )
             if echo and process.stdout is not None:
                 copy = open(os.dup(log.fileno()), "ab", buffering=0)  # noqa: SIM115  (closed by the thread)
@@ -154,6 +148,13 @@ class RankGroup:
         if self._echo is not None:
             self._echo.join(timeout=GRACE_SECONDS)
             self._echo = None
+
+
+def die_with(parent: int) -> None:
+    """In a process just forked: be killed as soon as its parent is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(1)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:

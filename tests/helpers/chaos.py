@@ -2,10 +2,9 @@
 
     python -m tests.helpers.chaos --kills 30 [--corpus CORPUS] [--work-dir DIR] [--seed S]
 
-Ranks are forked from this process, which has imported everything, so that a start takes a second instead of ten and
-the kills fall into what a run does rather than into its imports. A rank then runs the same `pretrain train` as ever.
-Half of the kills wait for a save to be under way; the rest fall anywhere, also before the first step. One rank is
-killed first and the other up to 50 ms later, as when nodes go one after the other.
+Ranks are forked (`forked_ranks`), so that the kills fall into what a run does rather than into its imports. Half of the
+kills wait for a save to be under way; the rest fall anywhere, also before the first step. One rank is killed first and
+the other up to 50 ms later, as when nodes go one after the other.
 """
 
 from __future__ import annotations
@@ -13,27 +12,23 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import importlib
 import json
-import logging
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from pretrain import checkpoint_files as files
-from pretrain.cli import end_process, main
+from pretrain.cli import main
 from pretrain.compare import differing_losses, differing_state, summary
-from pretrain.local_ranks import rank_environment
 from pretrain.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 RANKS = 2
 STEPS_PER_KILL = 15
@@ -69,37 +64,9 @@ def random_moments(generator: random.Random) -> Iterator[Moment]:
         yield Moment(generator.uniform(0.0, longest), save and generator.randint(1, 6), rank, between)
 
 
-def import_everything() -> None:
-    """What a rank would import, before the forks."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    logging.disable(logging.WARNING)
-    for name in ("deepspeed", "pretrain.attempt", "pretrain.deepspeed_engine"):
-        importlib.import_module(name)
-
-
 def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> list[int]:
-    """Fork the ranks of one start; their process ids."""
-    shared = rank_environment(RANKS, os.environ)
-    return [_fork_rank(rank, shared, [*arguments, "--run-dir", str(run_dir.path)], logs) for rank in range(RANKS)]
-
-
-def _fork_rank(rank: int, shared: dict[str, str], arguments: list[str], logs: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
-        _train(arguments)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
-
-
-def _train(arguments: list[str]) -> NoReturn:
-    end_process(main(["train", *arguments]))
+    """The ranks of one start; their process ids."""
+    return fork_ranks(RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs)
 
 
 def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill | None:
@@ -107,7 +74,7 @@ def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill |
     since = time.monotonic()
     left_behind = _partial(run_dir)
     saves: set[str] = set()
-    while not _all_ended(pids):
+    while not all_ended(pids):
         if new := _partial(run_dir) - saves - left_behind:
             saves |= new
             since = time.monotonic() if moment is not None and len(saves) <= moment.save else since
@@ -139,19 +106,6 @@ def _heard_from(pid: int, run_dir: RunDir) -> str:
         if beat["pid"] == pid:
             return f"in {beat['phase']}"
     return "before the first sign of life"
-
-
-def _all_ended(pids: list[int]) -> bool:
-    """Whether all ranks ended with status 0; an error with the status if one did not."""
-    for pid in pids:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return False
-        if ended.si_status:
-            raise SystemExit(f"a rank ended by itself with status {ended.si_status}; see its log")
-    for pid in pids:
-        os.waitpid(pid, 0)
-    return True
 
 
 def kill_often(run_dir: RunDir, arguments: list[str], logs: Path, num_kills: int, seed: int) -> list[Kill]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from pretrain.faults import Fault
 from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
 from pretrain.train import build_engine
+from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 MODEL: dict[str, Any] = {
     "vocab_size": 257,
@@ -71,7 +74,10 @@ def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any], h
 
 
 def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
-    """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`."""
+    """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`.
+
+    Where it goes on from a step of `save_at`, it saves at once what it has just read.
+    """
     run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("healing", {}))
     if cell.get("dropout") is False:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
@@ -89,6 +95,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
     losses, norms = {}, {}
+    if state.step in cell["save_at"]:
+        checkpointer.save(engine, state)
     while state.step < cell["until"]:
         batch = next(stream)
         to_be_skipped = state.step + 1 in cell.get("skips", [])
@@ -125,17 +133,29 @@ def bits_of(engine: Engine) -> dict[str, str]:
     return {**bits, "count": str(engine.optimizer_step_count())}
 
 
-def main() -> None:
-    corpus, output, cells = (Path(argument) for argument in sys.argv[1:4])
+def train_rank(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> int:
+    """One rank's way through the cells."""
     torch.set_num_threads(1)
     world = init_world()
-    for cell in json.loads(cells.read_text()):
+    for cell in cells:
         result = train_cell(corpus, output, cell, world)
         if world.is_main:
             (output / f"{cell['name']}.json").write_text(json.dumps(result))
     leave_world()
+    return 0
+
+
+def main() -> None:
+    corpus, output, path = (Path(argument) for argument in sys.argv[1:4])
+    cells = json.loads(path.read_text())
+    if "RANK" in os.environ:
+        end_process(train_rank(corpus, output, cells))
+    import_everything()
+    for cell in cells:
+        pids = fork_ranks(cell["ranks"], lambda cell=cell: train_rank(corpus, output, [cell]), output)
+        while not all_ended(pids):
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":
     main()
-    end_process(0)
