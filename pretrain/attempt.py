@@ -26,6 +26,7 @@ from pretrain.fence import VARIABLE, Fence
 from pretrain.healer import Healer, SpikeFound, name_suspects, rewind
 from pretrain.healing import OUT_OF_MEMORY, fitting, memory_settings, passing_over, segments_behind, windows_passed_over
 from pretrain.heartbeat import Heartbeat
+from pretrain.initial_weights import check_initial_weights, load_initial_weights
 from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.metrics import Metrics
 from pretrain.preemption import StopRequest
@@ -46,6 +47,8 @@ def train_in(config: RunConfig, directory: Path, world: World) -> int:
         # Rank 0 opens the directory for all; if it is refused, every rank ends with the same words.
         with raise_together():
             if world.is_main:
+                if not run_dir.exists():
+                    check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
         fence = Fence(run_dir.path, from_main_rank(token or secrets.token_hex(4)))
@@ -103,7 +106,10 @@ def _train_from_newest(
     engine = fault.planted_in(build_engine(config, world))
     checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
     num_slots = accumulation_steps(config, world.world_size)
-    state = checkpointer.restore_latest(engine) or TrainState.fresh(num_slots)
+    state = checkpointer.restore_latest(engine)
+    if state is None:
+        state = TrainState.fresh(num_slots)
+        load_initial_weights(engine, config)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
         run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})

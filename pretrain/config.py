@@ -160,6 +160,7 @@ class RunConfig:
 
     name: str = "run"
     seed: int = 1
+    initial_weights: Path | None = None  # an export whose weights the run begins with; none: the published distribution
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -69,6 +69,29 @@ def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_
         load_export(tmp_path)
 
 
+@pytest.mark.parametrize("engine", [{"kind": "torch"}, {"kind": "deepspeed", "zero_stage": 3}])
+def test_a_new_run_begins_with_an_exports_weights(exported, tmp_path, engine):
+    """A learning rate that moves nothing: what comes out is what went in."""
+    run, output = exported
+    settings = [f"engine.{name}={value}" for name, value in engine.items()]
+    settings += [f"initial_weights={output}", "optim.steps=2", "optim.learning_rate=1e-30"]
+    command = [sys.executable, "-m", "pretrain"]
+    train = [*command, "train", run.parent / "tiny.yaml", "--run-dir", tmp_path / "run", *settings]
+    subprocess.run(train, check=True, timeout=300)
+    before, after = load_export(output)[0], load_trained(tmp_path / "run", torch.device("cpu")).module
+    for name, parameter in before.named_parameters():
+        assert torch.equal(after.get_parameter(name), parameter), name
+
+
+def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
+    run, output = exported
+    train = ["train", str(run.parent / "tiny.yaml"), "--run-dir", str(tmp_path / "run"), "model.d_model=16"]
+    assert main([*train, f"initial_weights={output}"]) == 2
+    assert "the run's model expects" in capsys.readouterr().err
+    assert main([*train, f"initial_weights={tmp_path}"]) == 2
+    assert "give what 'pretrain export'" in capsys.readouterr().err
+
+
 def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
     command = ["evaluate", *map(str, exported), "--memory-length", "0", "8", "--json"]
     assert main([*command, "--same-length"]) == 0
