@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.command_flags import check_positive
 from data_pipeline.errors import ConfigError
+from data_pipeline.store_command import near
 
 if TYPE_CHECKING:
     from data_pipeline.audit import Piece
@@ -90,7 +91,7 @@ def _audited_data(options: argparse.Namespace) -> Corpus | Mixture:
         if not equals:
             raise ConfigError(f"found --mix {text}, expected DIR=REPEAT such as books=2.5")
         directories.append(Path(directory))
-    corpora = [Corpus.open(split_directory(directory), check_hashes=False) for directory in directories]
+    corpora = [Corpus.open(split_directory(near(place)), check_hashes=False) for place in directories]
     if repeats == [1.0]:
         return corpora[0]
     return Mixture(corpora, [exact_repeat(repeat) for repeat in repeats])

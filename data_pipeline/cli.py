@@ -11,6 +11,8 @@ from data_pipeline.bench.command import add_bench_arguments
 from data_pipeline.build_command import add_build_arguments, add_merge_arguments
 from data_pipeline.command_flags import check_positive
 from data_pipeline.errors import DataError, exit_status_of
+from data_pipeline.location import shown, url_of
+from data_pipeline.store_command import add_fetch_arguments, add_upload_arguments, near
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,20 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | verify | inspect | audit | bench")
+    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | upload | verify | inspect | audit | bench")
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     add_build_arguments(build)
     add_merge_arguments(commands.add_parser("merge", help="make one corpus of the parts that `build --part` built"))
-    fetch = commands.add_parser("fetch", help="copy a built corpus from a web server, checking every shard")
-    fetch.add_argument("url", help="of the corpus: http:// or https://")
-    fetch.add_argument("directory", type=Path, help="where to; the same command goes on after a crash")
-    fetch.add_argument("--splits", nargs="+", default=["train"], choices=["train", "validation"])
-    fetch.set_defaults(run=_fetch)
+    add_fetch_arguments(commands.add_parser("fetch", help="copy a corpus from a store, checking every shard"))
+    add_upload_arguments(
+        commands.add_parser("upload", help="copy a corpus to an object store and read back every byte")
+    )
     verify = commands.add_parser("verify", help="read every byte and compare it with the manifest")
     inspect = commands.add_parser("inspect", help="show sizes, tokenizer, a sample and how even the lanes are")
     audit = commands.add_parser("audit", help="list what each lane reads at each step, without reading tokens")
     for command, run in ((verify, _verify), (inspect, _inspect), (audit, None)):
-        command.add_argument("directory", type=Path, help="a corpus or one of its splits")
+        command.add_argument("directory", type=Path, help="a corpus, one of its splits, or a corpus' URL")
         command.set_defaults(run=run)
     for command in (inspect, audit):
         command.add_argument("--lanes", type=int, default=16)
@@ -50,31 +51,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fetch(options: argparse.Namespace) -> int:
-    from data_pipeline.fetch import fetch_corpus
-    from data_pipeline.progress import StatusLine
-
-    status = StatusLine()
-    fetch_corpus(options.url, options.directory, options.splits, status.show)
-    status.end()
-    print(f"{options.directory} holds {' and '.join(options.splits)}, every shard checked")
-    return 0
-
-
 def _verify(options: argparse.Namespace) -> int:
     from data_pipeline.progress import StatusLine
     from data_pipeline.verify import splits_of, verify_split
 
     problems = []
     status = StatusLine()
-    for split in splits_of(options.directory):
-        problems += verify_split(split, status.show)
+    if url := url_of(options.directory):
+        from data_pipeline.copy_corpus import problems_at
+
+        problems = problems_at(url, status.show)
+    else:
+        for split in splits_of(options.directory):
+            problems += verify_split(split, status.show)
     status.end()
     if problems:
         for problem in problems[:-1]:
             print(problem)
         raise DataError(problems[-1])
-    print(f"{options.directory}: every shard is what its manifest says")
+    print(f"{shown(options.directory)}: every shard is what its manifest says")
     return 0
 
 
@@ -82,7 +77,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from data_pipeline.verify import describe_split, splits_of
 
     check_positive(options, "lanes")
-    for split in splits_of(options.directory):
+    for split in splits_of(near(options.directory)):
         is_only_evaluated = split.name == "validation"
         for line in describe_split(split, 0 if is_only_evaluated else options.lanes, options.seed):
             print(line)

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from data_pipeline import location
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import Tree, did_you_mean, merge, parse_override, read_tree, shown
 
@@ -42,14 +43,14 @@ def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
 
 
 def to_tree(config: Any) -> Any:
-    """`config` as plain dicts, lists and scalars, ready for YAML or JSON; paths become text."""
+    """`config` as plain dicts, lists and scalars, ready for YAML or JSON; paths and URLs become text."""
     if is_dataclass(config) and not isinstance(config, type):
         return {field.name: to_tree(getattr(config, field.name)) for field in fields(config)}
     if isinstance(config, Mapping):
         return {str(key): to_tree(value) for key, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [to_tree(value) for value in config]
-    return str(config) if isinstance(config, Path) else config
+    return location.shown(config) if isinstance(config, Path) else config
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

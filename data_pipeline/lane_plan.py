@@ -116,6 +116,21 @@ class LanePlan:
         inside = self.unit_layout(epoch, int(units[slot])).begins
         return int(begins[slot] + inside[np.searchsorted(inside, place - begins[slot], "left")])
 
+    def unit_at(self, epoch: int, place: int) -> int:
+        """The unit at a place in the epoch's stream; arithmetic alone."""
+        units, begins = self.epoch_order(epoch)
+        place = min(place, int(begins[-1]) - 1)
+        return int(units[np.searchsorted(begins, place, "right") - 1])
+
+    def first_units(self, lane: int, epoch: int, position: int = 0) -> list[int]:
+        """The units that tell where the lane's share of the epoch begins and ends, and the one at a position in it.
+
+        Found without a document's length, so the last may be the neighbour of the right one.
+        """
+        tokens = self.epoch_tokens(epoch)
+        begin, end = (number * tokens // self.num_lanes for number in (lane, lane + 1))
+        return [self.unit_at(epoch, place) for place in (begin, end, begin + position)]
+
     def lane_length(self, epoch: int, lane: int) -> int:
         """Tokens that the lane reads in that epoch."""
         return self.lane_begin(epoch, lane + 1) - self.lane_begin(epoch, lane)
@@ -165,6 +180,7 @@ class LaneWalk:
         slot = int(np.searchsorted(begins, place, "right")) - 1
         self._unit_begin, self._unit_end = int(begins[slot]), int(begins[slot + 1])
         self._unit = int(units[slot])
+        self._slot = slot
         self._layout = self._plan.unit_layout(self.epoch, self._unit)
 
     def _next_epoch(self) -> None:
@@ -186,6 +202,18 @@ class LaneWalk:
             runs.append(run)
             count -= run.num_tokens
         return runs
+
+    def units_ahead(self, count: int) -> list[int]:
+        """What the lane reads behind its current unit: what `count` tokens need, at least a unit.
+
+        Where its share ends there, the units of its share in the next epoch that are known without a document's length.
+        """
+        end = self._begin + self.length
+        if self._unit_end >= end:
+            return self._plan.first_units(self.lane, self.epoch + 1)
+        units, begins = self._plan.epoch_order(self.epoch)
+        last = int(np.searchsorted(begins, min(self._unit_end + count, end), "left"))
+        return units[self._slot + 1 : last].tolist()
 
     def _take_from_unit(self, count: int) -> Run:
         documents, begins = self._layout

@@ -49,15 +49,20 @@ class LaneStream:
         self._segment_length = segment_length
         self._plan = plan_of(corpus, num_lanes, seed)
         self.advice = check_lanes(self._plan, corpus.manifest.longest_document)
-        places = _checked_places(cursor, lanes, self._plan, corpus) if cursor else [(0, 0)] * len(lanes)
+        state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
+        places = _places(state) if state else [(0, 0)] * len(lanes)
+        for lane, place in zip(lanes, places, strict=True):
+            corpus.will_read(self._plan.first_units(lane, *place))
+        if state:
+            _check_tokens(state, self._plan, corpus)
         self._reader = _BlockReader(corpus, self._plan, lanes, places, segment_length)
         self._segment = self._reader.num_segments  # of the block; this one: the block is used up
 
     def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
-        """Tokens of each corpus that the cursor's lanes have read since the run began, by the corpus' directory."""
+        """Tokens of each corpus that the cursor's lanes have read since the run began, by the corpus' place."""
         corpora = self._corpus.corpora if isinstance(self._corpus, Mixture) else [self._corpus]
         counts = tokens_of_parts(self._corpus, self._plan, cursor) if cursor else [0] * len(corpora)
-        return {str(corpus.directory): count for corpus, count in zip(corpora, counts, strict=True)}
+        return {corpus.place: count for corpus, count in zip(corpora, counts, strict=True)}
 
     def __iter__(self) -> Iterator[SegmentBatch]:
         return self
@@ -114,6 +119,7 @@ class _BlockReader:
         self.positions_SB = np.zeros_like(self.epochs_SB)
         self._walks = [plan.walk(lane, *place) for lane, place in zip(lanes, places, strict=True)]
         self._readers: list[tuple[int, ShardReader | None]] = [(-1, None)] * len(lanes)
+        self._asked: list[list[int]] = [[]] * len(lanes)  # units that are read next, as the corpus was told
         # Per lane: tokens since the block's begin at which an epoch began (negative: before it), and that epoch.
         self._marks = [[(self._block_tokens - position, epoch)] for epoch, position in places]
         self._fill_columns(self._block_tokens)  # the last column: the token ahead, which the first block begins with
@@ -140,6 +146,12 @@ class _BlockReader:
                 begins = column + np.cumsum(run.lengths) - run.lengths
                 self.starts_BK[row, begins[run.offsets == 0]] = True
                 column += run.num_tokens
+            self._ask_ahead(row, walk.units_ahead(self._block_tokens))
+
+    def _ask_ahead(self, row: int, units: list[int]) -> None:
+        if units != self._asked[row]:
+            self._asked[row] = units
+            self._corpus.will_read(units)
 
     def _copy(self, row: int, run: Run, out: memoryview) -> None:
         unit, reader = self._readers[row]
@@ -169,10 +181,8 @@ class _BlockReader:
             self._marks[row] = shifted[max(past - 1, 0) :]
 
 
-def _checked_places(
-    cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture
-) -> list[tuple[int, int]]:
-    """(epoch, position) of each lane, after the cursor was found to belong to this plan and these tokens."""
+def _checked_cursor(cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture) -> LaneCursor:
+    """The state of these lanes, after it was found to belong to this plan."""
     expected = {"seed": plan.seed, "num_lanes": plan.num_lanes, "manifest_hash": corpus.identity}
     for name, value in expected.items():
         if getattr(cursor, name) != value:
@@ -180,16 +190,23 @@ def _checked_places(
                 f"the state to resume from has {name}={getattr(cursor, name)}, this run has {value}; "
                 "resume with the corpus and settings the run was started with"
             )
-    cursor = cursor.take(lanes)
-    places = list(zip(cursor.epochs_B.tolist(), cursor.positions_B.tolist(), strict=True))
-    for lane, (epoch, position), check in zip(lanes, places, cursor.checks_B.tolist(), strict=True):
+    return cursor.take(lanes)
+
+
+def _places(cursor: LaneCursor) -> list[tuple[int, int]]:
+    """(epoch, position) of each lane."""
+    return list(zip(cursor.epochs_B.tolist(), cursor.positions_B.tolist(), strict=True))
+
+
+def _check_tokens(cursor: LaneCursor, plan: LanePlan, corpus: Corpus | Mixture) -> None:
+    """DataError unless the corpus has the tokens that the lanes have read last."""
+    for lane, (epoch, position), check in zip(cursor.lanes, _places(cursor), cursor.checks_B.tolist(), strict=True):
         found = check_value(read_runs(corpus, _last_runs(plan, lane, epoch, position, cursor.segment_length)))
         if found != check:
             raise DataError(
                 f"lane {lane} at epoch {epoch}, position {position}: the corpus gives the check value {found:016x}, "
                 f"the state to resume from has {check:016x}; restore the corpus the run was started with"
             )
-    return places
 
 
 def _last_runs(plan: LanePlan, lane: int, epoch: int, position: int, count: int) -> list[Run]:

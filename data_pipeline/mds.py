@@ -1,4 +1,4 @@
-"""MDS shards: written by mosaicml-streaming's own writer, read by memory map. The only module that imports streaming.
+"""MDS shards: written by mosaicml-streaming's own writer, read by memory map.
 
 Layout of a shard (little endian): uint32 number of samples, uint32 begin of each sample and end of the last, JSON with
 the columns, then the samples. A sample: uint32 size of each column in the order of the names (id, tokens), the id in

@@ -5,19 +5,21 @@ P corpora (parts), U units: the shards of the first part, then those of the seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.cache_config import CacheConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY, Corpus
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lane_plan import LanePlan
 from data_pipeline.manifest import Manifest
 from data_pipeline.mixture_part import MixturePart
 from data_pipeline.permutation import key_of, permutation
+from data_pipeline.remote_corpus import at_hand
 from data_pipeline.segment_batch import LaneCursor
 from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
@@ -61,6 +63,17 @@ class Mixture:
         """Tokens of each document of a unit, in the order in which they are stored."""
         return self.shard(unit).lengths
 
+    def will_read(self, units: Iterable[int]) -> None:
+        """Say which units are read soon, so that remote ones are there in time."""
+        for unit in units:
+            part = self.part_of(unit)
+            self.corpora[part].will_read([unit - int(self.first_units[part])])
+
+    def check_room(self, num_shards: int) -> None:
+        """DataError unless so many shards can be open at once."""
+        for corpus in self.corpora:
+            corpus.check_room(num_shards)
+
     def part_of(self, unit: int) -> int:
         """The corpus that a unit belongs to."""
         return int(np.searchsorted(self.first_units, unit, "right")) - 1
@@ -74,22 +87,23 @@ class Mixture:
         return np.repeat(np.arange(self.first_units[-1]), np.concatenate(copies))
 
 
-def open_mixture(parts: Sequence[MixturePart], split: str = "train") -> Mixture:
+def open_mixture(parts: Sequence[MixturePart], split: str = "train", cache: CacheConfig | None = None) -> Mixture:
     """The mixture of the corpora that `parts` name; weights become repeats, the least of which is one."""
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError("some parts of the mixture have a weight and some have none; give all of them one, or none")
-    corpora = [Corpus.open(part.path / split) for part in parts]
+    corpora = [Corpus.open(at_hand(part.path, cache or CacheConfig()) / split) for part in parts]
     if not parts[0].weight:
         return Mixture(corpora, [exact_repeat(part.repeat or 1.0) for part in parts])
     passes = [part.weight / corpus.num_tokens for part, corpus in zip(parts, corpora, strict=True)]
     return Mixture(corpora, [exact_repeat(count / min(passes)) for count in passes])
 
 
-def open_training_data(path: Path, parts: Sequence[MixturePart]) -> Corpus | Mixture:
-    """What a run trains on: the corpus in `path`, or the mixture, which must share the tokenizer of `path`."""
+def open_training_data(path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None) -> Corpus | Mixture:
+    """What a run trains on: the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
+    path = at_hand(path, cache or CacheConfig())
     if not parts:
         return Corpus.open(path / "train")
-    mixture = open_mixture(parts)
+    mixture = open_mixture(parts, cache=cache)
     directory = path / TOKENIZER_DIRECTORY
     if (found := Tokenizer.load(directory).fingerprint) != mixture.manifest.tokenizer:
         raise DataError(

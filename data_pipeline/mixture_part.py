@@ -12,7 +12,7 @@ from data_pipeline.errors import ConfigError
 class MixturePart:
     """A corpus and how much of it: `repeat` passes per epoch, or `weight` relative to the others' (tokens)."""
 
-    path: Path  # a directory made by `data-pipeline build`
+    path: Path  # a directory made by `data-pipeline build`, or the URL it was uploaded to
     repeat: float = 0.0  # 0: once, or what the weight asks for
     weight: float = 0.0  # 0: `repeat` counts; all parts of a mixture have a weight or none has
 

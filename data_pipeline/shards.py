@@ -9,12 +9,13 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from data_pipeline import mds, wds
 from data_pipeline.errors import DataError
+from data_pipeline.location import shown
 from data_pipeline.shard_layout import ShardDamage, ShardLayout
 
 ShardFormat = Literal["mds", "webdataset"]
@@ -70,13 +71,14 @@ class ShardReader:
     Raises DataError, which names the file, when it is absent, truncated, or not what its headers say.
     """
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, file: BinaryIO | None = None) -> None:
+        """`file` is the shard already opened; a lock that was taken through it lasts as long as the reader does."""
         self.path = path
         self.itemsize = np.dtype(dtype).itemsize
         self._dtype = dtype
         try:
-            with open(path, "rb") as file:
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with file or open(path, "rb") as opened:
+                self._memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DataError(f"shard {path} is missing; restore it or build the corpus again") from None
         except ValueError:
@@ -85,7 +87,7 @@ class ShardReader:
         try:
             layout = _format_of(path).layout(self._memory, dtype)
         except ShardDamage as damage:
-            raise DataError(f"shard {path} is damaged: {damage}; restore it or build the corpus again") from None
+            raise DataError(f"shard {shown(path)} is damaged: {damage}; restore it or build the corpus again") from None
         self.token_begins = layout.token_begins
         self.lengths = layout.lengths  # tokens of each document
         self.document_id = layout.document_id

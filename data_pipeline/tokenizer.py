@@ -34,7 +34,7 @@ class Tokenizer:
     def __init__(self, kind: TokenizerKind, model: bytes = b"") -> None:
         self.kind: TokenizerKind = kind
         self.model = model
-        self.fingerprint = hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
+        self.fingerprint = fingerprint_of(kind, model)
         self._processor: Any = None
         if kind == "bytes":
             self.vocab_size, self.end_id = NUM_BYTES + 1, NUM_BYTES
@@ -113,13 +113,18 @@ class Tokenizer:
             raise DataError(f"{path} is no tokenizer: {error.filename} is missing") from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path / DESCRIPTION_NAME} is damaged ({error!r}); restore it") from None
-        found = hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
+        found = fingerprint_of(kind, model)
         if found != description.get("fingerprint"):
             raise DataError(
                 f"{path} is damaged: its model has fingerprint {found[:16]}, "
                 f"its description says {str(description.get('fingerprint'))[:16]}; restore it"
             )
         return cls(kind, model)
+
+
+def fingerprint_of(kind: str, model: bytes) -> str:
+    """What tells one tokenizer from another."""
+    return hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
 
 
 def _load_foreign(path: Path) -> Tokenizer:

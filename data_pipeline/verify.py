@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data_pipeline.corpus import SPLITS, Corpus, check_shard, split_directory
+from data_pipeline.corpus import SPLITS, Corpus, LocalShards, check_shard, split_directory
 from data_pipeline.errors import DataError
 from data_pipeline.lane_plan import check_lanes
 from data_pipeline.lane_tokens import plan_of
@@ -32,7 +32,7 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
     for number, info in enumerate(manifest.shards):
         try:
             check_shard(path / info.path, info)
-            Corpus(path, manifest, check_hashes=False).shard(number)
+            Corpus(path, manifest, LocalShards(path, check_hashes=False)).shard(number)
         except DataError as error:
             problems.append(str(error))
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
@@ -57,7 +57,7 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     manifest = corpus.manifest
     size = sum(shard.size for shard in manifest.shards)
     tokenizer = Tokenizer.load(corpus.tokenizer_directory)
-    yield f"{corpus.directory}"
+    yield f"{corpus.place}"
     yield f"  documents        {manifest.documents:,}; the longest has {manifest.longest_document:,} tokens"
     yield f"  tokens           {manifest.tokens:,} as {manifest.dtype}"
     yield (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.files import write_text
+from data_pipeline.location import absolute
 from data_pipeline.yaml_files import dump_yaml
 from launcher.cluster import ClusterConfig
 from pretrain.config import RunConfig
@@ -63,5 +64,5 @@ def _git(*command: str) -> str:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The ranks run elsewhere: paths relative to the user's directory would lead nowhere."""
-    mixture = tuple(replace(part, path=Path(part.path).resolve()) for part in config.data.mixture)
-    return replace(config, data=replace(config.data, path=Path(config.data.path).resolve(), mixture=mixture))
+    mixture = tuple(replace(part, path=absolute(Path(part.path))) for part in config.data.mixture)
+    return replace(config, data=replace(config.data, path=absolute(Path(config.data.path)), mixture=mixture))

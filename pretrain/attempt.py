@@ -33,7 +33,9 @@ from pretrain.preemption import StopRequest
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.stragglers import ForwardClock
-from pretrain.train import build_engine, train
+from pretrain.train import build_engine, ranks_here, train
+
+SHARDS_BESIDE_LANES = 5  # that a rank may have open: two used last in each split, and the one it turns to
 
 
 def train_in(config: RunConfig, directory: Path, world: World) -> int:
@@ -113,8 +115,9 @@ def _train_from_newest(
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
         run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})
-    corpus = open_training_data(config.data.path, config.data.mixture)
+    corpus = open_training_data(config.data.path, config.data.mixture, config.data.cache)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
+    corpus.check_room(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(config, run_dir, engine, corpus, state, lanes)
     stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:

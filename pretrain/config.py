@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from data_pipeline.cache_config import CacheConfig
 from data_pipeline.errors import ConfigError
+from data_pipeline.location import url_of
 from data_pipeline.mixture_part import MixturePart
 from pretrain.model_config import ModelConfig
 
@@ -22,14 +24,23 @@ AttentionKernel = Literal["auto", "plain"]
 class DataConfig:
     """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
 
-    path: Path = Path("data")  # a directory made by `data-pipeline build`
+    path: Path = Path("data")  # a directory made by `data-pipeline build`, or the URL it was uploaded to
     mixture: tuple[MixturePart, ...] = ()  # train on these instead; tokenizer and validation stay those of `path`
     lanes: int = 16
     segment_length: int = 64  # tgt_len
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of corpora that are named by a URL
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or self.segment_length < 1:
             raise ConfigError(f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive")
+
+    def directory(self) -> Path:
+        """Where to read the corpus: `path` or, for a URL, this node's cache, with manifests and tokenizer fetched."""
+        if url_of(self.path) is None:
+            return self.path
+        from data_pipeline.remote_corpus import at_hand
+
+        return at_hand(self.path, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)

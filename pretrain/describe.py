@@ -65,7 +65,7 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None = None) -> RunConf
     """The run with its vocabulary's size: as given, from the settings, or from the corpus' manifest."""
     if not vocab_size and config.model.vocab_size:
         return config
-    manifest = config.data.path / "train" / "manifest.json"
+    manifest = config.data.directory() / "train" / "manifest.json"
     if not vocab_size and not manifest.is_file():
         raise ConfigError(
             f"model.vocab_size is not set and there is no corpus at {config.data.path} to read it from; "

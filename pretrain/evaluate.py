@@ -120,7 +120,7 @@ def evaluate(
 
 def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str, float]]:
     """What the training loop calls at its intervals: the validation loss with the training memory and without any."""
-    corpus = Corpus.open(run.data.path / "validation")
+    corpus = Corpus.open(run.data.directory() / "validation")
 
     def measure(memory_length: int) -> EvaluationResult:
         return evaluate(

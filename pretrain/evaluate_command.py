@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="directory of a run (newest good checkpoint) or an export"
     )
-    parser.add_argument("--data", type=Path, help="corpus made by 'data-pipeline build' (default: the run's)")
+    parser.add_argument("--data", type=Path, help="directory or URL of a corpus (default: the run's)")
     parser.add_argument("--split", default="validation", help="which of its splits (default %(default)s)")
     parser.add_argument(
         "--memory-length", type=int, nargs="+", metavar="N", help="tokens of memory to try (default: as in training)"
@@ -93,7 +93,8 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
-    corpus = Corpus.open((arguments.data or trained.config.data.path) / arguments.split)
+    data = dataclasses.replace(trained.config.data, path=arguments.data or trained.config.data.path)
+    corpus = Corpus.open(data.directory() / arguments.split)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus
 
@@ -111,7 +112,7 @@ def _losses(arguments: argparse.Namespace, models: Sequence[TrainedModel], world
             max_tokens=arguments.max_tokens,
         )
         title = (
-            f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.directory}, segments of "
+            f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.place}, segments of "
             f"{results[0].segment_length}; trained with a memory of {config.model.memory_length}"
         )
         values = {"step": trained.step, "results": list(map(dataclasses.asdict, results))}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import CheckpointError, DataError
+from data_pipeline.location import shown
 from data_pipeline.tokenizer import Tokenizer
 from pretrain import checkpoint_files as files
 from pretrain.checkpoint_reader import load_weights
@@ -46,7 +47,7 @@ def load_trained(
     config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
     load_weights(module, found)
-    return TrainedModel(module.to(device).eval(), config, found.step, config.data.path)
+    return TrainedModel(module.to(device).eval(), config, found.step, config.data.directory())
 
 
 def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
@@ -55,7 +56,7 @@ def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
     if tokenizer.vocab_size != trained.config.model.vocab_size:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
-            f"{trained.config.model.vocab_size}; give the corpus of the run ({trained.config.data.path}) "
+            f"{trained.config.model.vocab_size}; give the corpus of the run ({shown(trained.config.data.path)}) "
             "or one built with its tokenizer (tokenizer.path)"
         )
     own = trained.tokenizer_home / "tokenizer"

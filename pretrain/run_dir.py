@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "engine.hang_seconds",
     "engine.deepspeed_extra*",
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
+    "data.cache.*",
 )
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
 _BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import UserError
+from data_pipeline.location import shown
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.faults import Fault
 from pretrain.schedule import learning_rate_at
@@ -115,13 +116,13 @@ def resolve(config: RunConfig) -> RunConfig:
     from data_pipeline.mixture import open_training_data
     from data_pipeline.tokenizer import Tokenizer
 
-    corpus = open_training_data(config.data.path, config.data.mixture)
+    corpus = open_training_data(config.data.path, config.data.mixture, config.data.cache)
     LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, range(1))
     vocab_size = Tokenizer.load(corpus.tokenizer_directory).vocab_size
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
-            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {config.data.path} has {vocab_size} "
-            "tokens; leave the setting out, it is taken from the corpus"
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {shown(config.data.path)} has "
+            f"{vocab_size} tokens; leave the setting out, it is taken from the corpus"
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
@@ -130,10 +131,14 @@ def set_threads(config: RunConfig) -> None:
     """Give every rank its share of the cores, more makes ranks wait for each other; and vanishing numbers no time."""
     import torch
 
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // max(1, ranks_here)))
+    torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_here()))
     # Weights below 1e-38, such as alibi's of far keys, cost a CPU a hundred times as much as zeros do.
     torch.set_flush_denormal(True)
+
+
+def ranks_here() -> int:
+    """How many ranks share this machine."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
 
 
 def build_engine(config: RunConfig, world: World) -> Engine:

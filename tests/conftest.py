@@ -1,6 +1,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 
 # One thread per process: workers and ranks share the cores, and threads that wait for each other cost many times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A server that speaks S3, on loopback."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The URL of a new bucket of it, which this process and those it starts can reach."""
+    for name, value in {**CREDENTIALS, "S3_ENDPOINT_URL": s3_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    return make_bucket(s3_endpoint, f"test-{abs(hash(request.node.nodeid)):x}")

@@ -89,7 +89,7 @@ def optimum_at_ratio(
 
 def corpus_tokens(base: RunConfig) -> int | None:
     """Tokens of the training split; None where the corpus is not on this machine."""
-    directory = base.data.path / SPLITS[0]
+    directory = base.data.directory() / SPLITS[0]
     return Corpus.open(directory, check_hashes=False).num_tokens if directory.is_dir() else None
 
 
@@ -97,7 +97,7 @@ def with_vocabulary(base: RunConfig) -> RunConfig:
     """The base with its corpus' vocabulary where it sets none; ConfigError when neither is known."""
     if base.model.vocab_size:
         return base
-    directory = base.data.path / SPLITS[0]
+    directory = base.data.directory() / SPLITS[0]
     if not directory.is_dir():
         raise ConfigError(f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it")
     manifest = Corpus.open(directory, check_hashes=False).manifest

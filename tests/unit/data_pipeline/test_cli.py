@@ -129,7 +129,7 @@ def test_verify_passes_a_sound_corpus_and_its_splits(corpus, capsys):
     ("name", "damage", "message"),
     [
         ("train/shard.00001.mds", lambda c: c[:-1] + bytes([c[-1] ^ 1]), "shard.00001.mds is damaged: its SHA-256"),
-        ("train/shard.00000.mds", lambda c: c[:-3], "shard.00000.mds has"),
+        ("train/shard.00000.mds", lambda c: c[:-3], "shard.00000.mds is damaged: it has"),
         ("validation/shard.00000.mds", None, "shard.00000.mds is missing"),
         ("train/manifest.json", lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1), "was changed after"),
         ("tokenizer/tokenizer.json", None, "is no tokenizer"),
@@ -155,7 +155,7 @@ def test_verify_lists_every_damaged_shard(tmp_path, capsys):
         path = corpus / "train" / f"shard.{number:05d}.mds"
         path.write_bytes(path.read_bytes()[:-1])
     _, out, err = run(capsys, "verify", corpus)
-    assert [number for number in range(6) if f"shard.{number:05d}.mds has" in out + err] == [0, 2, 3]
+    assert [number for number in range(6) if f"shard.{number:05d}.mds is damaged" in out + err] == [0, 2, 3]
 
 
 def test_the_command_starts_at_once_and_imports_nothing_heavy():

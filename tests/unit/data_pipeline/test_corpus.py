@@ -35,7 +35,7 @@ def test_reading_names_a_shard_in_which_one_bit_flipped(corpus):
 def test_reading_names_a_truncated_shard(corpus):
     path = corpus.directory / "shard.00001.mds"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"shard\.00001\.mds has \d+ bytes, the manifest says"):
+    with pytest.raises(DataError, match=r"shard\.00001\.mds is damaged: it has \d+ bytes, the manifest says"):
         read_an_epoch(corpus)
 
 

@@ -1,118 +1,141 @@
 from __future__ import annotations
 
-import socket
-import struct
-import threading
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
-from data_pipeline.cli import main
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpus import mismatch
 from data_pipeline.errors import DataError
-from data_pipeline.fetch import Fetcher
+from data_pipeline.fetch import NotFetchedError, fetch_manifest, fetch_shard, fetch_tokenizer
+from data_pipeline.files import sha256_of
+from data_pipeline.stores import Patience, StoreError, store_at, within
+from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
-
-FAULTS = ("truncate", "reset", "stall", "500", "flip")
-
-
-class Server(ThreadingHTTPServer):
-    """Serves a directory; the first `faulty` answers for each shard go wrong as `fault` says."""
-
-    daemon_threads = True
-
-    def __init__(self, directory):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.directory, self.fault, self.faulty = directory, "", 0
-        self.asked = Counter()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, request, client_address):
-        pass
+from tests.helpers.stores import FAULTS, QUICK, QUICK_SDK, FileServer, put_directory
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        server, name = self.server, self.path[1:]
-        content = bytearray((server.directory / name).read_bytes())
-        server.asked[name] += 1
-        is_faulty = name != "manifest.json" and server.asked[name] <= server.faulty
-        fault = server.fault if is_faulty else ""
-        self.send_response(500 if fault == "500" else 200)
-        if fault == "flip":
-            content[-3] ^= 16
-        if fault != "truncate":
-            self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if fault in ("truncate", "reset", "stall"):
-            self.wfile.write(content[: len(content) // 2])
-            if fault == "stall":
-                time.sleep(1.5)
-            if fault == "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return
-        self.wfile.write(content)
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_numbered_corpus(tmp_path_factory.mktemp("remote") / "train", [[30] * 10] * 3)
 
 
-@pytest.fixture
-def server(tmp_path):
-    corpus = write_numbered_corpus(tmp_path / "remote", [[30] * 10] * 3)
-    server = Server(corpus.directory)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def fetcher(server) -> Fetcher:
-    return Fetcher(server.url, attempts=3, timeout=0.3, pause=0.01)
+@pytest.fixture(params=["web", "s3"])
+def faulty(request, corpus, monkeypatch, tmp_path_factory):
+    """A store of the corpus that goes wrong on demand: (store, server)."""
+    if request.param == "web":
+        with FileServer(corpus.directory) as server:
+            yield store_at(server.url, QUICK), server
+        return
+    endpoint, bucket = (request.getfixturevalue(name) for name in ("s3_endpoint", "bucket"))
+    put_directory(endpoint, corpus.directory, f"{bucket}/c")
+    with FileServer(endpoint) as server:
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        store = store_at(f"{bucket}/c", QUICK_SDK)
+        store.download("manifest.json", tmp_path_factory.mktemp("warm") / "x", 0)  # the first client takes its time
+        yield store, server
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_leaves_the_right_bytes(server, tmp_path, fault):
-    server.fault, server.faulty = fault, 2
-    fetcher(server).fetch_split(tmp_path / "copy")
-    copy, original = Corpus.open(tmp_path / "copy"), Corpus.open(server.directory)
-    assert copy.manifest.hash == original.manifest.hash
-    for info in original.manifest.shards:
-        assert (copy.directory / info.path).read_bytes() == (server.directory / info.path).read_bytes()
+def test_a_fault_that_passes_leaves_the_right_bytes(faulty, corpus, tmp_path, fault):
+    store, server = faulty
+    server.fault, server.faulty = fault, 1
+    info = corpus.manifest.shards[1]
+    fetch_shard(store, info, tmp_path / "x", tmp_path)
+    assert mismatch(tmp_path / "x", info) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_names_the_shard_and_leaves_nothing_that_looks_whole(server, tmp_path, fault):
+def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file(faulty, corpus, tmp_path, fault):
+    store, server = faulty
     server.fault, server.faulty = fault, 100
-    with pytest.raises(DataError, match=r"shard\.00000\.mds could not be fetched in 3 attempts, the last failed"):
-        fetcher(server).fetch_split(tmp_path / "copy")
-    assert not [path.name for path in (tmp_path / "copy").iterdir() if not path.name.endswith(".lock")]
+    with pytest.raises(
+        NotFetchedError, match=r"shard\.00001\.mds could not be fetched; attempt (\d) of \1 ended with"
+    ) as e:
+        fetch_shard(store, corpus.manifest.shards[1], tmp_path / "x", tmp_path)
+    assert "\n" not in str(e.value)
+    assert not e.value.is_final
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_several_at_once_transfer_each_shard_once(server, tmp_path):
-    with ThreadPoolExecutor(4) as pool:
-        for fetched in [pool.submit(fetcher(server).fetch_split, tmp_path / "copy") for _ in range(4)]:
-            fetched.result(20)
-    assert {count for name, count in server.asked.items() if name != "manifest.json"} == {1}
+def test_what_is_not_there_is_not_asked_for_again(faulty, tmp_path):
+    store, server = faulty
+    with pytest.raises(NotFetchedError, match=r"attempt 1 of \d ended with: the \w+ answered 404") as error:
+        fetch_manifest(store_at(f"{store.url}/elsewhere", QUICK), tmp_path)
+    assert error.value.is_final
+    assert server.asked["manifest.json"] <= 2
+
+
+def test_a_disk_that_is_full_is_named_at_once(faulty, corpus, tmp_path):
+    import resource
+
+    store, server = faulty
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            fetch_shard(store, corpus.manifest.shards[0], tmp_path / "x", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in error.value.filename
+    assert server.asked["shard.00000.mds"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_sends_steadily_but_far_too_slowly_is_given_up(corpus, tmp_path):
+    with FileServer(corpus.directory) as server:
+        server.bytes_per_second = 800.0
+        patience = Patience(attempts=1, timeout=0.2, bytes_per_second=1e6)
+        with pytest.raises(DataError, match=r"too slowly|longer than"):
+            fetch_shard(store_at(server.url, patience), corpus.manifest.shards[0], tmp_path / "x", tmp_path)
+
+
+def test_a_connection_that_is_refused_is_an_error(tmp_path):
+    with FileServer(tmp_path) as server:
+        url = server.url
+    with pytest.raises(DataError, match=r"manifest\.json could not be fetched; attempt 3 of 3 .*refused"):
+        fetch_manifest(store_at(url, QUICK), tmp_path)
+
+
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(corpus, tmp_path):
+    from dataclasses import replace
+
+    info = replace(corpus.manifest.shards[0], path="../../etc/x")
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    replace(corpus.manifest, shards=(info,)).write(remote)
+    with FileServer(remote) as server, pytest.raises(DataError, match="expected a plain file name"):
+        fetch_manifest(store_at(server.url, QUICK), tmp_path / "copy")
+
+
+@pytest.mark.parametrize("vocabulary", ["bytes", "unigram"])
+def test_a_tokenizer_comes_whole_or_not_at_all(tmp_path, vocabulary):
+    remote = make_tiny_corpus(tmp_path / "remote", vocabulary=vocabulary) / "tokenizer"
+    fingerprint = Tokenizer.load(remote).fingerprint
+    with FileServer(remote) as server:
+        store = store_at(server.url, QUICK)
+        for _ in range(2):
+            fetch_tokenizer(store, tmp_path / "copy", fingerprint)
+        assert Tokenizer.load(tmp_path / "copy").fingerprint == fingerprint
+        assert server.asked["tokenizer.json"] == 1, "the second time it was there"
+        with pytest.raises(DataError, match="the corpus was built with ffff"):
+            fetch_tokenizer(store, tmp_path / "other", "f" * 64)
+        assert not list((tmp_path / "other").iterdir())
+        if vocabulary == "unigram":
+            (remote / "tokenizer.model").write_bytes(b"damaged")
+            with pytest.raises(DataError, match="not what its description says"):
+                fetch_tokenizer(store, tmp_path / "third", fingerprint)
+            assert sha256_of(tmp_path / "copy" / "tokenizer.model")
 
 
 def test_other_locations_are_refused():
-    with pytest.raises(DataError, match="expected a URL that begins with http"):
-        Fetcher("ftp://host/corpus")
+    with pytest.raises(DataError, match="expected a URL that begins with one of http://, https://, s3://"):
+        store_at("ftp://host/corpus")
 
 
-def test_the_command_copies_a_built_corpus_that_verifies(tmp_path, capsys):
-    make_tiny_corpus(tmp_path / "built")
-    server = Server(tmp_path / "built")
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        assert main(["fetch", server.url, str(tmp_path / "copy")]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert main(["verify", str(tmp_path / "copy")]) == 0
-    assert "every shard is what its manifest says" in capsys.readouterr().out
+def test_a_task_that_does_not_end_in_time_is_left_behind():
+    import threading
+
+    forever = threading.Event()
+    with pytest.raises(StoreError, match="longer than"):
+        within(0.05, forever.wait)  # type: ignore[arg-type]
+    forever.set()
+    within(5.0, lambda: None)

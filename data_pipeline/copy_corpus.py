@@ -1,0 +1,144 @@
+"""`data-pipeline fetch`, `upload` and `verify URL`: whole corpora between this disk and a store.
+
+Interrupted, the same call goes on: what is already right at the other end is not transferred again. The manifest comes
+last, so that a place that has one is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY, check_shard, mismatch
+from data_pipeline.errors import DataError
+from data_pipeline.fetch import NotFetchedError, fetch_manifest, fetch_once, fetch_shard, fetch_tokenizer, persist
+from data_pipeline.file_lock import alone
+from data_pipeline.manifest import MANIFEST_NAME, ShardInfo, read_manifest
+from data_pipeline.mds import INDEX_NAME
+from data_pipeline.stores import Patience, Store, StoreError, store_at, uploader_to, within
+from data_pipeline.verify import splits_of
+
+THREADS = 8
+LOCK = ".fetch.lock"
+LOCK_SECONDS = 10.0
+
+
+def fetch_corpus(
+    url: str,
+    directory: Path,
+    splits: Sequence[str],
+    report: Callable[[str], None],
+    patience: Patience | None = None,
+) -> None:
+    """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone(directory / LOCK, LOCK_SECONDS), TemporaryDirectory(dir=directory, prefix=".") as name:
+        for split in splits:
+            store = store_at(f"{url.rstrip('/')}/{split}", patience)
+            manifest = fetch_manifest(store, Path(name))
+            (directory / split).mkdir(exist_ok=True)
+            fetch = partial(_have_shard, store, directory / split, Path(name))
+            _in_parallel(fetch, manifest.shards, split, report)
+            tokenizer = store_at(f"{url.rstrip('/')}/{TOKENIZER_DIRECTORY}", patience)
+            fetch_tokenizer(tokenizer, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
+            manifest.write(directory / split)
+
+
+def _have_shard(store: Store, directory: Path, scratch: Path, info: ShardInfo) -> None:
+    path = directory / info.path
+    if not path.exists() or mismatch(path, info):
+        fetch_shard(store, info, path, scratch)
+
+
+def upload_corpus(
+    directory: Path, url: str, report: Callable[[str], None], patience: Patience | None = None
+) -> list[str]:
+    """Make `url` hold the corpus in `directory`, every file read back and compared; the splits' names come back."""
+    splits = splits_of(directory)
+    if splits == [directory]:
+        raise DataError(f"{directory} is one split; give the corpus, {directory.parent}, whose tokenizer belongs to it")
+    with TemporaryDirectory(prefix="xl-pretrain-upload-") as name:
+        upload = _Upload(directory, url.rstrip("/"), Path(name), patience or Patience())
+        for path in sorted((directory / TOKENIZER_DIRECTORY).glob("tokenizer.*")):
+            upload.file(f"{TOKENIZER_DIRECTORY}/{path.name}")
+        for split in splits:
+            manifest = read_manifest(split)
+            _in_parallel(partial(upload.shard, split.name), manifest.shards, split.name, report)
+            for name in (INDEX_NAME, MANIFEST_NAME):
+                if (split / name).exists():
+                    upload.file(f"{split.name}/{name}")
+    return [split.name for split in splits]
+
+
+def problems_at(url: str, report: Callable[[str], None], patience: Patience | None = None) -> list[str]:
+    """Read every shard of the corpus at `url`; what is wrong comes back, a line each."""
+    problems: list[str] = []
+    with TemporaryDirectory(prefix="xl-pretrain-verify-") as name:
+        for split in SPLITS:
+            store = store_at(f"{url.rstrip('/')}/{split}", patience)
+            try:
+                manifest = fetch_manifest(store, Path(name))
+            except NotFetchedError as error:
+                if split == SPLITS[0] or not error.is_final:  # a corpus may lack a validation split
+                    raise
+                continue
+
+            def read(info: ShardInfo, store: Store = store) -> None:
+                copy = Path(name) / info.path
+                try:
+                    fetch_shard(store, info, copy, Path(name))
+                    copy.unlink()
+                except NotFetchedError as error:
+                    problems.append(str(error))
+
+            _in_parallel(read, manifest.shards, split, report)
+    return problems
+
+
+class _Upload:
+    """Files of a directory on their way to a store. A file counts as there when it was read back and is the same."""
+
+    def __init__(self, directory: Path, url: str, scratch: Path, patience: Patience) -> None:
+        self._directory = directory
+        self._scratch = scratch
+        self._send = uploader_to(url, directory)
+        self._store = store_at(url, patience)
+
+    def shard(self, split: str, info: ShardInfo) -> None:
+        """A shard that is damaged here is not sent."""
+        check_shard(self._directory / split / info.path, info)
+        self._have(f"{split}/{info.path}", info.size, lambda path: mismatch(path, info))
+
+    def file(self, name: str) -> None:
+        content = (self._directory / name).read_bytes()
+        self._have(name, len(content), lambda path: None if path.read_bytes() == content else "it differs from ours")
+
+    def _have(self, name: str, size: int, problem_with: Callable[[Path], str | None]) -> None:
+        copy = self._scratch / name.replace("/", "-")
+        read_back = partial(fetch_once, self._store, name, copy, self._scratch, problem_with, size)
+
+        def attempt() -> None:
+            with contextlib.suppress(StoreError):
+                return read_back()  # it is there already
+            within(self._store.patience.seconds_for(size), lambda: self._send(name))
+            return read_back()
+
+        persist(self._store.patience, f"{self._store.url}/{name} could not be uploaded", attempt)
+        copy.unlink()
+
+
+def _in_parallel(
+    task: Callable[[ShardInfo], None], shards: Sequence[ShardInfo], split: str, report: Callable[[str], None]
+) -> None:
+    """`task` for every shard, some at a time; the first error ends it."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for number, _ in enumerate(pool.map(task, shards), start=1):
+                report(f"{split}: {number}/{len(shards)} shards")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.cache_config import CacheConfig
+from data_pipeline.config_loader import parse_config, to_tree
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import DataError
+from data_pipeline.evaluation_stream import EvaluationStream
+from data_pipeline.lanes import LaneStream
+from data_pipeline.location import absolute, url_of
+from data_pipeline.mixture import open_training_data
+from data_pipeline.mixture_part import MixturePart
+from data_pipeline.read_ahead import ReadAhead
+from data_pipeline.remote_corpus import CachedShards, at_hand
+from data_pipeline.shard_cache import GIB, ShardCache
+from data_pipeline.stores import store_at
+from pretrain.config import DataConfig
+from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
+from tests.helpers.stores import FAULTS, QUICK, FileServer, put_directory
+
+LANES, LENGTH, SEED = 4, 16, 3
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """40 shards of about 1 KB."""
+    return write_numbered_corpus(tmp_path_factory.mktemp("numbered") / "train", [[20, 35, 41, 24]] * 40)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return make_tiny_corpus(tmp_path_factory.mktemp("built") / "corpus", documents=120)
+
+
+def remote(corpus: Corpus, url: str, directory: Path, shards_in_cache: float = 1000) -> Corpus:
+    """The corpus as it is read from a store, with a cache of so many shards."""
+    size = max(shard.size for shard in corpus.manifest.shards)
+    cache = ShardCache(CacheConfig(directory=directory, gib=shards_in_cache * size / GIB))
+    return Corpus(corpus.directory, corpus.manifest, CachedShards(store_at(url, QUICK), cache))
+
+
+def tokens_of(stream, batches: int) -> np.ndarray:
+    return np.concatenate([next(stream).tokens_BL for _ in range(batches)], axis=1)
+
+
+def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_disk(numbered, tmp_path):
+    batches = 2 * numbered.num_tokens // (LANES * LENGTH)
+    expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), batches)
+    with FileServer(numbered.directory) as server:
+        found, limit = {}, 14
+
+        def rank(lanes: range) -> None:
+            corpus = remote(numbered, server.url, tmp_path, limit)
+            found[lanes.start] = tokens_of(LaneStream(corpus, LANES, SEED, LENGTH, lanes), batches)
+
+        ranks = [threading.Thread(target=rank, args=(lanes,)) for lanes in (range(2), range(2, 4))]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+        transfers = sum(server.asked.values())
+    assert (np.concatenate([found[0], found[2]]) == expected).all()
+    assert len(list((tmp_path / "shards").iterdir())) <= limit
+    assert transfers > 40, "shards of the first epoch had to make room"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_lanes_read_the_right_tokens_through_passing_faults(numbered, tmp_path, fault):
+    expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), 20)
+    with FileServer(numbered.directory) as server:
+        server.fault, server.faulty = fault, 1
+        stream = LaneStream(remote(numbered, server.url, tmp_path), LANES, SEED, LENGTH, range(LANES))
+        assert (tokens_of(stream, 20) == expected).all()
+
+
+def test_a_lasting_fault_ends_the_stream_with_one_error(numbered, tmp_path):
+    with FileServer(numbered.directory) as server:
+        corpus = remote(numbered, server.url, tmp_path, shards_in_cache=14)
+        stream = LaneStream(corpus, LANES, SEED, LENGTH, range(LANES))
+        tokens_of(stream, 2)
+        server.fault, server.faulty = "flip", 1000
+        with pytest.raises(DataError, match=r"shard\.\d+\.mds could not be fetched; attempt 3 of 3 .*SHA-256"):
+            tokens_of(stream, 2 * numbered.num_tokens // (LANES * LENGTH))
+
+
+def test_a_cursor_of_the_disk_goes_on_in_the_store_and_back(numbered, tmp_path):
+    local = LaneStream(numbered, LANES, SEED, LENGTH, range(LANES))
+    cursor = [next(local) for _ in range(30)][-1].cursor
+    with FileServer(numbered.directory) as server:
+        corpus = remote(numbered, server.url, tmp_path)
+        stream = LaneStream(corpus, LANES, SEED, LENGTH, range(LANES), cursor)
+        batches = [next(stream) for _ in range(30)]
+        assert stream.tokens_read(batches[-1].cursor) == {server.url: 60 * LANES * LENGTH}
+    for batch in batches:
+        assert (batch.tokens_BL == next(local).tokens_BL).all()
+    back = LaneStream(numbered, LANES, SEED, LENGTH, range(LANES), batches[-1].cursor)
+    assert (next(back).tokens_BL == next(local).tokens_BL).all()
+
+
+def test_what_lanes_need_next_is_fetched_before_they_need_it(tmp_path):
+    corpus = write_numbered_corpus(tmp_path / "train", [[3000] * 10] * 12)
+    with FileServer(corpus.directory) as server:
+        stream = LaneStream(remote(corpus, server.url, tmp_path / "cache"), 2, SEED, 64, range(2))
+        next(stream)
+        deadline = time.monotonic() + 10
+        # Each lane stands in a shard and has asked for the one behind it; the second ends where the first lane begins.
+        while len(server.asked) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        asked = set(server.asked)
+        for _ in range(30_000 // 64 - 200):
+            next(stream)
+        opened = {corpus.manifest.shards[unit].path for unit, _ in stream._reader._readers}
+    assert opened <= asked
+    assert len(asked) >= 4
+
+
+def test_a_url_stands_in_the_place_of_a_path(built, tmp_path, s3_endpoint, bucket):
+    put_directory(s3_endpoint, built, f"{bucket}/books")
+    config = parse_config(
+        DataConfig, {"path": f"{bucket}/books", "cache": {"directory": str(tmp_path), "gib": 0.5}}, "test"
+    )
+    assert to_tree(config)["path"] == f"{bucket}/books"
+    directory = config.directory()
+    assert json.loads((directory / "remote.json").read_text()) == {"url": f"{bucket}/books", "cache_gib": 0.5}
+    stream = LaneStream(open_training_data(config.path, (), config.cache), LANES, SEED, LENGTH, range(LANES))
+    expected = LaneStream(Corpus.open(built / "train"), LANES, SEED, LENGTH, range(LANES))
+    assert (tokens_of(stream, 20) == tokens_of(expected, 20)).all()
+    validation = [EvaluationStream(Corpus.open(place / "validation"), 2, 8, range(2)) for place in (directory, built)]
+    for ours, theirs in zip(*validation, strict=True):
+        assert (ours.targets_BL == theirs.targets_BL).all()
+
+
+def test_parts_of_a_mixture_may_lie_in_stores(built, tmp_path):
+    other = make_tiny_corpus(tmp_path / "other", seed=5)
+    parts = [MixturePart(path=built, repeat=1), MixturePart(path=other, repeat=2)]
+    expected = LaneStream(open_training_data(built, parts), LANES, SEED, LENGTH, range(LANES))
+    with FileServer(tmp_path) as server:
+        parts = [MixturePart(path=built, repeat=1), MixturePart(path=Path(f"{server.url}/other"), repeat=2)]
+        cache = CacheConfig(directory=tmp_path / "cache")
+        data = open_training_data(built, parts, cache)
+        assert (tokens_of(LaneStream(data, LANES, SEED, LENGTH, range(LANES)), 60) == tokens_of(expected, 60)).all()
+        data.check_room(3)
+        assert any(name.startswith("shard") for name in server.asked)
+
+
+def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_split_is_not(built, tmp_path):
+    (tmp_path / "only").mkdir()
+    for name in ("tokenizer", "train"):
+        (tmp_path / "only" / name).symlink_to(built / name)
+    with FileServer(tmp_path) as server:
+        directory = at_hand(Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK)
+        assert Corpus.open(directory / "train").num_tokens == Corpus.open(built / "train").num_tokens
+        assert not (directory / "validation" / "manifest.json").exists()
+        with pytest.raises(DataError, match=r"none/train/manifest\.json could not be fetched.*404"):
+            at_hand(Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK)
+
+
+def test_local_paths_are_left_alone(tmp_path):
+    assert at_hand(tmp_path, CacheConfig()) == tmp_path
+    assert url_of(tmp_path) is None
+    assert url_of("data/books") is None
+    assert absolute(Path("s3://bucket/a")) == Path("s3://bucket/a")
+    assert absolute(Path("data")) == Path.cwd() / "data"
+    assert url_of(Path("s3://bucket/a/b")) == "s3://bucket/a/b"
+    assert url_of(Path("http://127.0.0.1:80/a")) == "http://127.0.0.1:80/a"
+
+
+def test_reading_ahead_asks_once_and_outlives_errors(numbered):
+    asked, first = [], threading.Event()
+
+    def fetch(info):
+        first.wait(10)
+        asked.append(info.path)
+        raise DataError("no")
+
+    ahead = ReadAhead(fetch, num_threads=2)
+    ahead.ask_for(numbered.manifest.shards[:3])
+    ahead.ask_for(numbered.manifest.shards[:5])
+    first.set()
+    deadline = time.monotonic() + 10
+    while len(asked) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert sorted(asked) == [info.path for info in numbered.manifest.shards[:5]]
