@@ -35,16 +35,15 @@ def fetch_corpus(
     patience: Patience | None = None,
 ) -> None:
     """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
+    stores = {name: store_at(f"{url.rstrip('/')}/{name}", patience) for name in (*splits, TOKENIZER_DIRECTORY)}
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory / LOCK, LOCK_SECONDS), TemporaryDirectory(dir=directory, prefix=".") as name:
         for split in splits:
-            store = store_at(f"{url.rstrip('/')}/{split}", patience)
-            manifest = fetch_manifest(store, Path(name))
+            manifest = fetch_manifest(stores[split], Path(name))
             (directory / split).mkdir(exist_ok=True)
-            fetch = partial(_have_shard, store, directory / split, Path(name))
+            fetch = partial(_have_shard, stores[split], directory / split, Path(name))
             _in_parallel(fetch, manifest.shards, split, report)
-            tokenizer = store_at(f"{url.rstrip('/')}/{TOKENIZER_DIRECTORY}", patience)
-            fetch_tokenizer(tokenizer, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
+            fetch_tokenizer(stores[TOKENIZER_DIRECTORY], directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
             manifest.write(directory / split)
 
 

@@ -1,0 +1,81 @@
+"""From a built corpus to a bucket to a run of two ranks that share a cache smaller than the corpus; killed; resumed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.cli import main as data_pipeline
+from data_pipeline.corpus import Corpus
+from data_pipeline.shard_cache import GIB
+from pretrain.cli import main as pretrain
+from pretrain.compare import losses_apart
+from pretrain.faults import VARIABLE
+from pretrain.run_dir import RunDir
+from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.stores import client
+
+STEPS, KILLED_AT, SAVED_AT = 24, 18, 12
+SETTINGS = f"""name: tiny
+model: {{num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
+data: {{lanes: 2, segment_length: 512}}
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: {SAVED_AT}}}
+evaluation: {{interval: 0, lanes: 2, max_tokens: 2000}}
+metrics: {{interval: 1, tensorboard: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_corpus(tmp_path_factory.mktemp("corpus") / "books", documents=300)
+
+
+def launch(experiment: Path, run_dir: Path, *settings: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher", "local", str(experiment), "--ranks=2", f"--run-dir={run_dir}"]
+    return subprocess.run(
+        [*command, "--attempts-without-progress=1", *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        env={**os.environ, **variables},
+    )
+
+
+@pytest.mark.slow
+def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_error(
+    corpus, tmp_path, bucket, s3_endpoint, capsys
+):
+    url = f"{bucket}/books"
+    assert data_pipeline(["upload", str(corpus), url]) == 0
+    assert f"{url} holds train and validation; every file was read back and is the same" in capsys.readouterr().out
+    shards = Corpus.open(corpus / "train").manifest.shards
+    limit = 13 * max(shard.size for shard in shards)
+    assert limit < sum(shard.size for shard in shards) / 2
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(SETTINGS)
+    local, remote = RunDir(tmp_path / "local"), RunDir(tmp_path / "remote")
+    from_bucket = (f"data.path={url}", f"data.cache.directory={tmp_path / 'cache'}", f"data.cache.gib={limit / GIB}")
+
+    assert pretrain(["train", str(experiment), f"--run-dir={local.path}", f"data.path={corpus}"]) == 0
+    killed = launch(experiment, remote.path, *from_bucket, **{VARIABLE: f"sigkill@{KILLED_AT}"})
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    assert sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").iterdir()) <= limit
+    resumed = launch(experiment, remote.path, *from_bucket)
+    assert resumed.returncode == 0, resumed.stdout
+    assert losses_apart(local, remote, 1e-5) == []
+    assert remote.read_ledger()[-2]["tokens_of_corpora"] == {f"{url}/train": STEPS * 2 * 512}
+
+    assert pretrain(["evaluate", str(remote.path)]) == 0
+    assert f"tokens of {url}/validation" in capsys.readouterr().out
+    for shard in shards:
+        client(s3_endpoint).delete_object(Bucket=bucket.removeprefix("s3://"), Key=f"books/train/{shard.path}")
+    assert pretrain(["train", str(experiment), f"--run-dir={tmp_path / 'lost'}", *from_bucket, "seed=7"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "could not be fetched; attempt 1 of 5 ended with: the store answered 404" in error

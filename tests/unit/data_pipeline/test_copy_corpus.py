@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+
+from data_pipeline.cli import main
+from data_pipeline.copy_corpus import fetch_corpus, upload_corpus
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import MANIFEST_NAME
+from data_pipeline.stores import Patience
+from tests.helpers.corpora import contents, make_tiny_corpus
+from tests.helpers.stores import QUICK, FileServer, client
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return make_tiny_corpus(tmp_path_factory.mktemp("built") / "corpus")
+
+
+def objects(endpoint: str, bucket: str) -> dict[str, bytes]:
+    name = bucket.removeprefix("s3://")
+    s3 = client(endpoint)
+    keys = [item["Key"] for item in s3.list_objects_v2(Bucket=name).get("Contents", [])]
+    return {key: s3.get_object(Bucket=name, Key=key)["Body"].read() for key in keys}
+
+
+def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_was_changed(
+    built, tmp_path, bucket, s3_endpoint, capsys
+):
+    url = f"{bucket}/c"
+    assert main(["upload", str(built), url]) == 0
+    there = objects(s3_endpoint, bucket)
+    for split in ("train", "validation", "tokenizer"):
+        for name, content in contents(built / split).items():
+            assert there[f"c/{split}/{name}"] == content
+    assert len(there) == sum(len(contents(built / split)) for split in ("train", "validation", "tokenizer"))
+    damaged = "c/train/shard.00001.mds"
+    client(s3_endpoint).put_object(Bucket=bucket.removeprefix("s3://"), Key=damaged, Body=b"x" + there[damaged][1:])
+    with pytest.raises(DataError, match=r"shard\.00001\.mds could not be fetched"):
+        fetch_corpus(url, tmp_path / "copy", ["train"], print, Patience(attempts=2, pause=0.01))
+    assert not (tmp_path / "copy" / "train" / MANIFEST_NAME).exists(), "not whole"
+    upload_corpus(built, url, print)
+    assert objects(s3_endpoint, bucket) == there
+    assert main(["fetch", url, str(tmp_path / "copy"), "--splits", "train", "validation"]) == 0
+    assert main(["verify", str(tmp_path / "copy")]) == 0
+    assert "every shard is what its manifest says" in capsys.readouterr().out
+
+
+def test_fetch_goes_on_where_it_was_interrupted(built, tmp_path):
+    with FileServer(built) as server:
+        server.fault, server.faulty = "500", 1
+        for _ in range(2):
+            fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
+        shards = Corpus.open(built / "train").manifest.shards
+        assert [server.asked[shard.path] for shard in shards] == [2] * len(shards), "a fault and a transfer each"
+        (tmp_path / "copy" / "train" / shards[2].path).write_bytes(b"damaged")
+        fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
+        assert sum(server.asked[shard.path] for shard in shards) == 2 * len(shards) + 1
+    assert contents(tmp_path / "copy" / "train") == {
+        name: content for name, content in contents(built / "train").items() if name != "index.json"
+    }
+
+
+def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
+    import shutil
+
+    shutil.copytree(built, tmp_path / "copy")
+    path = tmp_path / "copy" / "train" / "shard.00002.mds"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"shard\.00002\.mds is damaged"):
+        upload_corpus(tmp_path / "copy", f"{bucket}/c", print)
+    assert "c/train/manifest.json" not in objects(s3_endpoint, bucket)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["upload", "{built}", "http://127.0.0.1:1/c"], "expected an object store to write to: s3://"),
+        (["upload", "{built}", "s3://no-such-bucket/c"], "nothing can be written to s3://no-such-bucket/c"),
+        (["upload", "{built}/train", "{bucket}/c"], "is one split; give the corpus"),
+        (["upload", "{built}/tokenizer", "{bucket}/c"], "no manifest.json"),
+        (["fetch", "{built}", "copy"], "expected a URL that begins with one of http://"),
+        (["inspect", "ftp://host/c"], "expected a URL that begins with one of http://"),
+    ],
+)
+def test_what_cannot_be_copied_is_one_line(built, bucket, capsys, arguments, message):
+    assert main([argument.format(built=built, bucket=bucket) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_corpus_in_a_store_is_inspected_and_audited_in_place(built, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with FileServer(built) as server:
+        for command in ("inspect", "audit"):
+            said = []
+            for place in (str(built), server.url):
+                assert main([command, place, "--lanes", "2"]) == 0
+                said.append(capsys.readouterr().out.splitlines())
+            differing = [pair for pair in zip(*said, strict=True) if pair[0] != pair[1]]
+            assert len(differing) == (2 if command == "inspect" else 0), "only the places differ"
+
+
+def test_verify_reads_every_byte_of_a_store(built, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(built, tmp_path / "copy")
+    with FileServer(tmp_path / "copy") as server:
+        assert main(["verify", server.url]) == 0
+        assert f"{server.url}: every shard is what its manifest says" in capsys.readouterr().out
+        path = tmp_path / "copy" / "validation" / "shard.00000.mds"
+        path.unlink()
+        assert main(["verify", server.url]) == 2
+        assert "validation/shard.00000.mds could not be fetched" in capsys.readouterr().err
