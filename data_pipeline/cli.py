@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | upload | verify | inspect | audit | bench")
+    commands = parser.add_subparsers(
+        required=True, metavar="build | merge | fetch | upload | verify | inspect | audit | bench"
+    )
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     add_build_arguments(build)
     add_merge_arguments(commands.add_parser("merge", help="make one corpus of the parts that `build --part` built"))
