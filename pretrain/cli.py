@@ -23,6 +23,8 @@ COMMANDS = {
         "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
     ),
     "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
+    "report": ("pretrain.history.report_command", "a run's loss, speed, failures and settings as one page"),
+    "compare": ("pretrain.history.compare_command", "several runs side by side: numbers, settings, curves"),
     "checkpoint": ("pretrain.checkpoint_command", "list, verify or prune what a run has saved"),
     "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),
     "verify-resume": (

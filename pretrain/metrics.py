@@ -5,6 +5,7 @@ Losses stay on the device until the interval's end. There the ranks exchange one
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
         loss and norm are null where a skipped step had none
         and at the interval's last step also "seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib",
+        "save_stall" (seconds the loop waited for saves), "time" (seconds since 1970),
         of several ranks "slowest_rank" and "straggler_ratio"
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
@@ -135,10 +136,11 @@ class Metrics:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Do not count the block as training time."""
+        """Do not count the block as training time, but as time that saving took from it."""
         begin = time.perf_counter()
         yield
         self._pause_since(begin)
+        self._save_stall += self._idle_since - begin
 
     def close(self, finished: bool) -> None:
         """Write what is left and say how the run ended."""
@@ -175,7 +177,7 @@ class Metrics:
         return {"slowest_rank": slowest.rank, "straggler_ratio": slowest.ratio}
 
     def _start_interval(self) -> None:
-        self._paused = 0.0
+        self._paused = self._save_stall = 0.0
         self._waited_before = self._prefetcher.wait_seconds
         self._begin = self._idle_since = time.perf_counter()
 
@@ -191,6 +193,8 @@ class Metrics:
             "mfu": tokens_per_second * self._flops_per_token / self._peak,
             "data_wait": waited / seconds,
             "memory_gib": memory_gib,
+            "save_stall": self._save_stall,
+            "time": time.time(),
         }
 
     def _append(self, lines: list[dict[str, Any]]) -> None:

@@ -1,0 +1,122 @@
+"""The pictures of a run's report and of a comparison, each drawn into given axes in given colours. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pretrain import report
+from pretrain.history.run_history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RUN_COLOURS = ("#4f83d6", "#d9772f", "#2f9e6e", "#a05bb5", "#c9a02b", "#d1495b", "#3aa0b8", "#86a03a")
+
+
+@dataclass(frozen=True)
+class Colours:
+    """The page's follow the reader's light or dark setting, print's do not."""
+
+    ink: str
+    faint: str
+    first: str
+    second: str
+    alarm: str
+
+
+PAGE = Colours(report.INK, report.FAINT, report.FIRST, report.SECOND, report.ALARM)
+PRINT = Colours("#22252a", "#6d727b", "#b9c7dd", "#2456a6", "#c2410c")
+
+
+def loss(axes: Axes, history: History, colours: Colours) -> None:
+    """Training loss of every step, smoothed, and validation; where the run went back or skipped."""
+    steps_X, losses_X = history.series("loss")
+    smooth_X = history.smooth_loss[1]
+    axes.plot(steps_X, losses_X, color=colours.first, linewidth=0.8)
+    axes.plot(steps_X, smooth_X, color=colours.second, linewidth=1.6, label="training, smoothed")
+    if history.evaluations:
+        axes.plot(
+            *history.series("loss", history.evaluations), "o", color=colours.ink, markersize=4, label="validation"
+        )
+    for number, event in enumerate(history.events("rewind")):
+        label = "went back" if number == 0 else None
+        axes.axvline(event["to_step"], color=colours.alarm, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+    skipped = [line["step"] for line in history.train if line["skipped"]]
+    if skipped:
+        top = np.full(len(skipped), np.percentile(losses_X, 98))
+        axes.plot(skipped, top, "x", color=colours.alarm, markersize=6, label="skipped")
+    _without_the_beginning(axes, losses_X, history.series("loss", history.evaluations)[1])
+
+
+def speed(axes: Axes, history: History, colours: Colours) -> None:
+    """Tokens per second of each interval."""
+    steps_X, speeds_X = history.series("tokens_per_second")
+    axes.plot(steps_X, speeds_X, color=colours.second, linewidth=1.4)
+    axes.set_ylim(0, speeds_X.max() * 1.15 if len(speeds_X) else 1)
+
+
+def gradient_norm(axes: Axes, history: History, colours: Colours) -> None:
+    """The norm before clipping, on a logarithmic axis, and where it was clipped."""
+    steps_X, norms_X = history.series("grad_norm")
+    axes.plot(steps_X, np.maximum(norms_X, 1e-12), color=colours.second, linewidth=0.8)
+    if clip := history.config.optim.clip_norm:
+        axes.axhline(clip, color=colours.faint, linewidth=1.0, linestyle=(0, (4, 3)), label="clipped above")
+    axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+    axes.tick_params(which="minor", colors=colours.faint, labelsize=8.5, length=0)
+
+
+def value_of_memory(axes: Axes, history: History, colours: Colours) -> None:
+    """Validation loss with the training's memory and with none."""
+    without, with_memory = (history.series(name, history.evaluations) for name in ("loss_without_memory", "loss"))
+    axes.plot(*without, "o-", color=colours.faint, markersize=3.5, linewidth=1.2, label="without memory")
+    axes.plot(*with_memory, "o-", color=colours.second, markersize=3.5, linewidth=1.6, label="with memory")
+
+
+def progress(axes: Axes, history: History, colours: Colours) -> None:
+    """The step over the time since the run began, with every begin and every way back."""
+    seconds_X, steps_X = history.progress
+    unit, divisor = (
+        ("hours", 3600) if seconds_X[-1] > 7200 else ("minutes", 60) if seconds_X[-1] > 180 else ("seconds", 1)
+    )
+    axes.plot(seconds_X / divisor, steps_X, color=colours.second, linewidth=1.6)
+    drops = np.flatnonzero(np.diff(steps_X) < 0)
+    axes.plot(
+        seconds_X[drops] / divisor, steps_X[drops], "x", color=colours.alarm, markersize=7, label="lost steps behind it"
+    )
+    axes.set_xlabel(f"{unit} since the first start")
+
+
+def _without_the_beginning(axes: Axes, trained_X: np.ndarray, validated_X: np.ndarray) -> None:
+    """Leave the highest losses out of sight: those of the first steps would press all others together."""
+    high = np.percentile(trained_X, 98)
+    low = min([trained_X.min(), *validated_X])
+    axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
+
+
+def overlaid_losses(axes: Axes, histories: Sequence[History], colours: Colours) -> None:
+    """Smoothed training losses over tokens, and validation as dots, a colour per run."""
+    for number, history in enumerate(histories):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        per_step = history.config.tokens_per_step
+        steps_X, losses_X = history.smooth_loss
+        axes.plot(steps_X * per_step, losses_X, color=colour, linewidth=1.6, label=history.name)
+        if history.evaluations:
+            steps_X, losses_X = history.series("loss", history.evaluations)
+            axes.plot(steps_X * per_step, losses_X, "o", color=colour, markersize=3.5)
+    trained = np.concatenate([history.smooth_loss[1] for history in histories])
+    validated = np.concatenate([history.series("loss", history.evaluations)[1] for history in histories])
+    _without_the_beginning(axes, trained, validated)
+
+
+def overlaid_speeds(axes: Axes, histories: Sequence[History], colours: Colours) -> None:
+    """Tokens per second over steps, a colour per run."""
+    for number, history in enumerate(histories):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        axes.plot(*history.series("tokens_per_second"), color=colour, linewidth=1.4, label=history.name)
+    axes.set_ylim(bottom=0)
