@@ -66,17 +66,17 @@ def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(s
         assert first.poll() is None
         for cell in [cell for cell in alive if len(losses(tmp_path / "killed", cell)) >= 60]:
             os.kill(alive.pop(cell), signal.SIGKILL)
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=240)
     assert first.returncode == 2, output
     assert "2 cells failed" in output
 
-    second, _ = submit(sweep, tmp_path / "killed").communicate(timeout=120)
+    second, _ = submit(sweep, tmp_path / "killed").communicate(timeout=240)
     assert "1 of 3 cells are done" in second
     assert set(re.findall(r"(\S+): process", second)) == {"narrow", "wide"}
     assert "all 3 cells are done" in second
 
     undisturbed = submit(sweep, tmp_path / "undisturbed")
-    output, _ = undisturbed.communicate(timeout=120)
+    output, _ = undisturbed.communicate(timeout=240)
     assert undisturbed.returncode == 0, output
     for cell in CELLS:
         assert len(losses(tmp_path / "killed", cell)) == STEPS

@@ -22,6 +22,8 @@ CASES = {
     "deep, checkpointed": (DEEP, (8, 128), {"activation_checkpointing": "full"}),
     "long memory": (LONG, (4, 512), {}),
     "long memory, checkpointed": (LONG, (4, 512), {"activation_checkpointing": "full"}),
+    "long memory, scores computed again": (LONG, (4, 512), {"activation_checkpointing": "selective"}),
+    "deep, every second layer": (DEEP, (8, 128), {"activation_checkpointing": "full", "checkpoint_every": 2}),
     "long memory, plain attention": (LONG, (4, 512), {"attention_kernel": "plain"}),
     "many words": (WORDY, (16, 64), {}),
     "many words, output layer in chunks": (WORDY, (16, 64), {"head_chunk_tokens": 128}),
