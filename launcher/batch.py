@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import secrets
-import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, UserError
 from launcher import slurm
 from launcher.cluster import load_cluster
+from launcher.farewell import Farewell, ThisJob
 from launcher.job_checks import usable_nodes
-from launcher.job_end import JobEnd, end_of
-from launcher.job_history import LOST_HOST, open_start, other_jobs, past_attempts
+from launcher.job_history import LOST_HOST, host_to_leave, open_start, other_jobs, past_attempts
 from launcher.requeue import Policy
 from launcher.snapshot import Snapshot
-from launcher.srun import SlurmRanks, Step, free_port_near
+from launcher.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
 from launcher.supervisor import StopSignals, newest_step, supervise
 from pretrain.config import RunConfig
 from pretrain.fence import VARIABLE, Fence
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
-
-T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,38 +35,30 @@ def run(arguments: argparse.Namespace) -> int:
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
     policy = Policy(attempts_without_progress=arguments.attempts_without_progress)
     begin(job, run_dir)
-    with StopSignals() as stop, run_dir.locked("launcher", is_fenced=True):
+    with StopSignals() as stop:
         farewell = Farewell(job, run_dir, stop)
         past = past_attempts(run_dir.read_ledger(), job.id)
-        status = supervise(
-            run_dir, starter(job, run_dir), policy, stop, _say, past=past, meanwhile=farewell.look, tags={"job": job.id}
-        )
+        tags = {"job": job.id}
+        try:
+            with run_dir.locked("launcher", is_fenced=True):
+                start = starter(job, run_dir, farewell)
+                status = supervise(run_dir, start, policy, stop, _say, past=past, meanwhile=farewell.look, tags=tags)
+        except LeaveHost as found:
+            farewell.leave(found.host)
+            return EXIT_STOPPED
+        except UserError as error:
+            farewell.give_up(str(error))
+            raise
         farewell.finish(status)
     return status
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThisJob:
-    """The Slurm job, or task of an array, that this process is the batch script of."""
+class LeaveHost(Exception):
+    """Another host may do better."""
 
-    id: str  # 17, or 17_3
-    number: int  # one of its own for a task, too
-    restart: int
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def from_environment(cls) -> ThisJob:
-        return cls(
-            id=slurm.own_job(),
-            number=int(os.environ["SLURM_JOB_ID"]),
-            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            hosts=tuple(slurm.host_names(os.environ["SLURM_JOB_NODELIST"])),
-        )
-
-    @property
-    def tags(self) -> dict[str, Any]:
-        """What marks its events in the journal."""
-        return {"job": self.id, "restart": self.restart}
+    def __init__(self, host: str) -> None:
+        super().__init__(host)
+        self.host = host
 
 
 def begin(job: ThisJob, run_dir: RunDir) -> None:
@@ -93,7 +78,7 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def starter(job: ThisJob, run_dir: RunDir) -> Callable[[int], SlurmRanks]:
+def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell) -> Callable[[int], SlurmRanks]:
     """Starts attempts as steps of this job; each claims the run, so that ranks of older ones can write no more."""
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
@@ -106,9 +91,15 @@ def starter(job: ThisJob, run_dir: RunDir) -> Callable[[int], SlurmRanks]:
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
     fences: list[Fence] = []
 
+    if blind := hosts_that_miss(step, run_dir.path):
+        raise ConfigError(f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share")
+
     def start(number: int) -> SlurmRanks:
         if fences:
             fences[-1].check()  # another job may have taken over since
+            host = host_to_leave(run_dir.read_ledger(), job.id, step)
+            if host and farewell.can_leave(host):
+                raise LeaveHost(host)
         fences.append(Fence(run_dir.path, f"{job.id}.{job.restart}.{number}.{secrets.token_hex(2)}"))
         fences[-1].claim()
         shared = {"MASTER_PORT": str(free_port_near(job.number + number)), VARIABLE: fences[-1].token}
@@ -116,62 +107,6 @@ def starter(job: ThisJob, run_dir: RunDir) -> Callable[[int], SlurmRanks]:
         return SlurmRanks(command, step, run_dir, number, shared)
 
     return start
-
-
-class Farewell:
-    """Finds out why the job ends, notes it, and puts the job back into the queue where that is ours to do. Once."""
-
-    def __init__(self, job: ThisJob, run_dir: RunDir, stop: StopSignals) -> None:
-        self._job = job
-        self._run_dir = run_dir
-        self._stop = stop
-        self._looked_at = 0
-        self._is_said = False
-
-    def look(self) -> None:
-        """To be called often: some ends leave seconds until Slurm kills this process."""
-        received = self._stop.received[self._looked_at :]
-        self._looked_at += len(received)
-        if signal.SIGTERM in received and not self._is_said:
-            end = self._end()
-            if end.at_once or not end.requeue:
-                self._say(end)
-
-    def finish(self, status: int) -> None:
-        """After the last attempt, which ended with `status`."""
-        if self._is_said:
-            return
-        if status == EXIT_STOPPED:
-            self._say(self._end())
-        else:
-            self._say(JobEnd("finished" if status == 0 else "gave up or refused", requeue=False))
-
-    def _end(self) -> JobEnd:
-        warned = signal.SIGUSR1 in self._stop.received
-        fields = _patiently(lambda: slurm.details(self._job.id))
-        log = "".join(_tail(path) for path in sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:])
-        return end_of(fields, self._job.restart, log + _tail(Path(fields.get("StdOut", "/dev/null"))), warned)
-
-    def _say(self, end: JobEnd) -> None:
-        self._is_said = True
-        event = {"event": "job_ended", **self._job.tags, "why": end.why, "requeued": end.requeue}
-        self._run_dir.append_ledger(event)
-        _say(f"job {self._job.id} ends: {end.why}" + ("; back into the queue" if end.requeue else ""))
-        if end.requeue:
-            _patiently(lambda: slurm.requeue(self._job.id))
-
-
-def _patiently(ask: Callable[[], T]) -> T:
-    """What Slurm answers, however long its controller is away: Slurm ends this process when it is time."""
-    return slurm.patiently(ask, _say, patience=math.inf)
-
-
-def _tail(path: Path, size: int = 8192) -> str:
-    if not path.exists():
-        return ""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace")
 
 
 def _say(line: str) -> None:

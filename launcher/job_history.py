@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import Any
 
+from launcher.journal import Event
 from launcher.requeue import Attempt, NextAction
+from launcher.srun import Step
 
+_CHANCES = 2  # attempts on a host
 LOST_HOST = "its first host was lost"
 
 
-def past_attempts(ledger: Sequence[dict[str, Any]], job: str) -> list[Attempt]:
+def past_attempts(ledger: Sequence[Event], job: str) -> list[Attempt]:
     """How the attempts of all former starts of this job ended, those included whose supervisor could not say it.
 
     Attempts that were asked to stop say nothing about the run and are left out.
@@ -35,7 +37,26 @@ def past_attempts(ledger: Sequence[dict[str, Any]], job: str) -> list[Attempt]:
     return attempts
 
 
-def open_start(ledger: Sequence[dict[str, Any]], job: str) -> dict[str, Any] | None:
+def host_to_leave(ledger: Sequence[Event], job: str, step: Step) -> str | None:
+    """The host whose ranks failed first in both of the last two attempts of this start, without a newer checkpoint."""
+    own = [event for event in ledger if event.get("job") == job]
+    begun = max(index for index, event in enumerate(own) if event["event"] == "job_started")
+    last = [event for event in own[begun:] if event["event"] == "attempt_ended"][-_CHANCES:]
+    blamed = [
+        step.host_of(event["first_failure"])
+        for event in last
+        if event["first_failure"] is not None and event["step"] == event["step_before"]
+    ]
+    return blamed[0] if len(blamed) == _CHANCES and len(set(blamed)) == 1 else None
+
+
+def hosts_left(ledger: Sequence[Event], job: str) -> list[str]:
+    """The hosts that this job was sent away from."""
+    own = [event for event in ledger if event["event"] == "job_ended" and event["job"] == job]
+    return [event["left"] for event in own if "left" in event]
+
+
+def open_start(ledger: Sequence[Event], job: str) -> Event | None:
     """The last start of this job, if nothing was written about its end."""
     for event in reversed(ledger):
         if event.get("job") == job and event["event"] == "job_ended":
@@ -45,7 +66,7 @@ def open_start(ledger: Sequence[dict[str, Any]], job: str) -> dict[str, Any] | N
     return None
 
 
-def other_jobs(ledger: Sequence[dict[str, Any]], job: str) -> list[str]:
+def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
     """Other jobs that began to work on the run before this one and did not say that they ended, newest first."""
     open_jobs: dict[str, None] = {}
     for event in ledger:

@@ -98,9 +98,8 @@ def _options(job: Job) -> list[str]:
         "account": cluster.account,
         "qos": cluster.qos,
         "nodes": job.nodes,
-        "ntasks-per-node": cluster.tasks_per_node,
+        **_room_on_a_node(job),
         "gpus-per-node": cluster.gpus_per_node,
-        "cpus-per-task": cluster.cpus_per_rank,
         "time": cluster.time_limit,
         "signal": f"B:USR1@{cluster.warning_seconds}",
         "open-mode": "append",  # a requeued job goes on in the same log
@@ -112,3 +111,11 @@ def _options(job: Job) -> list[str]:
         )
     own = [f"{name}={value}" for name, value in derived.items() if value]
     return own + [f"{name}={value}" if value else name for name, value in cluster.options.items()]
+
+
+def _room_on_a_node(job: Job) -> dict[str, object]:
+    """For a range of nodes CPUs alone: Slurm keeps the number of tasks of the first start, and so that of nodes."""
+    ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
+    if job.nodes.least == job.nodes.most:
+        return {"ntasks-per-node": ranks, "cpus-per-task": cpus}
+    return {"mincpus": ranks * cpus}

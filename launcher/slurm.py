@@ -170,12 +170,14 @@ def cancel(job: str) -> None:
     _checked(["scancel", job])
 
 
-def requeue(job: str) -> None:
-    """Put a job back into the queue at once; ends what it runs now, this process too if it is the job's.
+def requeue(job: str, exclude: Sequence[str] = ()) -> None:
+    """Put a job back into the queue at once, away from some hosts; ends what it runs now, this process too if its own.
 
     Slurm then holds it back for the life of a credential, by default two minutes.
     """
     _checked(["scontrol", "requeue", job])
+    if exclude:
+        _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}"])
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -20,6 +21,7 @@ from pretrain.run_dir import RunDir
 
 _LOST = -signal.SIGKILL  # a rank that left no status was killed together with its task
 _POLL_SECONDS = 0.2
+_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 
@@ -36,13 +38,17 @@ class Step:
     def tasks_per_node(self) -> int:
         return self.ranks // self.nodes
 
+    def host_of(self, rank: int) -> str:
+        """Where a rank runs: srun fills one host after the other."""
+        return self.hosts[rank // self.tasks_per_node]
+
 
 def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
     """The srun command line. A task that fails ends the others; none is hurried while it saves."""
     cluster = step.cluster
     command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.ranks}", f"--ntasks-per-node={step.tasks_per_node}"]
     command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.hosts[: step.nodes])}"]
-    command += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
+    command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
     if not cluster.container_image:
         return [*command, sys.executable, *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
@@ -69,7 +75,8 @@ class SlurmRanks:
         task = ["-m", "launcher.task", str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"), *command]
         meeting_point = {"MASTER_ADDR": step.hosts[0], "PYTHONUNBUFFERED": "1"}
         line = srun_command(step, task, mounts=[run_dir.path])
-        with open(run_dir.logs / f"attempt-{attempt}-srun.log", "ab") as log:
+        self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
+        with open(self._log, "ab") as log:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
             self._srun = subprocess.Popen(
@@ -83,7 +90,11 @@ class SlurmRanks:
             time.sleep(_POLL_SECONDS)
         written = {rank: file for rank, log in enumerate(self.logs) if (file := log.with_suffix(".status")).exists()}
         statuses = [int(written[rank].read_text()) if rank in written else _LOST for rank in range(len(self.logs))]
-        self.first_failure = _first_hand(statuses, {rank: file.stat().st_mtime for rank, file in written.items()})
+        self.first_failure = _first_hand(
+            statuses,
+            {rank: file.stat().st_mtime for rank, file in written.items()},
+            self._log.read_text(errors="replace"),
+        )
         return statuses
 
     def terminate(self) -> None:
@@ -95,6 +106,13 @@ class SlurmRanks:
 
     def failure_in_words(self, statuses: Sequence[int]) -> str:
         return failure_in_words(statuses, self.logs, first_failure=self.first_failure)
+
+
+def hosts_that_miss(step: Step, path: Path) -> list[str]:
+    """The hosts of the step that do not see `path`."""
+    command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.nodes}", "--ntasks-per-node=1", "--chdir=/"]
+    command += ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
+    return sorted(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout.split())
 
 
 def free_port_near(number: int) -> int:
@@ -110,12 +128,14 @@ def free_port_near(number: int) -> int:
     raise ConfigError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _NUM_PORTS}; is this host overrun?")
 
 
-def _first_hand(statuses: Sequence[int], ended: dict[int, float]) -> int | None:
+def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
     """The rank whose failure made the others fail: one that a signal ended, else the first to end badly.
 
-    Ranks without a time were ended by srun together with their task.
+    Where no rank left a status before srun ended them all, it is the first that srun names.
     """
     failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED)]
     killed = [rank for rank in failed if statuses[rank] < 0]
-    lost = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
-    return min(killed or failed, key=lambda rank: ended[rank], default=lost[0] if lost else None)
+    if failed:
+        return min(killed or failed, key=lambda rank: ended[rank])
+    named = _NAMED_FIRST.search(srun_log)
+    return int(named[1]) if named and any(statuses) else None

@@ -85,15 +85,22 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
         setup=("ulimit -l unlimited",),
         environment={"NCCL_DEBUG": "WARN", "NOTE": "two words"},
     )
-    lines = render(job(cluster, NodeRange(4, 16))).splitlines()
+    lines = render(job(cluster, NodeRange(4, 4))).splitlines()
     assert lines[0] == "#!/bin/bash"
-    wanted = ["requeue", "partition=gpu", "nodes=4-16", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=4"]
+    wanted = ["requeue", "partition=gpu", "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=4"]
     wanted += ["time=24:00:00", "signal=B:USR1@180", "open-mode=append", "mem=0", "exclusive"]
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
     assert not [line for line in lines if "account" in line or "qos" in line]
     assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
     assert "export NOTE='two words'" in lines
     assert shlex.split(lines[-1])[:6] == ["exec", "/opt/python", "-m", "launcher", "batch", "/shared/my runs/books"]
+
+
+def test_a_range_of_nodes_asks_for_no_number_of_tasks():
+    script = render(job(GPU, NodeRange(4, 16)))
+    assert "#SBATCH --nodes=4-16\n" in script
+    assert "#SBATCH --mincpus=32\n" in script
+    assert "ntasks" not in script
 
 
 def test_an_option_that_the_launcher_sets_itself_is_refused():

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from launcher.cluster import ClusterConfig
 from launcher.job_end import JobEnd, end_of
-from launcher.job_history import LOST_HOST, open_start, other_jobs, past_attempts
+from launcher.job_history import LOST_HOST, host_to_leave, hosts_left, open_start, other_jobs, past_attempts
+from launcher.srun import Step
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
 REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
@@ -48,10 +50,9 @@ def ended(job: str, why: str, requeued: bool = False, **more) -> dict:
     return {"event": "job_ended", "job": job, "why": why, "requeued": requeued, **more}
 
 
-def attempt(job: str, then: str, before: int, after: int) -> dict:
-    return {
-        "event": "attempt_ended", "job": job, "statuses": [-9, 1], "next": then, "step_before": before, "step": after
-    }  # fmt: skip
+def attempt(job: str, then: str, before: int, after: int, first: int | None = None) -> dict:
+    ended = {"event": "attempt_ended", "job": job, "statuses": [-9, 1, 1, 1], "next": then, "first_failure": first}
+    return {**ended, "step_before": before, "step": after}
 
 
 def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
@@ -84,3 +85,27 @@ def test_of_two_jobs_only_the_later_one_finds_the_other():
     assert other_jobs(ledger, "7") == []
     assert other_jobs([*ledger[:1], ended("7", "finished"), started("8")], "8") == []
     assert other_jobs([*ledger[:1], ended("7", "preempted", requeued=True), started("8")], "8") == ["7"]
+
+
+STEP = Step(hosts=("n1", "n2"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "host"),
+    [
+        ([attempt("7", "retry", 5, 5, 2), attempt("7", "retry", 5, 5, 3)], "n2"),
+        ([attempt("7", "retry", 5, 5, 2)], None),
+        ([attempt("7", "retry", 5, 5, 0), attempt("7", "retry", 5, 5, 3)], None),
+        ([attempt("7", "retry", 5, 5, 2), attempt("7", "retry", 5, 9, 2), attempt("7", "retry", 9, 9, 2)], None),
+        ([attempt("7", "retry", 0, 5, 2), attempt("7", "retry", 5, 9, 2)], None),
+        ([attempt("8", "retry", 5, 5, 2), attempt("7", "retry", 5, 5, 3)], None),
+    ],
+)
+def test_a_host_that_fails_twice_in_a_row_without_progress_is_left(attempts, host):
+    earlier = [started("7"), attempt("7", "retry", 0, 0, 2), ended("7", "preempted", requeued=True)]
+    assert host_to_leave([*earlier, started("7", 1), *attempts], "7", STEP) == host
+
+
+def test_hosts_that_were_left_are_remembered():
+    ledger = [started("7"), ended("7", "x", left="n2"), ended("8", "x", left="n3"), ended("7", "y", left="n1")]
+    assert hosts_left(ledger, "7") == ["n2", "n1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster import ClusterConfig
-from launcher.srun import Step, free_port_near, srun_command
+from launcher.srun import Step, _first_hand, free_port_near, srun_command
 from launcher.task import rank_variables
 
 STEP = Step(hosts=("n1", "n2", "n3"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
@@ -83,3 +83,18 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
     assert result.returncode == 2
     assert "put the run on a disk that all hosts share" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ended", "log", "rank"),
+    [
+        ([1, -9, 1, 1], {0: 2.0, 1: 3.0, 2: 1.0, 3: 4.0}, "", 1),
+        ([-9, -9, 1, 1], {2: 2.0, 3: 1.0}, "", 3),
+        ([75, 0, 1, 0], {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}, "", 2),
+        ([-9, -9, -9, -9], {}, "srun: job 3\nsrun: error: n2: tasks 2-3: Exited with exit code 1\n", 2),
+        ([-9, -9, -9, -9], {}, "", None),
+        ([0, 0, 0, 0], {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, "", None),
+    ],
+)
+def test_the_rank_that_failed_first_hand_is_found(statuses, ended, log, rank):
+    assert _first_hand(statuses, ended, log) == rank
