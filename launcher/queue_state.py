@@ -68,10 +68,14 @@ def with_queue(states: Sequence[RunState]) -> list[RunState]:
 
 
 def ask(jobs: Sequence[str]) -> Queue:
-    """Ask Slurm about these jobs, all at once. UserError if there is none here or it gives no answer."""
+    """Ask Slurm about these jobs, all at once. UserError if there is none here or it gives no answer.
+
+    Accounting is asked only about jobs that the controller has forgotten, or that may have run before.
+    """
     queued = {job.address: job for job in slurm.jobs(jobs)}
+    unclear = [job for job in jobs if job not in queued or queued[job].state == "PENDING"]
     records: dict[str, list[JobRecord]] = {}
-    for record in slurm.records(jobs):
+    for record in slurm.records(unclear):
         records.setdefault(record.array_task, []).append(record)
     return Queue(jobs=queued, records=records)
 

@@ -15,7 +15,7 @@ from launcher.queue_state import with_queue
 from launcher.run_state import RunState, is_run, read_state
 
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
-_WATCH_SECONDS = 2.0
+_WATCH_SECONDS = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +89,10 @@ def _watch(arguments: argparse.Namespace) -> int:
     def picture() -> RenderableType:
         return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
 
-    with Live(picture(), console=console(), auto_refresh=False) as live:
-        try:
+    try:
+        with Live(picture(), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_SECONDS)
                 live.update(picture(), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+    except KeyboardInterrupt:
+        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -40,14 +41,15 @@ def render(states: Sequence[RunState], in_full: bool) -> Group | Table:
 
 
 def many_runs(states: Sequence[RunState]) -> Table:
-    """A row per run."""
+    """A row per run, named by its path below what all paths have in common."""
+    names = _short_names([state.path for state in states])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "state", *NUMBERS):
         table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim")
     table.add_column("", overflow="fold")
-    for state in states:
+    for name, state in zip(names, states, strict=True):
         table.add_row(
-            state.path,
+            name,
             _word(state),
             f"{state.step:,}",
             f"{state.done_share:.0%}",
@@ -112,6 +114,11 @@ def age(seconds: float | None) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
+    return [os.path.relpath(os.path.abspath(path), os.path.commonpath(parents)) for path in paths]
 
 
 def _lines(state: RunState) -> list[tuple[str, str | Text]]:

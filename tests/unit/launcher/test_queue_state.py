@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher import slurm
-from launcher.queue_state import Queue, joined, with_queue
+from launcher.queue_state import Queue, ask, joined, with_queue
 from launcher.run_state import RunState
 from launcher.slurm import JobRecord, QueuedJob, SlurmUnreachable
 
@@ -82,3 +82,12 @@ def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done(monkeypatch
     never = replace(RUN, job=None)
     done = replace(RUN, state="done")
     assert with_queue([never, done]) == [never, done]
+
+
+def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_before(monkeypatch):
+    asked = []
+    running, pending = queued("RUNNING"), replace(queued("PENDING"), id="18", array_id="18")
+    monkeypatch.setattr(slurm, "jobs", lambda ids: [running, pending])
+    monkeypatch.setattr(slurm, "records", lambda ids: asked.extend(ids) or [])
+    assert ask(["17", "18", "19"]).jobs == {"17": running, "18": pending}
+    assert asked == ["18", "19"]

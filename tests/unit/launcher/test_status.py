@@ -1,6 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +35,7 @@ def test_without_a_name_it_tells_of_all_runs(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs.parent)
     assert main(["status"]) == 0
     output = capsys.readouterr().out
-    assert "runs/alone" in output
-    assert "runs/sweep/cell" in output
+    assert [line.split()[0] for line in output.splitlines()[1:]] == ["alone", "sweep/cell"]
 
 
 def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys):
@@ -57,6 +62,21 @@ def test_bad_input_gets_one_line(runs, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_watching_draws_on_a_terminal_until_ctrl_c(runs):
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "launcher", "status", "--watch", f"--runs-dir={runs}"]
+    watcher = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, start_new_session=True)
+    try:
+        seen = b""
+        while b"sweep/cell" not in seen:
+            assert select.select([reader], [], [], 30)[0], seen
+            seen += os.read(reader, 65536)
+        watcher.send_signal(signal.SIGINT)
+        assert watcher.wait(30) == 0
+    finally:
+        watcher.kill()
 
 
 STATE = RunState(
@@ -108,8 +128,8 @@ def test_one_run_is_told_in_full():
 def test_several_runs_take_a_row_each():
     lines = drawn(STATE, RunState(name="new", path="runs/new", state="new", steps=10)).splitlines()
     assert len(lines) == 3
-    assert lines[1].split()[:4] == ["runs/books", "running", "1,500", "25%"]
-    assert lines[2].split()[:4] == ["runs/new", "new", "0", "0%"]
+    assert lines[1].split()[:4] == ["books", "running", "1,500", "25%"]
+    assert lines[2].split()[:4] == ["new", "new", "0", "0%"]
 
 
 @pytest.mark.parametrize(
