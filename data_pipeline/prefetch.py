@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+CLOSE_SECONDS = 2.0
 
 
 class Prefetcher(Generic[T]):
@@ -62,9 +63,12 @@ class Prefetcher(Generic[T]):
         return item  # type: ignore[return-value]  (None only beside an error)
 
     def close(self) -> None:
-        """Stop reading; asking for more afterwards ends the iteration."""
+        """Stop reading; asking for more afterwards ends the iteration.
+
+        A reader that waits for a slow store is not waited for: it ends by itself, or with the process.
+        """
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
         self._ended = self._ended or StopIteration()
 
     def __enter__(self) -> Prefetcher[T]:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
     module = import_state(read_state(arguments.state_dict), config.model)
     loss = checked_loss(module)
-    write_export(TrainedModel(module, config, 0, config.data.path), arguments.output)
+    write_export(TrainedModel(module, config, 0, config.data.directory()), arguments.output)
     total = sum(parameter.numel() for parameter in module.parameters())
     print(
         f"{arguments.output}: {total:,} parameters; {loss:.3f} nats per token on random tokens "
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """The vocabulary's size from the corpus' tokenizer if there is one; ConfigError if they differ or none tells it."""
-    tokenizer = config.data.path / "tokenizer"
+    tokenizer = config.data.directory() / "tokenizer"
     if not tokenizer.is_dir():
         if not config.model.vocab_size:
             raise ConfigError(

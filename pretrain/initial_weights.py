@@ -56,7 +56,7 @@ def _opened(export: Path) -> safe_open:
 def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
     if not (export / "tokenizer").is_dir():
         return
-    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.path))
+    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.directory()))
     if its != ours:
         raise DataError(
             f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has {ours[:16]}; "

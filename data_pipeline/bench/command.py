@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_pipeline.bench.measure import Row, table
 
-SECTIONS = ("reading", "scale", "encoding")
+SECTIONS = ("reading", "scale", "storage", "encoding")
 
 
 def add_bench_arguments(command: argparse.ArgumentParser) -> None:
@@ -44,6 +44,10 @@ def _measure_of(section: str) -> Callable[[Path], list[Row]]:
         from data_pipeline.bench.scale import ScaleSize, scale_rows
 
         return lambda directory: scale_rows(directory, ScaleSize())
+    if section == "storage":
+        from data_pipeline.bench.storage import StorageSize, storage_rows
+
+        return lambda directory: storage_rows(directory, StorageSize())
     from data_pipeline.bench.encoding import EncodingSize, encoding_rows
 
     return lambda directory: encoding_rows(directory, EncodingSize())

@@ -88,7 +88,7 @@ def _evaluator(max_tokens: int) -> Evaluate:
         world = init_world()
         try:
             trained = load_trained(directory, world.device)
-            config, corpus = trained.config, Corpus.open(trained.config.data.path / "validation")
+            config, corpus = trained.config, Corpus.open(trained.config.data.directory() / "validation")
             found = [
                 evaluate(
                     TrainedScorer(trained, world),

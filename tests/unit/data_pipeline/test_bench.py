@@ -5,6 +5,7 @@ import pytest
 from data_pipeline.bench.measure import Row, medians, table
 from data_pipeline.bench.reading import ReadingSize, reading_rows
 from data_pipeline.bench.scale import ScaleSize, scale_rows
+from data_pipeline.bench.storage import StorageSize, storage_rows
 from data_pipeline.cli import main
 
 
@@ -41,6 +42,13 @@ def test_the_simulated_scale_counts_downloads_against_the_shards_that_are_read(t
     *_, downloads = scale_rows(tmp_path, size)
     # Four shards a lane: each border between two lanes is a shard that both read, at other times.
     assert 1.0 <= downloads.value <= 1.5
+
+
+def test_the_wait_for_a_slow_store_is_measured_with_and_without_reading_ahead(tmp_path):
+    size = StorageSize(lanes=2, shard_segments=40, shards=12, steps=100, step_seconds=0.01, shard_seconds=0.2)
+    without, with_it = storage_rows(tmp_path, size)
+    assert without.value > 0.1
+    assert with_it.value < without.value / 2
 
 
 def test_an_unknown_part_is_refused(capsys):
