@@ -16,10 +16,15 @@ from data_pipeline.errors import UserError
 from pretrain.bench.attention import attention_comparisons
 from pretrain.bench.compare import Comparison, Measurement, measure, table
 from pretrain.bench.evaluation import evaluation_comparisons
+from pretrain.bench.restart import restart_table
+from pretrain.bench.saving import saving_comparisons
 from pretrain.bench.scaling import growth_table
 from pretrain.bench.training import training_comparisons
 from pretrain.console import si
 from pretrain.throughput import measured_matmul_peak
+
+# What is measured without a goal.
+TABLES = {"growth of a token's cost": growth_table, "restart to first step": restart_table}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,24 +57,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _cpu_report(threads: int, only: str) -> tuple[str, bool]:
     torch.set_num_threads(threads)
     comparisons = [each for each in all_comparisons() if only in each.name]
-    if not comparisons:
-        names = "; ".join(each.name for each in all_comparisons())
+    tables = [make for name, make in TABLES.items() if only in name]
+    if not comparisons and not tables:
+        names = "; ".join([*(each.name for each in all_comparisons()), *TABLES])
         raise UserError(f"--only {only}: no comparison has this in its name; there are: {names}")
     peak = measured_matmul_peak(torch.device("cpu"), torch.float32, seconds=1.0)
     heading = f"{machine()}; matrix products reach {si(peak)}FLOP/s"
     print(heading, flush=True)
     measurements = list(_measured(comparisons))
-    parts = [table(measurements, peak)]
-    print(parts[0])
-    if not only:
-        parts.append(growth_table())
-        print(f"\n{parts[1]}")
+    parts = [table(measurements, peak)] if measurements else []
+    print(*parts)
+    for make in tables:
+        parts.append(make())
+        print(f"\n{parts[-1]}", flush=True)
     return "\n\n".join([f"{heading}.", *parts]), all(each.passes for each in measurements)
 
 
 def all_comparisons() -> list[Comparison]:
     """Everything the bench measures, the quick ones first."""
-    return [*attention_comparisons(), *evaluation_comparisons(), *training_comparisons()]
+    return [*attention_comparisons(), *evaluation_comparisons(), *training_comparisons(), *saving_comparisons()]
 
 
 def machine() -> str:

@@ -10,10 +10,12 @@ import torch
 from data_pipeline.errors import UserError
 from pretrain.bench.command import add_arguments, all_comparisons, machine, run
 from pretrain.bench.compare import Comparison, Measurement, measure, table
+from pretrain.bench.saving import bench_run
 from pretrain.bench.scaling import points
 from pretrain.model.original import original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.scaling.costs import parameters_of
 from tests.helpers.models import TINY, random_tokens
 from tests.helpers.reference_training import ReferenceTransformerXL, original_state
 
@@ -86,7 +88,17 @@ def test_every_promised_comparison_is_there() -> None:
         ("cached layer, attention length 3800, against our own sliding window", 2000.0),
         ("12-layer training step, segment = memory = 128", 1.5),
         ("12-layer training step, segment = memory = 512", 3.0),
+        ("stall of a save beside training, 100M parameters, against a blocking one", 20.0),
     ]
+
+
+def test_the_saved_model_has_a_hundred_million_parameters() -> None:
+    assert parameters_of(bench_run().model).total == pytest.approx(100e6, rel=0.02)
+
+
+def test_a_comparison_may_say_itself_which_seconds_count() -> None:
+    comparison = Comparison("case", 2.0, lambda: 8.0, lambda: 2.0, rounds=2, own_clock=True)
+    assert measure(comparison).ratios == [4.0, 4.0]
 
 
 def test_an_unknown_comparison_is_refused_with_the_names_there_are() -> None:
