@@ -35,8 +35,13 @@ def last_of(ledger: Sequence[Event], *kinds: str) -> Event | None:
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:
-    """The last event at which an attempt, or a job that makes attempts, began or ended."""
-    return last_of(ledger, *BEGINNINGS, *_ENDS, "job_started", "job_ended")
+    """The last event at which an attempt, or a job that makes attempts, began or ended.
+
+    Where Slurm ends a job, its supervisor says so at once and the ranks' last words follow; they are no turn any more.
+    """
+    turn = last_of(ledger, *BEGINNINGS, *_ENDS, "job_started", "job_ended")
+    of_job = last_of(ledger, *BEGINNINGS, "submitted", "job_started", "job_ended")
+    return of_job if of_job is not None and of_job["event"] == "job_ended" else turn
 
 
 def last_end(ledger: Sequence[Event]) -> Event | None:

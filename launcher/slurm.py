@@ -19,7 +19,7 @@ T = TypeVar("T")
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")  # a surrounding job's would change ours
 _UNREACHABLE = ("unable to contact", "timed out", "connection refused", "connect failure", "zero bytes", "unreachable")
 _UNREACHABLE += ("unable to establish controller", "temporarily unable", "communication", "unexpected message")
-_NO_SLURM = "'{}' was not found: no Slurm on this host; run this on a login node, or use 'launcher local'"
+_NO_SLURM = "'{}' finds no cluster: no Slurm on this host; run this on a login node, or use 'launcher local'"
 _COMMAND_SECONDS = 120.0
 _SETTLE_SECONDS = 2.0  # a controller that comes back answers questions before it has taken what lay in its sockets
 _JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
@@ -247,6 +247,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise SlurmUnreachable(
             f"'{command[0]}' got no answer in {_COMMAND_SECONDS:.0f} s from the controller"
         ) from None
+    if result.returncode and "configuration source" in result.stderr:  # the commands alone are installed
+        raise UserError(_NO_SLURM.format(command[0]))
     if result.returncode and any(sign in result.stderr.lower() for sign in _UNREACHABLE):
         raise SlurmUnreachable(f"the Slurm controller does not answer ({_one_line(result.stderr)})")
     return result

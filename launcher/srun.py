@@ -138,4 +138,5 @@ def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: s
     if failed:
         return min(killed or failed, key=lambda rank: ended[rank])
     named = _NAMED_FIRST.search(srun_log)
-    return int(named[1]) if named and any(statuses) else None
+    is_lost = any(status not in (0, EXIT_STOPPED) for status in statuses)
+    return int(named[1]) if named and is_lost else None

@@ -5,6 +5,7 @@ import pytest
 from launcher.cluster import ClusterConfig
 from launcher.job_end import JobEnd, end_of
 from launcher.job_history import LOST_HOST, host_to_leave, hosts_left, open_start, other_jobs, past_attempts
+from launcher.journal import last_turn
 from launcher.srun import Step
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
@@ -109,3 +110,13 @@ def test_a_host_that_fails_twice_in_a_row_without_progress_is_left(attempts, hos
 def test_hosts_that_were_left_are_remembered():
     ledger = [started("7"), ended("7", "x", left="n2"), ended("8", "x", left="n3"), ended("7", "y", left="n1")]
     assert hosts_left(ledger, "7") == ["n2", "n1"]
+
+
+def test_what_ranks_say_after_the_end_of_their_job_is_no_turn_of_the_run():
+    over = [started("7"), ended("7", "cancelled"), {"event": "stop", "step": 2}, attempt("7", "stopped", 0, 2)]
+    turn = last_turn(over)
+    assert turn is not None
+    assert turn["event"] == "job_ended"
+    again = last_turn([*over, {"event": "submitted", "job": "8"}, started("8")])
+    assert again is not None
+    assert again["job"] == "8"
