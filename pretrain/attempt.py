@@ -16,6 +16,7 @@ import torch
 from data_pipeline.lanes import LaneStream
 from data_pipeline.mixture import open_training_data
 from data_pipeline.prefetch import Prefetcher
+from pretrain import checkpoint_files as files
 from pretrain.checkpoint import Checkpointer
 from pretrain.code_version import code_version
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
@@ -29,6 +30,7 @@ from pretrain.heartbeat import Heartbeat
 from pretrain.initial_weights import check_initial_weights, load_initial_weights
 from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.metrics import Metrics
+from pretrain.phases import begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
 from pretrain.preemption import StopRequest
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
@@ -40,8 +42,9 @@ SHARDS_BESIDE_LANES = 5  # that a rank may have open: two used last in each spli
 
 def train_in(config: RunConfig, directory: Path, world: World) -> int:
     """Train or resume the run of this directory; the exit status: 0 finished, 75 stopped, 76 out of memory."""
-    lanes_of_rank(config, world.rank, world.world_size)
-    accumulation_steps(config, world.world_size)
+    for phase in runs_of_phases(config):
+        lanes_of_rank(phase, world.rank, world.world_size)
+        accumulation_steps(phase, world.world_size)
     fault = fault_from_environment()
     run_dir = RunDir(directory)
     token = os.environ.get(VARIABLE)
@@ -80,9 +83,9 @@ def _attempt(
 ) -> int | None:
     """Train from the newest checkpoint on; the exit status, or None when this process has to start over from there."""
     ledger = from_main_rank(run_dir.read_ledger() if world.is_main else [])
-    fitted = fitting(config, world.world_size, ledger)
+    fitted = fitting(run_at(config, _step_to_go_on_from(config, run_dir, world)), world.world_size, ledger)
     try:
-        finished = _train_from_newest(fitted, run_dir, world, attempt, fence, stop, fault, heartbeat)
+        ending = _train_from_newest(fitted, run_dir, world, attempt, fence, stop, fault, heartbeat)
     except SpikeFound as found:
         spike = found.spike
     except torch.OutOfMemoryError as error:
@@ -90,7 +93,7 @@ def _attempt(
         _note_out_of_memory(fitted, run_dir, world, str(error))
         return None if world.world_size == 1 else EXIT_OUT_OF_MEMORY
     else:
-        return 0 if finished else EXIT_STOPPED
+        return ending
     rewind(config, run_dir, world, spike)
     return None
 
@@ -104,7 +107,8 @@ def _train_from_newest(
     stop: StopRequest,
     fault: Fault,
     heartbeat: Heartbeat,
-) -> bool:
+) -> int | None:
+    """As `_attempt`, of a run in the phase that the newest checkpoint begins or is in."""
     engine = fault.planted_in(build_engine(config, world))
     checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
     num_slots = accumulation_steps(config, world.world_size)
@@ -119,7 +123,8 @@ def _train_from_newest(
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_room(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(config, run_dir, engine, corpus, state, lanes)
-    stream = LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, lanes, state.cursor)
+    seed = lane_seed_at(config, state.step)
+    stream = LaneStream(corpus, config.data.lanes, seed, config.data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:
         print(stream.advice, flush=True)
     windows = from_main_rank(windows_passed_over(run_dir.read_ledger()) if world.is_main else [])
@@ -137,11 +142,33 @@ def _train_from_newest(
         except SpikeFound:
             checkpointer.finish()  # it may be the one to go back to
             raise
-        metrics.close(finished)
-    event |= {"step": state.step, "tokens_of_corpora": _tokens_of_corpora(stream, state, world)}
+        goes_on = begins_phase(config, state.step) and not finished and not stop.requested_on_any_rank()
+        metrics.close(finished, goes_on)
+    name = "finish" if finished else "phase ended" if goes_on else "stop"
+    event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": seed}
+    event["tokens_of_corpora"] = _tokens_of_corpora(stream, state, world)
     if world.is_main:
-        run_dir.append_ledger({"event": "finish" if finished else "stop", **event})
-    return finished
+        run_dir.append_ledger({"event": name, **event})
+        if goes_on:
+            _say_what_changes(config, state.step)
+    if goes_on:
+        return None
+    return 0 if finished else EXIT_STOPPED
+
+
+def _step_to_go_on_from(config: RunConfig, run_dir: RunDir, world: World) -> int:
+    """The step of the newest good checkpoint, where it matters."""
+    if not config.data.phases:
+        return 0
+    with raise_together():
+        good = files.newest_good(run_dir.checkpoints, lambda text: None, run_dir.identity.id) if world.is_main else None
+    return from_main_rank(good.index["step"] if good else 0)
+
+
+def _say_what_changes(config: RunConfig, step: int) -> None:
+    before, after = config.data, run_at(config, step).data
+    memory = "memories go on" if before.lanes == after.lanes else "memories begin empty"
+    print(f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes begin anew; {memory}", flush=True)
 
 
 def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error: str) -> None:
@@ -165,7 +192,7 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
 
 
 def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
-    """How many tokens of each corpus all lanes have read since the run began, by directory."""
+    """How many tokens of each corpus all lanes have read since the phase began, by directory."""
     counts = stream.tokens_read(state.cursor)
     totals = sum_over_ranks(torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device))
     return dict(zip(counts, totals.tolist(), strict=True))

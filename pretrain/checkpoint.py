@@ -23,6 +23,7 @@ from pretrain.checkpoint_save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed import World, from_main_rank, gather_errors, sum_over_ranks
 from pretrain.engine import Engine, Memory
+from pretrain.phases import begins_phase
 from pretrain.state import TrainState
 
 INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
@@ -165,7 +166,9 @@ class Checkpointer:
         world = self._world
         lanes = lanes_of_rank(self._run, world.rank, world.world_size)
         num_slots = accumulation_steps(self._run, world.world_size)
-        memory = load_memory(found, lanes)
+        lanes_before = sum(report["num_lanes"] for report in files.rank_reports(found.index))
+        # Other lanes, other texts: no memory fits, so that all begin empty as at a run's start.
+        memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
         per_slot = len(lanes) // num_slots
         memories: list[Memory | None] = [None] * num_slots
         if memory is not None:
@@ -177,12 +180,12 @@ class Checkpointer:
             ]
         if found.index["world_size"] == world.world_size:
             restore_random_state(found.directory / files.rank_file("state", world.rank))
-        cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+        cursor = None
+        if not begins_phase(self._run, found.index["step"]):
+            cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+            cursor = LaneCursor.join(cursors).take(lanes)
         return TrainState(
-            step=found.index["step"],
-            tokens_seen=found.index["tokens_seen"],
-            memories=memories,
-            cursor=LaneCursor.join(cursors).take(lanes),
+            step=found.index["step"], tokens_seen=found.index["tokens_seen"], memories=memories, cursor=cursor
         )
 
 

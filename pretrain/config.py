@@ -21,6 +21,22 @@ AttentionKernel = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """What changes from a step on. The lanes begin anew; what memory holds stays only if their number does."""
+
+    from_step: int  # updates before the phase
+    lanes: int = 0  # 0: as many as before
+    mixture: tuple[MixturePart, ...] = ()  # none: the same data as before
+
+    def __post_init__(self) -> None:
+        if self.from_step < 1 or self.lanes < 0 or not (self.lanes or self.mixture):
+            raise ConfigError(
+                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes} and "
+                f"{len(self.mixture)} corpora; expected from_step of 1 or more, and lanes or a mixture"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
 
@@ -29,10 +45,14 @@ class DataConfig:
     lanes: int = 16
     segment_length: int = 64  # tgt_len
     cache: CacheConfig = field(default_factory=CacheConfig)  # of corpora that are named by a URL
+    phases: tuple[PhaseConfig, ...] = ()  # in the order of their steps
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or self.segment_length < 1:
             raise ConfigError(f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive")
+        steps = [phase.from_step for phase in self.phases]
+        if sorted(set(steps)) != steps:
+            raise ConfigError(f"data.phases begin at the steps {steps}, expected each to begin after the one before")
 
     def directory(self) -> Path:
         """Where to read the corpus: `path` or, for a URL, this node's cache, with manifests and tokenizer fetched."""

@@ -17,11 +17,13 @@ from pretrain.config import RunConfig
 from pretrain.distributed import World, any_rank, from_main_rank, raise_together
 from pretrain.engine import Engine, Memory
 from pretrain.healing import REWIND, Spike, SpikeDetector, segments_behind, window_of, windows_passed_over
+from pretrain.phases import first_step_at, lane_seed_at
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
 
 NUM_SUSPECTS = 5
 SUSPECTS = "suspects"
+WITHOUT_END = 1 << 62
 
 
 class SpikeFound(Exception):
@@ -68,7 +70,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
         files.discard_from(run_dir.checkpoints, spike.first_step)
         step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-        window = window_of(spike, windows, run.healing)
+        window = window_of(spike, windows, run.healing, first_step_at(run, spike.first_step - 1))
         run_dir.append_ledger(
             {
                 "event": REWIND,
@@ -94,13 +96,18 @@ def name_suspects(
     earlier, window = from_main_rank(_open_case(run_dir))
     if window is None:
         return
-    data = run.data
-    stream = LaneStream(corpus, data.lanes, run.seed, data.segment_length, lanes, state.cursor)
+    phase = _segments_of_phase(run, state.step, earlier)
+    window = range(max(window.start, phase.start), min(window.stop, phase.stop))
+    if not window:
+        return  # it lies in a later phase
+    data, seed = run.data, lane_seed_at(run, state.step)
+    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
     for _ in range(segments_behind(state.step, earlier), window.start):
         next(stream)
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     memories: list[Memory | None] = [None] * len(state.memories)
-    pieces = audit_steps(corpus, data.lanes, run.seed, data.segment_length, window, lanes)
+    in_phase = range(window.start - phase.start, window.stop - phase.start)
+    pieces = audit_steps(corpus, data.lanes, seed, data.segment_length, in_phase, lanes)
     for _ in window:
         losses = []
         for slot, part in enumerate(next(stream).split(len(memories))):
@@ -108,6 +115,12 @@ def name_suspects(
             losses += nll_BL.flatten().tolist()
         _add_losses(sums, pieces, losses)
     _write_suspects(run_dir, engine.world, sums, window)
+
+
+def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
+    """The segments of every lane that the phase reads or passes over, counted from the run's beginning."""
+    end = next((phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END)
+    return range(segments_behind(first_step_at(run, step), windows), segments_behind(end, windows))
 
 
 def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:

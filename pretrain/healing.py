@@ -93,9 +93,12 @@ def segments_behind(step: int, windows: Sequence[range]) -> int:
     return count
 
 
-def window_of(spike: Spike, windows: Sequence[range], settings: HealingConfig) -> range:
-    """The segments to pass over: from one before the spike's first to `skip_margin` behind its last."""
-    first = max(0, segments_behind(spike.first_step, windows) - 2)
+def window_of(spike: Spike, windows: Sequence[range], settings: HealingConfig, phase_step: int = 0) -> range:
+    """The segments to pass over: from one before the spike's first to `skip_margin` behind its last.
+
+    None of them lies before `phase_step`, where the lanes that the spike was met in began.
+    """
+    first = max(segments_behind(phase_step, windows), segments_behind(spike.first_step, windows) - 2)
     return range(first, segments_behind(spike.last_step, windows) + settings.skip_margin)
 
 

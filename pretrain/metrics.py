@@ -142,13 +142,13 @@ class Metrics:
         self._pause_since(begin)
         self._save_stall += self._idle_since - begin
 
-    def close(self, finished: bool) -> None:
-        """Write what is left and say how the run ended."""
+    def close(self, finished: bool, goes_on: bool = False) -> None:
+        """Write what is left and say how the run ended, unless it goes on in this process."""
         self.write()
         self._forward_clock.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._world.is_main:
+        if self._world.is_main and not goes_on:
             print(
                 f"finished; metrics in {self._run_dir.metrics}"
                 if finished

@@ -25,6 +25,7 @@ from data_pipeline.config_loader import differences, load_config, parse_config, 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import replacing, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.checkpoint_files import steps_on_disk
 from pretrain.config import RunConfig
 
 FORMAT = 1
@@ -47,6 +48,7 @@ MAY_CHANGE = (
     "engine.threads",
     "engine.hang_seconds",
     "engine.deepspeed_extra*",
+    "data.phases",  # those to come: see `_refusal`
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
     "data.cache.*",
 )
@@ -218,7 +220,8 @@ class RunDir:
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may go on with the settings of `config`."""
         changes = differences(to_tree(self.config), to_tree(config))
-        refused = [reason for key, (old, new) in changes.items() if (reason := _refusal(key, old, new))]
+        step = max(steps_on_disk(self.checkpoints), default=0)
+        refused = [reason for key, (old, new) in changes.items() if (reason := _refusal(key, old, new, step))]
         if refused:
             name = self.identity.name
             whose = f"another run, {name!r} (not {config.name!r})" if name != config.name else f"the run {name!r}"
@@ -251,13 +254,17 @@ class RunDir:
         write_text(self._config_file, dump_yaml(to_tree(config)))
 
 
-def _refusal(key: str, old: Any, new: Any) -> str:
-    """Why a run may not go on with this change; empty if it may."""
+def _refusal(key: str, old: Any, new: Any, step: int) -> str:
+    """Why a run that has come to `step` may not go on with this change; empty if it may."""
     if not any(fnmatch.fnmatch(key, allowed) for allowed in MAY_CHANGE):
         return f"{key}: {old} -> {new}"
     if key == "optim.steps" and new < old:
         # More steps go on from here (the schedule stretches); fewer would mean a learning rate never planned for.
         return f"{key}: {old} -> {new} (may only grow)"
+    if key == "data.phases":
+        begun = [[phase for phase in phases if phase["from_step"] < step] for phases in (old, new)]
+        if begun[0] != begun[1]:
+            return f"{key}: {begun[0]} -> {begun[1]} (begun before step {step}; only later ones may change)"
     return ""
 
 

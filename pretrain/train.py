@@ -14,6 +14,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.location import shown
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.faults import Fault
+from pretrain.phases import begins_phase, runs_of_phases
 from pretrain.schedule import learning_rate_at
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def train(
     fault: Fault,
     heartbeat: Heartbeat,
 ) -> bool:
-    """Train until `optim.steps` (returns True) or until any rank is asked to stop; both leave a checkpoint behind.
+    """Train until `optim.steps` (returns True), or until a phase ends or any rank is asked to stop (returns False).
+
+    All leave a checkpoint behind.
 
     SpikeFound, on every rank, when the losses are far out of line.
     """
@@ -65,7 +68,8 @@ def train(
 
         stopping = stop.requested_on_any_rank()
         finished = state.step == run.optim.steps
-        saving = finished or stopping or state.step % run.checkpoint.interval == 0
+        leaving = finished or stopping or begins_phase(run, state.step)
+        saving = leaving or state.step % run.checkpoint.interval == 0
         if saving or state.step % run.metrics.interval == 0:
             healer.check(metrics.write())
         fault.strike(state.step)
@@ -79,9 +83,9 @@ def train(
             heartbeat.beat(state.step, "save")
             with metrics.saving():
                 checkpointer.save(engine, state, validation_loss)
-                if finished or stopping:
+                if leaving:
                     checkpointer.finish()
-        if stopping and not finished:
+        if leaving and not finished:
             return False
         heartbeat.beat(state.step, "train")
     return True
@@ -116,9 +120,11 @@ def resolve(config: RunConfig) -> RunConfig:
     from data_pipeline.mixture import open_training_data
     from data_pipeline.tokenizer import Tokenizer
 
-    corpus = open_training_data(config.data.path, config.data.mixture, config.data.cache)
-    LaneStream(corpus, config.data.lanes, config.seed, config.data.segment_length, range(1))
-    vocab_size = Tokenizer.load(corpus.tokenizer_directory).vocab_size
+    phases = runs_of_phases(config)
+    corpora = [open_training_data(phase.data.path, phase.data.mixture, phase.data.cache) for phase in phases]
+    for phase, corpus in zip(phases, corpora, strict=True):
+        LaneStream(corpus, phase.data.lanes, config.seed, phase.data.segment_length, range(1))
+    vocab_size = Tokenizer.load(corpora[0].tokenizer_directory).vocab_size  # all have the same
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {shown(config.data.path)} has "

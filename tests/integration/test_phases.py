@@ -1,0 +1,105 @@
+"""A run in three phases: another mixture, then more lanes; undisturbed, and killed in the last phase."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import LaneStream
+from data_pipeline.mixture import Mixture
+from pretrain.compare import differing_losses
+from pretrain.faults import VARIABLE
+from pretrain.run_dir import RunDir
+from tests.helpers.corpora import make_tiny_corpus
+
+SEED, LENGTH = 4, 16
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("phases")
+    return make_tiny_corpus(directory / "a", seed=1), make_tiny_corpus(directory / "b", seed=2)
+
+
+@pytest.fixture(scope="module")
+def experiment(corpora: tuple[Path, Path]) -> Path:
+    a, b = corpora
+    path = a.with_name("phases.yaml")
+    path.write_text(
+        f"""name: phases
+seed: {SEED}
+model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
+data:
+  path: {a}
+  lanes: 4
+  segment_length: {LENGTH}
+  phases:
+    - {{from_step: 6, mixture: [{{path: {a}}}, {{path: {b}, repeat: 2}}]}}
+    - {{from_step: 12, lanes: 8}}
+optim: {{steps: 18, learning_rate: 3.0e-3}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 5}}
+evaluation: {{interval: 0, max_tokens: 500}}
+metrics: {{interval: 3, tensorboard: false}}
+"""
+    )
+    return path
+
+
+def train(experiment: Path, run_dir: RunDir, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *more]
+    return subprocess.run(command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment: Path) -> tuple[RunDir, str]:
+    run_dir = RunDir(experiment.with_name("undisturbed"))
+    ended = train(experiment, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    return run_dir, ended.stdout
+
+
+def ends_of_phases(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [event for event in run_dir.read_ledger() if event["event"] in ("phase ended", "finish")]
+
+
+def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
+    run_dir, said = undisturbed
+    assert "phase 1 from step 6: 4 lanes begin anew; memories go on" in said
+    assert "phase 2 from step 12: 8 lanes begin anew; memories begin empty" in said
+    alone, *mixed = (Corpus.open(path / "train") for path in (corpora[0], *corpora))
+    mixture = Mixture(mixed, [Fraction(1), Fraction(2)])
+    for number, (event, data, lanes) in enumerate(
+        zip(ends_of_phases(run_dir), (alone, mixture, mixture), (4, 4, 8), strict=True)
+    ):
+        assert (event["step"], event["lanes"], event["lane_seed"]) == (6 * (number + 1), lanes, SEED + number)
+        stream = LaneStream(data, lanes, SEED + number, LENGTH, range(lanes))
+        batches = [next(stream) for _ in range(6)]
+        assert event["tokens_of_corpora"] == stream.tokens_read(batches[-1].cursor)
+    measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+    tokens = [line["tokens"] for line in measured]
+    assert [line["step"] for line in measured] == list(range(1, 19))
+    assert (tokens[5], tokens[11], tokens[17]) == (6 * 4 * LENGTH, 12 * 4 * LENGTH, (12 * 4 + 6 * 8) * LENGTH)
+
+
+def test_a_run_killed_in_a_later_phase_goes_on_to_the_losses_of_the_undisturbed_run(experiment, undisturbed):
+    run_dir = RunDir(experiment.with_name("killed"))
+    assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
+    ended = train(experiment, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    assert "step-00000012" in ended.stdout, "the border was saved"
+    assert not differing_losses(undisturbed[0], run_dir)
+
+
+def test_lanes_of_a_later_phase_that_do_not_fit_are_refused_at_once(experiment, tmp_path):
+    phases = "data.phases=[{from_step: 6, lanes: 6}]"
+    refused = train(experiment, RunDir(tmp_path / "run"), phases, "engine.micro_batch_lanes=4")
+    assert refused.returncode == 2
+    assert "engine.micro_batch_lanes=4 does not divide the 6 lanes" in refused.stderr
