@@ -31,7 +31,7 @@ def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[Fo
             break
         time.sleep(_POLL_SECONDS)
     if not found:
-        raise UserError("the check's ranks ended before any of them had answered; what they said stands above")
+        raise UserError("the check's ranks ended before any of them had answered")
     return [found[rank] for rank in sorted(found)]
 
 

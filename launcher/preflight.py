@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, UserError
 from launcher import slurm
 from launcher.cluster import ClusterConfig, load_cluster
 from launcher.job_checks import check_request
@@ -27,7 +27,7 @@ from pretrain.node_findings import END, TOKEN
 
 EXIT_FOUND_DIFFERENCES = 1
 _MINUTES = 15
-_LEAVE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,11 @@ def _num_gpus() -> int:
 def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
     command = [sys.executable, "-m", "pretrain.node_check", str(out)]
     with RankGroup(command, num_ranks, out / "logs", environment={TOKEN: out.name}) as ranks:
-        return _led(out, num_ranks, [], lambda: None in ranks.poll())
+        try:
+            return _led(out, num_ranks, [], lambda: None in ranks.poll())
+        except UserError as error:
+            said = ranks.logs[0].read_text(errors="replace").strip().splitlines()
+            raise UserError(f"{error}; rank 0 said last: {said[-1] if said else 'nothing'}") from None
 
 
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:

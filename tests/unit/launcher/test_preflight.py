@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -79,6 +80,16 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     assert script[0] == "module load cuda"
     assert "export NCCL_DEBUG=WARN" in script
     assert script[-1].endswith("-m pretrain.node_check /shared/out")
+
+
+def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no torch here\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert main(["preflight", "--local", "--ranks=1", f"--directory={tmp_path}"]) == 2
+    assert "ended before any of them had answered; rank 0 said last: no torch here" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
 
 
 @pytest.mark.parametrize(
