@@ -57,7 +57,7 @@ def last_job(ledger: Sequence[Event]) -> str | None:
 
 def last_failure(ledger: Sequence[Event]) -> tuple[str, float] | None:
     """(in words, when) of what interrupted the run last against its will."""
-    event = _last(ledger, _is_interruption)
+    event = _last(ledger, is_interruption)
     if event is None:
         return None
     # where training itself gave up, the supervisor knows no more than that
@@ -68,7 +68,8 @@ def last_failure(ledger: Sequence[Event]) -> tuple[str, float] | None:
     return str(event.get("reason") or event.get("why")), time_of(event)
 
 
-def _is_interruption(event: Event) -> bool:
+def is_interruption(event: Event) -> bool:
+    """Whether it says that an attempt or a job ended against the run's will, whoever makes it go on."""
     if event.get("event") == "job_ended":
         return event["why"] not in _ENDS_OF_JOBS_ALREADY_TOLD
     return event.get("next") in _FAILURES

@@ -96,6 +96,7 @@ def _waiting(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     why = _REASONS.get(job.reason, job.reason)
     if job.start not in _UNKNOWN_TIMES:
         why += f", expected to begin {job.start.replace('T', ' ')}"
+    state = replace(state, hosts=())
     if state.state in ("requeued", "preempted"):  # the journal knows why
         return replace(state, why=f"{state.why}; {why}", seconds_left=None)
     if not state.attempts:

@@ -14,6 +14,7 @@ _RANK_LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 _BLOCK = re.compile(
     r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first|Fatal Python"
 )
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of a traceback in a group of ranks
 _ERROR = re.compile(
     r"^error: |^\w*(Error|Exception|Interrupt)\b|\berror:|\bfatal\b|out of memory|oom-kill|segmentation fault"
     r"|NCCL WARN|gave up|hung|CANCELLED AT|NODE FAIL|was ended by",
@@ -55,7 +56,8 @@ def job_log(logs: Path) -> Path | None:
 def error_lines(lines: Iterable[str]) -> Iterator[str]:
     """Tracebacks and stacks as they stand, and lines that speak of an error."""
     in_block = False
-    for line in lines:
+    for raw in lines:
+        line = _PREFIX.sub("", raw)
         if _BLOCK.search(line):
             in_block = True
             yield line

@@ -11,6 +11,7 @@ from launcher.journal import (
     Event,
     is_beginning,
     is_finished,
+    is_interruption,
     is_request,
     last_end,
     last_failure,
@@ -94,7 +95,8 @@ def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, 
         return "queued", "submitted, and not begun since"
     if last is not None and last["event"] == "job_ended" and last["why"] == "cancelled":
         return "cancelled", f"after step {evidence.newest_step:,}"
-    if last is not None and last["event"] == "job_ended" and last["requeued"]:
+    if last is not None and last["event"] == "job_ended" and is_interruption(last):
+        # its supervisor has put it back into the queue, or Slurm has
         return ("preempted" if last["why"] == "preempted" else "requeued"), last["why"]
     return None
 

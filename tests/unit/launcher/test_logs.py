@@ -57,6 +57,11 @@ def test_a_quiet_run_has_no_errors(run_dir, capsys):
     assert capsys.readouterr().out == "no errors in attempt 10\n"
 
 
+def test_a_traceback_that_torch_marks_with_the_rank_is_shown_whole_without_the_mark():
+    marked = "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines())
+    assert "".join(error_lines(["step 1\n", *marked.splitlines(keepends=True), "step 2\n"])) == TRACEBACK
+
+
 @pytest.mark.parametrize(
     ("line", "tells"),
     [

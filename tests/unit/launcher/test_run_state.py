@@ -88,6 +88,7 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(CANCELLED, event("submitted", -1)), "queued", "not begun since"),
         (evidence(START, job_ended("preempted", True)), "preempted", "preempted"),
         (evidence(START, job_ended("time limit", True)), "requeued", "time limit"),
+        (evidence(START, job_ended("host n2 failed", False)), "requeued", "host n2 failed"),
         (evidence(START, job_ended("cancelled", False), checkpoint=40), "cancelled", "after step 40"),
         (evidence(START, GIVEN_UP, job_ended("gave up or refused", False)), "failed", "3 in a row"),
         (evidence(START, GAVE_UP, REFUSED, job_ended("gave up or refused", False)), "failed", "a loss spike"),
