@@ -27,18 +27,17 @@ class Part:
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """The parts of one rank's memory at its peak under the configured engine, precision and checkpointing."""
     lanes_of_one = len(lanes_of_rank(run, 0, world_size))
-    lanes = lanes_of_one // accumulation_steps(run, world_size)
-    logits = LOGIT_COPIES * MASTER_BYTES * _logit_rows(run, lanes) * _logit_columns(run)
-    activations = _activations(run, lanes, on_gpu, logits)
+    logits = LOGIT_COPIES * MASTER_BYTES * _logit_rows(run, _lanes_of_pass(run, world_size)) * _logit_columns(run)
+    gradients = _gradients(run, world_size)
     return [
         *_state(run, world_size),
-        _gradients(run, world_size, activations),
+        gradients,
         Part(
             "recurrent memory",
             2 * _memory_rows(run) * run.model.d_model * _width(run) * lanes_of_one,
             "2 L M d b for each of the rank's lanes, old and new",
         ),
-        activations.part,
+        _activations(run, world_size, on_gpu, logits, gradients.bytes),
         Part("logits", logits, f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B"),
     ]
 
@@ -69,14 +68,6 @@ def checkpoint_bytes(run: RunConfig) -> float:
     return 12.0 * parameters_of(model).total + rows * (model.num_layers * model.d_model * _width(run) + 4)
 
 
-@dataclass(frozen=True)
-class _Activations:
-    """All layers' activations, and how many of those bytes the backward pass frees before its last layer."""
-
-    part: Part
-    freed: float
-
-
 def _state(run: RunConfig, world_size: int) -> list[Part]:
     """Weights and optimizer: what is there all the time."""
     parameters, stage, width = parameters_of(run.model), _stage(run), _width(run)
@@ -99,35 +90,39 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
     ]
 
 
-def _gradients(run: RunConfig, world_size: int, activations: _Activations) -> Part:
+def _gradients(run: RunConfig, world_size: int) -> Part:
     stage, width = _stage(run), _width(run)
     one = 4 if width == 4 or stage > 0 or run.engine.kind == "torch" else 2
     size = parameters_of(run.model).total * one / (world_size if stage >= 2 else 1)
-    formula = f"{one} P" + (" / R" if stage >= 2 else "")
-    if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
-        # They come into being while the backward pass frees activations, so the peak sees only what exceeds those.
-        return Part("gradients", max(0.0, size - activations.freed), f"{formula} beyond the activations they replace")
-    return Part("gradients", size, formula)
+    return Part("gradients", size, f"{one} P" + (" / R" if stage >= 2 else ""))
 
 
-def _activations(run: RunConfig, lanes: int, on_gpu: bool, logits: float) -> _Activations:
-    model, T = run.model, run.data.segment_length
-    layer = LayerActivations(run, lanes, _width(run), on_gpu)
-    one = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
-    checkpointed = -(-model.num_layers // run.engine.checkpoint_every)
+def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float) -> Part:
+    """What is kept from forward to backward, and what the backward pass of one layer holds besides."""
+    layers, width = run.model.num_layers, _width(run)
+    lanes = _lanes_of_pass(run, world_size)
+    layer = LayerActivations(run, lanes, width, on_gpu)
+    formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
+    checkpointed = -(-layers // run.engine.checkpoint_every)
+    freed = kept = layers * layer.kept
+    working = layer.working
     if run.engine.activation_checkpointing == "full":
-        inputs = checkpointed * T * lanes * model.d_model * _width(run)
-        kept = inputs + (model.num_layers - checkpointed) * layer.kept
-        again = max(0.0, layer.kept + layer.working - logits)  # computed again when the logits are gone
+        inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
+        freed = kept = inputs + (layers - checkpointed) * layer.kept
+        working = max(0.0, layer.kept + layer.working - logits)  # computed again when the logits are gone
         other = "" if run.engine.checkpoint_every == 1 else ", all of it in the layers that are not checkpointed"
-        return _Activations(
-            Part("activations", kept + again, f"L T B d b + beyond the logits {one}, twice{other}"), kept
-        )
-    kept = model.num_layers * layer.kept
-    if run.engine.activation_checkpointing == "selective":
-        kept -= (checkpointed - 1) * layer.weights
-        one += f", the weights of {'all' if run.engine.checkpoint_every == 1 else 'some'} layers but one left out"
-    return _Activations(Part("activations", kept + layer.working, f"L + 1 times {one}"), kept - layer.kept)
+        formula = f"L T B d b + beyond the logits {formula}, twice{other}"
+    else:
+        if run.engine.activation_checkpointing == "selective":
+            kept -= (checkpointed - 1) * layer.weights
+            some = "all" if run.engine.checkpoint_every == 1 else "some"
+            formula += f", the weights of {some} layers but one left out"
+        freed, formula = kept - layer.kept, f"L + 1 times {formula}"
+    if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
+        # Gradients come into being while the backward pass frees activations: the two peaks are not at one time.
+        kept -= min(gradients, freed)
+        formula += ", less what has gone when the gradients are there"
+    return Part("activations", kept + working, formula)
 
 
 def _stage(run: RunConfig) -> int:
@@ -137,6 +132,10 @@ def _stage(run: RunConfig) -> int:
 
 def _width(run: RunConfig) -> int:
     return 4 if run.engine.precision == "fp32" else 2
+
+
+def _lanes_of_pass(run: RunConfig, world_size: int) -> int:
+    return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
 
 
 def _memory_rows(run: RunConfig) -> int:

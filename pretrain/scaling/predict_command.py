@@ -67,7 +67,8 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     loss = loss_of_run(fit, arguments.params, arguments.tokens)
     size, tokens = (number(value, prefix=True) for value in (arguments.params, arguments.tokens))
     print(f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs): {shown(loss, 5)}")
-    print("\n".join(f"doubt: {doubt}" for doubt in reasons))
+    for doubt in reasons:
+        print(f"doubt: {doubt}")
     return 0
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
@@ -63,6 +64,17 @@ def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection
     grid = itertools.product((-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0))
     ends = [minimise(np.array(start), n_P, d_P, l_P, 1e-3)[1] for start in itertools.islice(grid, 0, None, 4)]
     assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
+
+
+def test_a_fit_that_stays_where_it_started_is_said(monkeypatch):
+    solver = scipy.optimize.minimize
+
+    def content_with_anything(*arguments, **settings):
+        return solver(*arguments, **{**settings, "options": {"gtol": 1e9}})
+
+    monkeypatch.setattr(scipy.optimize, "minimize", content_with_anything)
+    warnings = fit_parametric(simulated(noise=0.003, seed=3)).warnings
+    assert any("did not move from its start" in warning for warning in warnings)
 
 
 def test_gradient_of_the_objective_matches_differences():
