@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,9 @@ def add_audit_arguments(audit: argparse.ArgumentParser) -> None:
     """The command line of `audit`, beside the corpus, the lanes and the seed."""
     audit.add_argument("--segment-length", type=int, default=64)
     audit.add_argument("--steps", type=_steps, default=range(1), metavar="FIRST:END", help="END is left out")
+    audit.add_argument(
+        "--first-step", type=int, default=0, metavar="STEP", help="of the run's phase: where lanes began"
+    )
     audit.add_argument("--lane", type=int, help="of this lane alone")
     audit.add_argument("--document", metavar="ID", help="at which steps this document is read, instead of --steps")
     audit.add_argument("--epochs", type=int, default=1, help="how far --document looks")
@@ -50,7 +53,12 @@ def _audit(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--lanes={options.lanes} does not divide over {options.ranks} ranks; use a multiple of {options.ranks}"
         )
-    pieces = _audited_pieces(options)
+    if options.document is None and not 0 <= options.first_step <= options.steps.start:
+        raise ConfigError(
+            f"--steps begin at {options.steps.start}, before the phase at --first-step={options.first_step}; "
+            "audit the phase before with its own lanes and seed"
+        )
+    pieces = (replace(piece, step=piece.step + options.first_step) for piece in _audited_pieces(options))
     if not options.json:
         print("step\tlane\tdocument\toffset\ttokens\tepoch" + ("\trank" if options.ranks > 1 else ""))
     for piece in pieces:
@@ -71,7 +79,8 @@ def _audited_pieces(options: argparse.Namespace) -> Iterator[Piece]:
     settings = (options.lanes, options.seed, options.segment_length)
     if options.document is None:
         lanes = None if options.lane is None else range(options.lane, options.lane + 1)
-        return audit_steps(data, *settings, options.steps, lanes)
+        steps = range(options.steps.start - options.first_step, options.steps.stop - options.first_step)
+        return audit_steps(data, *settings, steps, lanes)
     pieces = find_document(data, options.document, *settings, options.epochs)
     return (piece for piece in pieces if options.lane in (None, piece.lane))
 

@@ -123,3 +123,14 @@ def test_what_the_audit_cannot_answer_is_said(corpus, capsys):
     assert "has the id 'nobody'" in capsys.readouterr().err
     assert main(["audit", str(corpus.directory), "--lanes=2", "--mix=books"]) == 2
     assert "expected DIR=REPEAT" in capsys.readouterr().err
+
+
+def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
+    since_phase = audited(capsys, corpus, "--steps=3:6", "--seed=8")
+    of_run = audited(capsys, corpus, "--steps=103:106", "--seed=8", "--first-step=100")
+    assert of_run == [{**piece, "step": piece["step"] + 100} for piece in since_phase]
+    name = since_phase[0]["document"]
+    found = audited(capsys, corpus, f"--document={name}", "--seed=8", "--first-step=100")
+    assert since_phase[0]["step"] + 100 in {piece["step"] for piece in found}
+    assert main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
+    assert "--steps begin at 5, before the phase at --first-step=100" in capsys.readouterr().err
