@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UserError
 from pretrain.scaling.collect import row_of
 from pretrain.scaling.sweep_file import Cell, Sweep
 
@@ -84,7 +84,10 @@ def _rows(cell: Cell, directory: Path, evaluate: Evaluate) -> list[ContextRow]:
     if row.excluded:
         return [made(excluded=row.excluded)]
     lengths = {round(times * (memory or segment)): times for times in TIMES}
-    losses = evaluate(directory, tuple(lengths))
+    try:
+        losses = evaluate(directory, tuple(lengths))
+    except UserError as error:
+        return [made(excluded=f"cannot be evaluated: {error}")]
     return [
         made(evaluated_memory=length, times=times, loss=loss)
         for (length, times), loss in zip(lengths.items(), losses, strict=True)

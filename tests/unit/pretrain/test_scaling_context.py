@@ -117,6 +117,18 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
         assert float(as_trained[0]["loss"]) == pytest.approx(measured[-1]["loss"], abs=1e-4)
 
 
+def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_path, capsys):
+    shutil.copytree(swept / "runs", tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs" / "t8-m8" / "checkpoints")
+    runs, out = str(tmp_path / "runs"), str(tmp_path / "context.csv")
+    command = ["scale", "context", "collect", str(swept / "sweep.yaml"), "--runs-dir", runs, "--out", out]
+    assert main([*command, "--max-tokens", "50"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 3 cells evaluated" in said
+    assert "left out: t8-m8: cannot be evaluated: " in said
+    assert "has no checkpoint yet" in said
+
+
 def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     assert collect(swept, "--max-tokens", 100) == 0
     out = swept / "report"
