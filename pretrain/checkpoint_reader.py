@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
 from pretrain import checkpoint_files as files
+from pretrain.averaging import AVERAGE
 from pretrain.engine import Engine, Memory
 
 
@@ -49,6 +50,9 @@ class FragmentReader:
     def parameter_names(self) -> set[str]:
         return {parameter for parameter, _ in self._pieces}
 
+    def kinds(self) -> set[str]:
+        return {kind for _, kind in self._pieces}
+
     def num_elements(self, parameter: str) -> int:
         start, piece = self._pieces[parameter, "weight"][-1]
         return start + piece.get_shape()[0]
@@ -69,9 +73,17 @@ class FragmentReader:
             )
 
 
-def load_weights(module: torch.nn.Module, found: files.Checkpoint) -> None:
-    """Copy the fp32 master weights into a whole module on one process; raises if names or shapes differ."""
+def load_weights(module: torch.nn.Module, found: files.Checkpoint, averaged: bool = False) -> None:
+    """Copy the fp32 master weights, or their averages, into a whole module on one process.
+
+    CheckpointError if names or shapes differ, or the run kept no averages.
+    """
+    kind = AVERAGE if averaged else "weight"
     with FragmentReader(found) as reader, torch.no_grad():
+        if averaged and AVERAGE not in reader.kinds():
+            raise CheckpointError(
+                f"{found.directory} holds no averaged weights; train with optim.average_decay above 0"
+            )
         parameters = dict(module.named_parameters())
         if parameters.keys() != reader.parameter_names():
             odd = sorted(parameters.keys() ^ reader.parameter_names())
@@ -80,7 +92,7 @@ def load_weights(module: torch.nn.Module, found: files.Checkpoint) -> None:
             whole = torch.empty(parameter.numel(), dtype=torch.float32)
             if reader.num_elements(name) != parameter.numel():
                 raise CheckpointError(f"{found.directory}: {name} has another size than the model's")
-            reader.copy_into(whole, name, 0, "weight")
+            reader.copy_into(whole, name, 0, kind)
             parameter.copy_(whole.view_as(parameter))
 
 

@@ -83,11 +83,14 @@ class OptimConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 0.25  # 0: no clipping
+    average_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"optim.steps={self.steps} must be positive")
+        if not 0.0 <= self.average_decay < 1.0:
+            raise ConfigError(f"optim.average_decay={self.average_decay} must be 0 (no average) or more and below 1")
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"
@@ -183,6 +186,16 @@ class EvaluationConfig:
 class MetricsConfig:
     interval: int = 10  # steps
     tensorboard: bool = True
+    profile_steps: tuple[int, int] = (0, 0)  # first and last step of a profiler trace of rank 0; zeros: none
+
+    def __post_init__(self) -> None:
+        first, last = self.profile_steps
+        if self.interval < 1:
+            raise ConfigError(f"metrics.interval={self.interval} must be 1 step or more")
+        if (first or last) and not 1 <= first <= last:
+            raise ConfigError(
+                f"metrics.profile_steps=[{first}, {last}] must be a first step of 1 or more and a last one behind it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

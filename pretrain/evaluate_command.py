@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lanes", type=int, default=0, metavar="N", help="streams read side by side (default: the run's)"
     )
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="score only so many (default: all)")
+    parser.add_argument(
+        "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--context-length", action="store_true", help="relative effective context length of the models")
@@ -89,7 +92,11 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
     settings: dict[str, Any] = {} if arguments.clamp is None else {"clamp_length": arguments.clamp}
     if arguments.same_length:
         settings["same_length"] = True
-    return load_trained(path, world.device, say=lambda text: print(text, file=sys.stderr), model_settings=settings)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    return load_trained(path, world.device, say=say, model_settings=settings, averaged=arguments.averaged)
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:

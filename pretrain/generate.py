@@ -154,6 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to write (default %(default)s)")
     parser.add_argument("--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)")
+    parser.add_argument(
+        "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -166,7 +169,9 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         repetition_penalty=arguments.repetition_penalty,
     )
-    trained = load_trained(arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr))
+    trained = load_trained(
+        arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr), averaged=arguments.averaged
+    )
     tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
     memory_length = trained.config.model.memory_length if arguments.memory_length is None else arguments.memory_length
     tokens = generate(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from data_pipeline.errors import CheckpointError, DataError
+from data_pipeline.errors import CheckpointError, ConfigError, DataError
 from data_pipeline.location import shown
 from data_pipeline.tokenizer import Tokenizer
 from pretrain import checkpoint_files as files
@@ -31,13 +31,20 @@ class TrainedModel:
 
 
 def load_trained(
-    run: Path, device: torch.device, say=print, model_settings: Mapping[str, Any] | None = None
+    run: Path,
+    device: torch.device,
+    say=print,
+    model_settings: Mapping[str, Any] | None = None,
+    averaged: bool = False,
 ) -> TrainedModel:
     """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used.
 
+    `averaged`: the running averages of the weights, which an export holds if it was made of them.
     `model_settings` replace those of training; no weight may depend on them. ConfigError if they do not go together.
     """
     if is_export(run):
+        if averaged:
+            raise ConfigError(f"{run} is an export and has one set of weights; use --averaged when exporting the run")
         module, config, step = load_export(run, model_settings)
         return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
@@ -46,7 +53,7 @@ def load_trained(
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
     config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
-    load_weights(module, found)
+    load_weights(module, found, averaged)
     return TrainedModel(module.to(device).eval(), config, found.step, config.data.directory())
 
 

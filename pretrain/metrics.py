@@ -31,6 +31,7 @@ from pretrain.config import RunConfig
 from pretrain.console import evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
+from pretrain.profiling import StepProfiler
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
 from pretrain.state import TrainState
@@ -80,6 +81,7 @@ class Metrics:
         self._forward_clock = forward_clock
         self._stragglers = StragglerWatch(run.healing.straggler_ratio)
         self._tensorboard: SummaryWriter | None = None
+        self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
         self._flops_per_token = cost_of(run).flops_per_token
@@ -90,6 +92,8 @@ class Metrics:
             if run.metrics.tensorboard:
                 self._tensorboard = _open_tensorboard(run_dir, state.step)
             self._say_peak()
+            self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
+            self._profiler.after_step(state.step)
         self._start_interval()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -104,6 +108,8 @@ class Metrics:
             _Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result.grad_norm, result.skipped)
         )
         self._idle_since = time.perf_counter()
+        if self._profiler is not None:
+            self._profiler.after_step(state.step)
 
     def write(self) -> list[dict[str, Any]]:
         """Write every step since the last call and return their lines (rank 0); the ranks meet here."""
@@ -146,6 +152,8 @@ class Metrics:
         """Write what is left and say how the run ended, unless it goes on in this process."""
         self.write()
         self._forward_clock.close()
+        if self._profiler is not None:
+            self._profiler.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._world.is_main and not goes_on:

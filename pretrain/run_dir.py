@@ -76,6 +76,7 @@ class RunDir:
         self.ledger = self.path / "ledger.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
+        self.traces = self.path / "traces"
         self.heartbeats = self.path / "heartbeats"
         self._identity_file = self.path / "run.json"
         self._config_file = self.path / "config.yaml"

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import UserError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pretrain.healer import Healer
     from pretrain.heartbeat import Heartbeat
     from pretrain.metrics import Metrics
+    from pretrain.model.transformer_xl import TransformerXL
     from pretrain.preemption import StopRequest
     from pretrain.state import TrainState
 
@@ -162,6 +163,15 @@ def build_engine(config: RunConfig, world: World) -> Engine:
         engine.head_chunk_tokens,
         engine.checkpoint_every,
     )
+    built = _engine_of_kind(config, module, world)
+    if not config.optim.average_decay:
+        return built
+    from pretrain.averaging import AveragingEngine
+
+    return cast("Engine", AveragingEngine(built, config.optim.average_decay))
+
+
+def _engine_of_kind(config: RunConfig, module: TransformerXL, world: World) -> Engine:
     slots = accumulation_steps(config, world.world_size)
     if config.engine.kind == "torch":
         from pretrain.engine import TorchEngine

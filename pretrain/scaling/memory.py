@@ -59,13 +59,14 @@ def largest_micro_batch(run: RunConfig, world_size: int, room: float, on_gpu: bo
 
 
 def checkpoint_bytes(run: RunConfig) -> float:
-    """Weights and both moments in float32, and every lane's memory.
+    """Weights, both moments and their average, if there is one, in float32, and every lane's memory.
 
     File headers and the random-number state of each rank (5 kB) come on top.
     """
     model = run.model
     rows = run.data.lanes * (model.memory_length + model.compressed_length)
-    return 12.0 * parameters_of(model).total + rows * (model.num_layers * model.d_model * _width(run) + 4)
+    elements = MASTER_BYTES + MOMENT_BYTES + _average_bytes(run)
+    return float(elements) * parameters_of(model).total + rows * (model.num_layers * model.d_model * _width(run) + 4)
 
 
 def _state(run: RunConfig, world_size: int) -> list[Part]:
@@ -74,7 +75,9 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
     # float32 weights that ZeRO does not partition are their own masters.
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
     offloaded = run.engine.offload_optimizer
-    formula = f"{master + MOMENT_BYTES} P" + (" / R" if stage else "") + ": master weights and two moments in float32"
+    each = master + MOMENT_BYTES + _average_bytes(run)
+    held = "master weights, two moments and an average" if run.optim.average_decay else "master weights and two moments"
+    formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
     gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
     return [
         Part(
@@ -84,7 +87,7 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
         ),
         Part(
             "optimizer",
-            0.0 if offloaded else parameters.total * (master + MOMENT_BYTES) / (world_size if stage else 1),
+            0.0 if offloaded else parameters.total * each / (world_size if stage else 1),
             "on the CPU" if offloaded else formula,
         ),
     ]
@@ -123,6 +126,11 @@ def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, g
         kept -= min(gradients, freed)
         formula += ", less what has gone when the gradients are there"
     return Part("activations", kept + working, formula)
+
+
+def _average_bytes(run: RunConfig) -> int:
+    """Of a running average of the weights, per parameter."""
+    return 4 if run.optim.average_decay else 0
 
 
 def _stage(run: RunConfig) -> int:

@@ -79,6 +79,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     Where it goes on from a step of `save_at`, it saves at once what it has just read.
     """
     run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("healing", {}))
+    run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **cell.get("optim", {})))
     if cell.get("dropout") is False:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
     fault = Fault(**cell.get("fault", {"step": 0}))

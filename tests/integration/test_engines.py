@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain import checkpoint_files as files
+from pretrain.checkpoint_reader import load_weights
 from pretrain.compare import differing_state, summary
 from pretrain.local_ranks import RankGroup, failure_in_words
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model_config import ModelConfig
+from tests.helpers.engine_worker import MODEL
 
 STEPS = 20
 HALF = 10
@@ -39,12 +44,12 @@ def cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"name": name, "engine": engine, "until": STEPS, "save_at": [STEPS], **more}
 
 
-def whole_and_resumed(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
+def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     """The same run twice: in one go, and to the half, then on from the checkpoint there."""
     return [
-        cell(f"{name}-whole", engine),
-        cell(f"{name}-half", engine, until=HALF, save_at=[HALF]),
-        cell(f"{name}-resumed", engine, resume=f"{name}-half"),
+        cell(f"{name}-whole", engine, **more),
+        cell(f"{name}-half", engine, **{**more, "until": HALF, "save_at": [HALF]}),
+        cell(f"{name}-resumed", engine, resume=f"{name}-half", **more),
     ]
 
 
@@ -92,6 +97,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive": {"cutoffs": (40, 100), "div_val": 2, "tie_projections": (False, True, True), "positions": "t5"},
     "compressive": {"compressed_length": 6},
 }
+
+
+AVERAGED: dict[str, Any] = {"optim": {"average_decay": 0.9}}
 
 
 def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
@@ -194,8 +202,10 @@ def variants(tiny_corpus: Path, output: Path) -> Results:
         for name, model in VARIANTS.items()
         for each in whole_and_resumed(f"{name}-zero3", engine)
     ]
+    on_two += whole_and_resumed("averaged-zero2", engine_settings(2, "fp32", "none", micro=2), **AVERAGED)
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
     on_one = [cell(f"{name}-torch", plain, model=model) for name, model in VARIANTS.items()]
+    on_one.append(cell("averaged-on-one", engine, resume="averaged-zero2-half", **AVERAGED))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
 
@@ -206,6 +216,27 @@ def test_each_variant_under_zero_3_agrees_with_plain_torch(variants: Results, na
     found, plain = variants[f"{name}-zero3-whole"], variants[f"{name}-torch"]
     assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE["fp32"]
     assert largest_difference(found["norms"], plain["norms"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(variants: Results, output: Path) -> None:
+    whole, resumed, on_one = (
+        files.verify(files.step_directory(output / name, STEPS))
+        for name in ("averaged-zero2-whole", "averaged-zero2-resumed", "averaged-on-one")
+    )
+    problems = differing_state(whole, resumed)
+    assert not problems, summary(problems)
+    averages, others, weights = (
+        weights_of(found, averaged) for found, averaged in ((whole, True), (on_one, True), (whole, False))
+    )
+    assert all(torch.allclose(averages[name], others[name], rtol=0, atol=1e-5) for name in averages)
+    assert max(float((averages[name] - weights[name]).abs().max()) for name in averages) > 1e-3
+
+
+def weights_of(found: files.Checkpoint, averaged: bool) -> dict[str, torch.Tensor]:
+    module = TransformerXL(ModelConfig(**MODEL))
+    load_weights(module, found, averaged)
+    return dict(module.state_dict())
 
 
 @pytest.mark.slow

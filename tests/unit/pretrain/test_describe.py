@@ -89,6 +89,14 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
     assert halved["recurrent memory"] == plain["recurrent memory"]
 
 
+def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
+    run = run_config(zero_stage=1)
+    averaged = replace(run, optim=replace(run.optim, average_decay=0.99))
+    added = 4 * parameters_of(run.model).total
+    assert checkpoint_bytes(averaged) - checkpoint_bytes(run) == added
+    assert parts_of(averaged)["optimizer"] - parts_of(run)["optimizer"] == added / 4
+
+
 def test_the_largest_micro_batch_is_the_largest_that_fits():
     run = run_config()
     for lanes in (1, 2, 4):

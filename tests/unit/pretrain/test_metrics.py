@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gzip
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.prefetch import Prefetcher
 from pretrain.config import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.console import clock, perplexity, si
@@ -159,6 +162,26 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
     assert "0.750 bits/byte" in evaluation
     assert "1.5000 without memory" in evaluation
     assert str(run_dir.metrics) in end
+
+
+def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3))))
+    recorder = Recorder(world, run_dir)
+    for step in range(1, 6):
+        with torch.profiler.record_function(f"step {step}"):
+            torch.ones(8) @ torch.ones(8)
+        recorder.make_step(1.0)
+    recorder.close()
+    path = run_dir.traces / "steps-00000002-00000003.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {name for name in names if str(name).startswith("step ")} == {"step 2", "step 3"}
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [(3, 2), (0, 2), (-1, 4)])
+def test_steps_that_cannot_be_traced_are_refused(steps):
+    with pytest.raises(ConfigError, match="profile_steps"):
+        MetricsConfig(profile_steps=steps)
 
 
 def test_an_engine_without_a_gradient_norm_is_recorded_as_such(world, run_dir):

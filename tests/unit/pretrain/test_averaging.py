@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.errors import ConfigError
+from data_pipeline.lanes import LaneStream
+from pretrain.averaging import AVERAGE
+from pretrain.config import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed import init_world, leave_world
+from pretrain.train import build_engine
+from tests.helpers.corpora import make_tiny_corpus
+
+DECAY = 0.75
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    corpus = make_tiny_corpus(tmp_path / "corpus", documents=30)
+    yield RunConfig(
+        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
+        data=DataConfig(path=corpus, lanes=2, segment_length=8),
+        optim=OptimConfig(learning_rate=1e-2, average_decay=DECAY),
+        engine=EngineConfig(kind="torch"),
+    )
+    leave_world()
+
+
+def train(run: RunConfig, steps: int = 4):
+    """The engine after some steps, and the weights before each and after the last."""
+    engine, memory = build_engine(run, init_world()), None
+    stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+    weights = [parameters_of(engine)]
+    for step in range(steps):
+        _, memory = engine.forward_backward(next(stream), memory, step)
+        engine.step(1e-2)
+        weights.append(parameters_of(engine))
+    return engine, weights
+
+
+def parameters_of(engine) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone().view(-1) for name, parameter in engine.module.named_parameters()}
+
+
+def test_the_average_forgets_older_weights_by_its_decay(run):
+    engine, (first, *later) = train(run)
+    for fragment in engine.fragments():
+        expected = first[fragment.name]
+        for weights in later:
+            expected = DECAY * expected + (1 - DECAY) * weights[fragment.name]
+        torch.testing.assert_close(fragment.values[AVERAGE], expected, rtol=0, atol=1e-6)
+        assert not torch.equal(fragment.values[AVERAGE], fragment.values["weight"])
+
+
+def test_averaging_does_not_touch_training(run):
+    averaged, plain = train(run)[1], train(replace(run, optim=replace(run.optim, average_decay=0.0)))[1]
+    assert all(torch.equal(averaged[-1][name], plain[-1][name]) for name in plain[-1])
+
+
+def test_a_skipped_step_leaves_the_average_as_it_is(run):
+    engine, _ = train(replace(run, healing=HealingConfig(skip_norm=1e-9)))
+    assert all(torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments())
+
+
+def test_loading_the_beginning_begins_the_average_again(run):
+    engine, _ = train(run)
+    engine.after_load(0)
+    assert all(torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments())
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_decay_without_meaning_is_refused(decay):
+    with pytest.raises(ConfigError, match=f"optim.average_decay={decay}"):
+        OptimConfig(average_decay=decay)
