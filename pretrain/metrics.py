@@ -3,14 +3,13 @@
 Losses stay on the device until the interval's end. There the ranks exchange one small vector; rank 0 writes:
 
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
-        loss and norm are null where a skipped step had none
-        and at the interval's last step also "seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib",
-        "save_stall" (seconds the loop waited for saves), "time" (seconds since 1970),
-        of several ranks "slowest_rank" and "straggler_ratio"
+        loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
+        1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
+        and of several ranks "slowest_rank" and "straggler_ratio"
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
-A step's loss is the mean over its slots and ranks, summed in float64: exact, whatever the order of the ranks and
-wherever intervals begin, so that a resumed run writes the same numbers for the same steps.
+A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
+run writes the same numbers for the same steps.
 """
 
 from __future__ import annotations
