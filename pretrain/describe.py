@@ -141,6 +141,8 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
 def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
     explain = bool(arguments.explain)
     on_gpu = arguments.gpu != "cpu"
+    saved = config.checkpoint
+    copy = "of host memory per rank, while training goes on beside the writing"
     parts = memory_parts(config, world_size, on_gpu)
     room = _room(arguments)
     total = total_bytes(parts)
@@ -151,9 +153,9 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
         f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
         f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
-        f"({config.checkpoint.keep_last} kept, one being written: "
-        f"{_gib((config.checkpoint.keep_last + 1) * checkpoint_bytes(config))} of disk)"
+        f"({saved.keep_last} kept, one being written: {_gib((saved.keep_last + 1) * checkpoint_bytes(config))} of disk)"
         + ("  12 P + (M + compressed) (L d b + 4) for every lane" if explain else ""),
+        *([_row("copy", _gib(checkpoint_bytes(config) / world_size), copy, True)] if saved.asynchronous else []),
     ]
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
-        problems = _prove(arguments, work)
+        problems = _prove(arguments, _settings(arguments, config), work)
     finally:
         if arguments.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prove(arguments: argparse.Namespace, work: Path) -> list[str]:
+def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -> list[str]:
     from pretrain.compare import differing_losses, differing_progress, differing_state, losses_apart
 
     undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
@@ -82,13 +82,13 @@ def _prove(arguments: argparse.Namespace, work: Path) -> list[str]:
         if run_dir.exists():
             raise ConfigError(f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir")
     _say(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, undisturbed")
-    _start(arguments, undisturbed, fault="")
+    _start(arguments.config, settings, undisturbed, arguments.ranks)
     _say(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
-    _start(arguments, killed, fault=f"sigkill@{arguments.kill_at}")
+    _start(arguments.config, settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
     steps = files.steps_on_disk(killed.checkpoints)
     _say(f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}")
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
-    _start(arguments, killed, fault="", ranks=_resume_ranks(arguments), more=zero)
+    _start(arguments.config, [*settings, *zero], killed, _resume_ranks(arguments))
     ends = [files.verify(files.step_directory(each.checkpoints, arguments.steps)) for each in (undisturbed, killed)]
     if _is_elastic(arguments):
         return losses_apart(undisturbed, killed, ELASTIC_TOLERANCE) + differing_progress(*ends)
@@ -103,14 +103,12 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
     return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
 
 
-def _start(
-    arguments: argparse.Namespace, run_dir: RunDir, fault: str, ranks: int = 0, more: Sequence[str] = ()
-) -> None:
+def _start(config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, fault: str = "") -> None:
     """One start of all ranks; raises UserError with the failing rank's last lines unless it ends as it should."""
-    command = [sys.executable, "-m", "pretrain", "train", str(arguments.config), *_overrides(arguments), *more]
+    command = [sys.executable, "-m", "pretrain", "train", str(config), *settings]
     command += ["--run-dir", str(run_dir.path)]
     logs = run_dir.path.parent / f"{run_dir.path.name}-logs"
-    group = RankGroup(command, ranks or arguments.ranks, logs, environment={FAULT_VARIABLE: fault})
+    group = RankGroup(command, ranks, logs, environment={FAULT_VARIABLE: fault})
     with group:
         statuses = group.wait(timeout=START_SECONDS)
     if fault and KILLED not in statuses:
@@ -119,15 +117,20 @@ def _start(
         raise UserError(failure_in_words(statuses, group.logs))
 
 
-def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
+def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
+    """The user's settings, and those of a run as short as the proof."""
     # The last checkpoint before the kill lies one step back, so that resuming has something to redo.
     interval = max(1, arguments.kill_at - 1)
+    schedule = config.optim.schedule
     return [
         *arguments.overrides,
         f"optim.steps={arguments.steps}",
+        f"optim.schedule.warmup_steps={min(schedule.warmup_steps, arguments.steps // 2)}",
+        f"optim.schedule.decay_steps={min(schedule.decay_steps, arguments.steps // 2)}",
         f"checkpoint.interval={interval}",
         "checkpoint.keep_last=3",
         "checkpoint.keep_best=0",
+        "checkpoint.asynchronous=false",  # the same bytes, and surely there when the kill comes a step later
         f"evaluation.interval={max(1, arguments.steps // 4)}",
         "evaluation.max_tokens=2000",
         "metrics.tensorboard=false",

@@ -16,7 +16,8 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(tiny_corpus: Path, tmp_path: Path, capsys):
     experiment = tmp_path / "tiny.yaml"
-    experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the proof
+    experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")
     settings = [each for each in SETTINGS if not each.startswith(("optim.steps", "engine.kind"))]
     options = ["--steps=6", "--kill-at=4", "--resume-ranks=1", "--resume-zero=2", f"--work-dir={tmp_path / 'proof'}"]
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
