@@ -29,7 +29,7 @@ from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 def processes():
     """Starts processes that have imported streaming already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["streaming", "data_pipeline.build", "data_pipeline.cli"])
+    context.set_forkserver_preload(["streaming", "webdataset.writer", "data_pipeline.build", "data_pipeline.cli"])
     return context
 
 
@@ -37,19 +37,22 @@ def many_texts() -> list[str]:
     return some_texts(1500, seed=9)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, processes, kind):
+@pytest.mark.parametrize(
+    ("kind", "shard_format", "shard_bytes"), [("bytes", "mds", 5000), ("bpe", "webdataset", 16000)]
+)
+def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, processes, kind, shard_format, shard_bytes):
     tokenizer = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bytes" else 350)
-    whole = config_of(tmp_path / "whole", many_texts(), shard_bytes=5000, tokenizer=tokenizer)
+    sizes = {"shard_format": shard_format, "shard_bytes": shard_bytes}
+    whole = config_of(tmp_path / "whole", many_texts(), tokenizer=tokenizer, **sizes)
     build_corpus(whole)
     config = replace(whole, output=tmp_path / "killed")
     generator = random.Random(kind)
-    num_shards = len(list(whole.output.glob("*/*.mds")))
+    num_shards = len(list(whole.output.glob("*/shard.*")))
     kills = 0
     for target in (0, 2, num_shards // 4, num_shards // 2, num_shards // 2 + 1, num_shards * 3 // 4):
         process = processes.Process(target=build_corpus, args=(config,))
         process.start()
-        while process.is_alive() and len(list(config.output.glob("*/*.mds"))) < target:
+        while process.is_alive() and len(list(config.output.glob("*/shard.*"))) < target:
             time.sleep(0.001)
         time.sleep(generator.random() * 0.02)
         process.kill()
@@ -95,7 +98,7 @@ def test_an_unfinished_build_refuses_other_settings_and_edited_text(tmp_path, pr
     config = config_of(tmp_path, many_texts(), shard_bytes=5000)
     process = processes.Process(target=build_corpus, args=(config,))
     process.start()
-    while len(list(config.output.glob("*/*.mds"))) < 3:
+    while len(list(config.output.glob("*/shard.*"))) < 3:
         time.sleep(0.001)
         assert process.is_alive()
     with pytest.raises(ConfigError, match="another build is writing to"):
