@@ -12,19 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from data_pipeline.corpus import SPLITS, TOKENIZER_DIRECTORY, check_shard, mismatch
 from data_pipeline.errors import DataError
-from data_pipeline.fetch import NotFetchedError, fetch_manifest, fetch_once, fetch_shard, fetch_tokenizer, persist
+from data_pipeline.fetch import (
+    NotFetchedError,
+    fetch_file,
+    fetch_manifest,
+    fetch_once,
+    fetch_shard,
+    fetch_tokenizer,
+    persist,
+)
 from data_pipeline.file_lock import alone
 from data_pipeline.manifest import MANIFEST_NAME, ShardInfo, read_manifest
 from data_pipeline.mds import INDEX_NAME
-from data_pipeline.stores import Patience, Store, StoreError, store_at, uploader_to, within
+from data_pipeline.stores import Patience, Store, StoreError, names_below, store_at, uploader_to, within
 from data_pipeline.verify import splits_of
 
 THREADS = 8
 LOCK = ".fetch.lock"
 LOCK_SECONDS = 10.0
+T = TypeVar("T")
 
 
 def fetch_corpus(
@@ -45,6 +55,28 @@ def fetch_corpus(
             _in_parallel(fetch, manifest.shards, split, report)
             fetch_tokenizer(stores[TOKENIZER_DIRECTORY], directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
             manifest.write(directory / split)
+
+
+def fetch_objects(url: str, directory: Path, report: Callable[[str], None], patience: Patience | None = None) -> int:
+    """Copy every object below `url` to that name in `directory`, unless it is there; how many there are comes back."""
+    names, store = names_below(url), store_at(url, patience)
+    if not names:
+        raise DataError(f"there is nothing below {url}; check the URL")
+    if strangers := [name for name in names if ".." in Path(name).parts]:
+        raise DataError(
+            f"{url} holds an object named {strangers[0]!r}, which would lie outside of {directory}; rename it"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone(directory / LOCK, LOCK_SECONDS), TemporaryDirectory(dir=directory, prefix=".") as scratch:
+
+        def have(name: str) -> None:
+            path = directory / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fetch_file(store, name, path, Path(scratch), lambda arrived: None)
+
+        _in_parallel(have, names, "objects", report)
+    return len(names)
 
 
 def _have_shard(store: Store, directory: Path, scratch: Path, info: ShardInfo) -> None:
@@ -130,14 +162,12 @@ class _Upload:
         copy.unlink()
 
 
-def _in_parallel(
-    task: Callable[[ShardInfo], None], shards: Sequence[ShardInfo], split: str, report: Callable[[str], None]
-) -> None:
-    """`task` for every shard, some at a time; the first error ends it."""
+def _in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Callable[[str], None]) -> None:
+    """`task` for every item, some at a time; the first error ends it."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            for number, _ in enumerate(pool.map(task, shards), start=1):
-                report(f"{split}: {number}/{len(shards)} shards")
+            for number, _ in enumerate(pool.map(task, items), start=1):
+                report(f"{name}: {number}/{len(items)}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -13,6 +13,9 @@ def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="of the corpus: s3://, http://, https:// ...")
     parser.add_argument("directory", type=Path, help="where to; the same command goes on after a crash")
     parser.add_argument("--splits", nargs="+", default=["train"], choices=["train", "validation"])
+    parser.add_argument(
+        "--raw", action="store_true", help="the URL holds no corpus but objects, text to build one from: copy them all"
+    )
     parser.set_defaults(run=_fetch)
 
 
@@ -31,10 +34,15 @@ def near(place: Path) -> Path:
 
 
 def _fetch(options: argparse.Namespace) -> int:
-    from data_pipeline.copy_corpus import fetch_corpus
+    from data_pipeline.copy_corpus import fetch_corpus, fetch_objects
     from data_pipeline.progress import StatusLine
 
     status = StatusLine()
+    if options.raw:
+        count = fetch_objects(options.url, options.directory, status.show)
+        status.end()
+        print(f"{options.directory} holds the {count:,} objects below {options.url}")
+        return 0
     fetch_corpus(options.url, options.directory, options.splits, status.show)
     status.end()
     print(f"{options.directory} holds {' and '.join(options.splits)}, every shard checked")

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -140,17 +141,7 @@ def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
 
     DataError when nothing can be written to such a URL.
     """
-    if url.partition("://")[0] not in OBJECT_STORES:
-        expected = ", ".join(f"{known}://" for known in OBJECT_STORES)
-        raise DataError(f"found the location {url}, expected an object store to write to: {expected}")
-    try:
-        from streaming.base.storage import CloudUploader
-
-        logging.getLogger("streaming").setLevel(logging.ERROR)  # it warns that the directory has files in it
-        uploader = CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
-    except Exception as error:  # of many SDKs, which have no base in common
-        reason = _sdk_reason(error)[0]
-        raise DataError(f"nothing can be written to {url} ({reason}); check the bucket and your rights") from error
+    uploader = _sdk_uploader(url, directory)
 
     def upload(name: str) -> None:
         try:
@@ -159,6 +150,28 @@ def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
             raise StoreError(*_sdk_reason(error)) from error
 
     return upload
+
+
+def names_below(url: str) -> list[str]:
+    """The objects below `url`, named from there on; DataError when they cannot be listed."""
+    prefix = url.partition("://")[2].partition("/")[2].strip("/")
+    with TemporaryDirectory() as nothing:
+        keys = _sdk_uploader(url, Path(nothing)).list_objects()
+    return sorted(key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
+
+
+def _sdk_uploader(url: str, directory: Path) -> Any:
+    if url.partition("://")[0] not in OBJECT_STORES:
+        expected = ", ".join(f"{known}://" for known in OBJECT_STORES)
+        raise DataError(f"found the location {url}, expected one in an object store: {expected}")
+    try:
+        from streaming.base.storage import CloudUploader
+
+        logging.getLogger("streaming").setLevel(logging.ERROR)  # it warns that the directory has files in it
+        return CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
+    except Exception as error:  # of many SDKs, which have no base in common
+        reason = _sdk_reason(error)[0]
+        raise DataError(f"{url} cannot be opened ({reason}); check the bucket and your rights") from error
 
 
 def _sdk_reason(error: Exception) -> tuple[str, bool]:

@@ -75,8 +75,8 @@ def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["upload", "{built}", "http://127.0.0.1:1/c"], "expected an object store to write to: s3://"),
-        (["upload", "{built}", "s3://no-such-bucket/c"], "nothing can be written to s3://no-such-bucket/c"),
+        (["upload", "{built}", "http://127.0.0.1:1/c"], "expected one in an object store: s3://"),
+        (["upload", "{built}", "s3://no-such-bucket/c"], "s3://no-such-bucket/c cannot be opened"),
         (["upload", "{built}/train", "{bucket}/c"], "is one split; give the corpus"),
         (["upload", "{built}/tokenizer", "{bucket}/c"], "no manifest.json"),
         (["fetch", "{built}", "copy"], "expected a URL that begins with one of http://"),
@@ -114,3 +114,19 @@ def test_verify_reads_every_byte_of_a_store(built, tmp_path, capsys):
         path.unlink()
         assert main(["verify", server.url]) == 2
         assert "validation/shard.00000.mds could not be fetched" in capsys.readouterr().err
+
+
+def test_raw_objects_are_copied_as_they_are_named_and_only_once(tmp_path, bucket, s3_endpoint, capsys):
+    s3, name = client(s3_endpoint), bucket.removeprefix("s3://")
+    for key, body in {"text/a.txt": b"a", "text/deep/b.txt": b"b", "text/folder/": b"", "textual/c.txt": b"c"}.items():
+        s3.put_object(Bucket=name, Key=key, Body=body)
+    for _ in range(2):
+        assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 0
+        assert f"holds the 2 objects below {bucket}/text" in capsys.readouterr().out
+        s3.put_object(Bucket=name, Key="text/a.txt", Body=b"changed")
+    assert contents(tmp_path / "copy") == {".fetch.lock": b"", "a.txt": b"a", "deep/b.txt": b"b"}
+    assert main(["fetch", f"{bucket}/nothing", str(tmp_path / "copy"), "--raw"]) == 2
+    assert "there is nothing below" in capsys.readouterr().err
+    s3.put_object(Bucket=name, Key="bad/../../x", Body=b"x")
+    assert main(["fetch", f"{bucket}/bad", str(tmp_path / "bad"), "--raw"]) == 2
+    assert "would lie outside" in capsys.readouterr().err
