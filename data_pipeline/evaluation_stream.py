@@ -18,6 +18,25 @@ from data_pipeline.segment_batch import SegmentBatch
 EVALUATION_SEED = 0  # evaluations compare between runs, so their order is the same in all
 
 
+SLACK = 1.1  # how much longer an evaluation may take for half as many lanes
+
+
+def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, multiple_of: int = 1) -> int:
+    """At most `num_lanes`, rounded up to a multiple of the ranks: as many as shorten the evaluation.
+
+    Lanes consist of whole documents, so where a few long ones hold most of the tokens, further lanes would wait empty.
+    """
+
+    def num_batches(per_rank: int) -> int:
+        return len(EvaluationStream(corpus, per_rank * multiple_of, segment_length, range(1), max_tokens))
+
+    per_rank = -(-num_lanes // multiple_of)
+    longest = num_batches(per_rank) * SLACK
+    while per_rank > 1 and num_batches(per_rank // 2) <= longest:
+        per_rank //= 2
+    return per_rank * multiple_of
+
+
 class EvaluationStream:
     """The same number of SegmentBatches on every rank; `valid_BL` says which targets count.
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import EvaluationStream, SegmentBatch
+from data_pipeline.evaluation_stream import EvaluationStream, useful_lanes
+from data_pipeline.lanes import SegmentBatch
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config import RunConfig
 from pretrain.console import perplexity
@@ -83,9 +84,10 @@ def evaluate(
     The bytes and characters are those of the manifest when the whole split is scored, else of the scored tokens.
     """
     world = scorer.world
-    lanes_per_rank = -(-num_lanes // world.world_size)
-    lanes = range(world.rank * lanes_per_rank, (world.rank + 1) * lanes_per_rank)
-    stream = EvaluationStream(corpus, lanes_per_rank * world.world_size, segment_length, lanes, max_tokens)
+    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens, multiple_of=world.world_size)
+    per_rank = num_lanes // world.world_size
+    lanes = range(world.rank * per_rank, (world.rank + 1) * per_rank)
+    stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
     bytes_V, characters_V = (
         torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     )

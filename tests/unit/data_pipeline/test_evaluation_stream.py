@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import EvaluationStream
+from data_pipeline.evaluation_stream import EvaluationStream, useful_lanes
 from tests.helpers.corpora import write_numbered_corpus
 
 
@@ -66,3 +66,12 @@ def test_each_lane_begins_with_a_document_and_the_end_of_document_token_in_front
     batch = next(EvaluationStream(corpus, 8, 7, range(8)))
     assert set(batch.tokens_BL[:, 0].tolist()) == {corpus.manifest.end_id}
     assert set(batch.targets_BL[:, 0].tolist()) <= firsts
+
+
+def test_lanes_that_long_documents_would_leave_empty_are_not_used(corpus, tmp_path):
+    assert useful_lanes(corpus, 8, 7) == 8
+    assert useful_lanes(corpus, 7, 7, multiple_of=2) == 8
+    books = write_numbered_corpus(tmp_path, [[9000, 10], [10, 9000, 10]])
+    assert useful_lanes(books, 16, 7) == 2
+    assert useful_lanes(books, 16, 7, max_tokens=500) == 1
+    assert useful_lanes(books, 16, 7, max_tokens=500, multiple_of=4) == 4
