@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from pretrain.scaling.charts import BUDGET_COLOURS, Palette, canvas, legend, plain_ticks
 from pretrain.scaling.context_table import ContextRow
 
+DASHES = ((0, (1, 1.5)), (0, (5, 2)), "-", (0, (7, 2, 1, 2)))
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -28,15 +30,23 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
 
 
 def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
-    """Loss over the memory length of evaluation, as a multiple of the one in training; a line per run."""
+    """Loss over the memory length of evaluation, as a multiple of the one in training; a line per run.
+
+    Segment lengths differ in colour, memory lengths of training in the line's dashes.
+    """
     figure, axes = canvas(palette, 3.8, "memory in evaluation over memory in training", "loss (nats per token)")
     times = sorted({float(row.times) for row in rows})
-    names = list(dict.fromkeys(row.name for row in rows))
-    for name, colour in zip(names, _colours(len(names)), strict=True):
+    segments, memories = (sorted({getattr(row, name) for row in rows}) for name in ("segment_length", "memory_length"))
+    colours = _colours(len(segments))
+    for name in dict.fromkeys(row.name for row in rows):
         mine = sorted((row for row in rows if row.name == name), key=lambda row: float(row.times))
+        colour = colours[segments.index(mine[0].segment_length)]
+        dashes = DASHES[memories.index(mine[0].memory_length) % len(DASHES)]
         places = [times.index(float(row.times)) for row in mine]
         label = f"T {mine[0].segment_length}, M {mine[0].memory_length}"
-        axes.plot(places, [row.loss for row in mine], "o-", color=colour, markersize=3.5, linewidth=1.3, label=label)
+        axes.plot(
+            places, [row.loss for row in mine], "o", ls=dashes, color=colour, markersize=3.5, linewidth=1.3, label=label
+        )
     _named_places(axes, [f"{value:g}x" for value in times])
     legend(axes, palette)
     return figure

@@ -81,7 +81,7 @@ def _cards(rows: Sequence[ContextRow]) -> list[Card]:
         mine = _trained(rows, name)
         if mine:
             best = min(mine, key=lambda row: float(row.loss))
-            words = f"is the least loss at {title.lower()}: segments of {best.segment_length}, memory of "
+            words = f"is the least loss at {title[0].lower()}{title[1:]}: segments of {best.segment_length}, memory of "
             cards.append(Card(f"{best.loss:.4f}", f"{words}{best.memory_length}"))
     return cards
 
