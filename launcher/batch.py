@@ -19,7 +19,7 @@ from launcher.snapshot import Snapshot
 from launcher.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
 from launcher.supervisor import StopSignals, newest_step, supervise
 from pretrain.config import RunConfig
-from pretrain.fence import VARIABLE, Fence
+from pretrain.fence import VARIABLE, Fence, Overtaken
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
 
@@ -36,21 +36,45 @@ def run(arguments: argparse.Namespace) -> int:
     policy = Policy(attempts_without_progress=arguments.attempts_without_progress)
     begin(job, run_dir)
     with StopSignals() as stop:
-        farewell = Farewell(job, run_dir, stop)
+        claims = Claims(run_dir.path, f"{job.id}.{job.restart}")
+        farewell = Farewell(job, run_dir, stop, claims.check)
         past = past_attempts(run_dir.read_ledger(), job.id)
         tags = {"job": job.id}
         try:
             with run_dir.locked("launcher", is_fenced=True):
-                start = starter(job, run_dir, farewell)
+                start = starter(job, run_dir, farewell, claims)
                 status = supervise(run_dir, start, policy, stop, _say, past=past, meanwhile=farewell.look, tags=tags)
         except LeaveHost as found:
             farewell.leave(found.host)
             return EXIT_STOPPED
+        except Overtaken:
+            raise  # the journal is another's
         except UserError as error:
             farewell.give_up(str(error))
             raise
         farewell.finish(status)
     return status
+
+
+class Claims:
+    """This supervisor's claims on the run, one for each attempt: ranks of older ones can write no more."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._run_dir = run_dir
+        self._name = name
+        self._fence: Fence | None = None
+
+    def claim(self, number: int) -> str:
+        """Take the run for attempt `number`; its token."""
+        self.check()
+        self._fence = Fence(self._run_dir, f"{self._name}.{number}.{secrets.token_hex(2)}")
+        self._fence.claim()
+        return self._fence.token
+
+    def check(self) -> None:
+        """Raise Overtaken if another supervisor has claimed the run since."""
+        if self._fence is not None:
+            self._fence.check()
 
 
 class LeaveHost(Exception):
@@ -78,8 +102,8 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell) -> Callable[[int], SlurmRanks]:
-    """Starts attempts as steps of this job; each claims the run, so that ranks of older ones can write no more."""
+def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell, claims: Claims) -> Callable[[int], SlurmRanks]:
+    """Starts attempts as steps of this job."""
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
     nodes = usable_nodes(config, cluster.tasks_per_node, len(job.hosts))
@@ -89,22 +113,16 @@ def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell) -> Callable[[int]
         _say(f"using {nodes} of {len(job.hosts)} nodes, for data.lanes={config.data.lanes} to divide evenly")
     step = Step(hosts=job.hosts, nodes=nodes, ranks=nodes * cluster.tasks_per_node, cluster=cluster)
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
-    fences: list[Fence] = []
-
     if blind := hosts_that_miss(step, run_dir.path):
         raise ConfigError(f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share")
 
     def start(number: int) -> SlurmRanks:
-        if fences:
-            fences[-1].check()  # another job may have taken over since
-            host = host_to_leave(run_dir.read_ledger(), job.id, step)
-            if host and farewell.can_leave(host):
-                raise LeaveHost(host)
-        fences.append(Fence(run_dir.path, f"{job.id}.{job.restart}.{number}.{secrets.token_hex(2)}"))
-        fences[-1].claim()
-        shared = {"MASTER_PORT": str(free_port_near(job.number + number)), VARIABLE: fences[-1].token}
+        host = host_to_leave(run_dir.read_ledger(), job.id, step)
+        if host and farewell.can_leave(host):
+            raise LeaveHost(host)
+        shared = {VARIABLE: claims.claim(number), "MASTER_PORT": str(free_port_near(job.number + number))}
         _say(f"attempt {number}: {step.ranks} ranks on {', '.join(job.hosts[:nodes])}")
-        return SlurmRanks(command, step, run_dir, number, shared)
+        return SlurmRanks(command, step, run_dir, number, shared, claims.check)
 
     return start
 

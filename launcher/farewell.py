@@ -45,12 +45,16 @@ class ThisJob:
 
 
 class Farewell:
-    """Finds out why the job ends, notes it, and puts the job back into the queue where that is ours to do. Once."""
+    """Finds out why the job ends, notes it, and puts the job back into the queue where that is ours to do. Once.
 
-    def __init__(self, job: ThisJob, run_dir: RunDir, stop: StopSignals) -> None:
+    `may_write` raises Overtaken where the job has begun anew elsewhere: then this start has no say any more.
+    """
+
+    def __init__(self, job: ThisJob, run_dir: RunDir, stop: StopSignals, may_write: Callable[[], None]) -> None:
         self._job = job
         self._run_dir = run_dir
         self._stop = stop
+        self._may_write = may_write
         self._looked_at = 0
         self._is_said = False
 
@@ -96,6 +100,7 @@ class Farewell:
 
     def _say(self, end: JobEnd, **more: str) -> None:
         self._is_said = True
+        self._may_write()
         event = {"event": "job_ended", **self._job.tags, "why": end.why, "requeued": end.requeue, **more}
         self._run_dir.append_ledger(event)
         print(f"job {self._job.id} ends: {end.why}" + ("; back into the queue" if end.requeue else ""), flush=True)

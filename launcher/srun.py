@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, UserError
 from launcher.cluster import ClusterConfig
 from pretrain.local_ranks import EXIT_STOPPED, failure_in_words
 from pretrain.run_dir import RunDir
@@ -67,8 +67,15 @@ class SlurmRanks:
     """One attempt, already started; `variables` are those that all its ranks share."""
 
     def __init__(
-        self, command: Sequence[str], step: Step, run_dir: RunDir, attempt: int, variables: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        step: Step,
+        run_dir: RunDir,
+        attempt: int,
+        variables: Mapping[str, str],
+        may_go_on: Callable[[], None],
     ) -> None:
+        self._may_go_on = may_go_on
         self.first_failure: int | None = None
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         self.logs = [run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)]
@@ -84,9 +91,15 @@ class SlurmRanks:
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
-        """Statuses in rank order, from the files the tasks wrote."""
+        """Statuses in rank order, from the files the tasks wrote; UserError as soon as `may_go_on` raises it."""
         while self._srun.poll() is None:
-            meanwhile()
+            try:
+                # An srun left over signals steps by number, and those of the next start of the job have the same.
+                self._may_go_on()
+                meanwhile()
+            except UserError:
+                self.kill()
+                raise
             time.sleep(_POLL_SECONDS)
         written = {rank: file for rank, log in enumerate(self.logs) if (file := log.with_suffix(".status")).exists()}
         statuses = [int(written[rank].read_text()) if rank in written else _LOST for rank in range(len(self.logs))]

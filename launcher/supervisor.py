@@ -174,7 +174,7 @@ def _shows_a_hang(log: Path) -> bool:
 
 
 def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision, tags: Mapping[str, Any]) -> None:
-    if not run_dir.exists():  # refused before there was a run
+    if not run_dir.exists() and not run_dir.ledger.exists():  # refused before there was a run, and never submitted
         return
     run_dir.append_ledger(
         {

@@ -15,6 +15,10 @@ from data_pipeline.files import write_text
 VARIABLE = "PRETRAIN_ATTEMPT"
 
 
+class Overtaken(UserError):
+    """A newer attempt has the run."""
+
+
 class Fence:
     """The right of one attempt to write into a run's directory."""
 
@@ -27,7 +31,7 @@ class Fence:
         write_text(self._path, self.token + "\n")
 
     def check(self) -> None:
-        """Raise UserError if a newer attempt has claimed the run."""
+        """Raise Overtaken if a newer attempt has claimed the run."""
         newest = self._path.read_text().strip()
         if newest != self.token:
-            raise UserError(f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}")
+            raise Overtaken(f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}")
