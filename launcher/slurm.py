@@ -175,9 +175,11 @@ def requeue(job: str, exclude: Sequence[str] = ()) -> None:
 
     Slurm then holds it back for the life of a credential, by default two minutes.
     """
+    before = details(job).get("ExcNodeList", "(null)")
     _checked(["scontrol", "requeue", job])
     if exclude:
-        _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}"])
+        hosts = [*exclude, *([] if before == "(null)" else [before])]
+        _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}"])
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
