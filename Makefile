@@ -8,7 +8,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo scaling-demo check test golden chaos bench bench-gpu
+.PHONY: help venv demo scaling-demo check test test-slurm golden chaos bench bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -55,6 +55,9 @@ check: $(STAMP)  ## format, lint and types
 
 test: $(STAMP)  ## the whole suite
 	python -m pytest -q -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --durations=10
+
+test-slurm: $(STAMP)  ## runs on a real Slurm of four hosts on this machine (slurm-wlm, munge, iproute2; root)
+	python -m pytest -q -m slurm -p no:xdist --durations=10
 
 chaos: $(STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30

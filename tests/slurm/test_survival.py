@@ -1,0 +1,219 @@
+"""What happens to runs on a real Slurm of four hosts, 2 hosts x 2 ranks; each has to end as the undisturbed one did.
+
+Runs that take their time (two minutes to a time limit, a watchdog's patience) are begun first and looked at last. All
+is in one file, for one cluster to serve it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.compare import differing_losses
+from tests.slurm.lab import SlurmLab
+from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun
+
+
+def in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def status_of(run: SlurmRun) -> dict:
+    command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
+    return json.loads(run.lab.run(*command).stdout)
+
+
+@pytest.fixture(scope="module")
+def limited(runs: Runs) -> SlurmRun:
+    """A run whose jobs last two minutes. It makes some steps in each of the first two, then waits for the notice."""
+    run = runs.submit("limited", time_limit="00:02:00", **FAR)
+
+    def disturb() -> None:
+        for number in (1, 2):
+            run.wait_for_step(80 * number)
+            with run.paused():
+                run.until(lambda number=number: run.log().count("asking the ranks to save") == number)
+
+    in_background(disturb)
+    return run
+
+
+@pytest.fixture(scope="module")
+def crashing(runs: Runs) -> SlurmRun:
+    """A run that loses a rank, then all of a checkpoint that is being written, then hangs."""
+    run = runs.submit("crashing", "engine.hang_seconds=150", **FAR)
+
+    def disturb() -> None:
+        run.wait_for_step(INTERVAL + 20)
+        run.signal_rank(3, signal.SIGKILL)
+        run.until(lambda: len(run.begun_at()) == 2)
+        run.kill_while_saving()
+        run.until(lambda: len(run.begun_at()) == 3)
+        run.wait_for_step(run.begun_at()[-1] + 10)
+        run.signal_rank(1, signal.SIGSTOP)
+
+    in_background(disturb)
+    return run
+
+
+def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, reference_begun, limited, crashing):
+    run = reference_begun
+    run.until(lambda: run.events("job_started"))
+    second = runs.try_submit("reference")
+    assert second.returncode == 2
+    assert f"job {run.job} (running) has the run" in second.stderr
+    assert second.stderr.count("\n") == 1
+    by_hand = lab.run("sbatch", "--parsable", str(run.dir.path / "slurm" / "job.sbatch")).stdout.strip()
+    run.wait_until_finished()
+    assert run.ends() == [f"refused: job {run.job} has the run", "finished"]
+    assert f"job {run.job} (running) has the run" in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
+    assert run.attempts() == ["finished"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "words"),
+    [
+        ({"partition": "nowhere"}, "2", "partition 'nowhere' is unknown here; this cluster has main, urgent"),
+        ({}, "8", "does not divide over 16 ranks"),
+        ({"ranks_per_node": 1}, "8", "8 nodes asked for, partition 'main' has 4"),
+        ({"cpus_per_rank": 5}, "2", "10 CPUs per node asked for, partition 'main' has 8"),
+        ({"account": "nobody", "options": {"constraint": "gold"}}, "2", "sbatch refused"),
+    ],
+)
+def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes, words):
+    result = runs.try_submit("refused", nodes=nodes, **cluster)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: Runs, lab: SlurmLab):
+    shim = lab.stop_controller_at_next_sbatch(seconds=9)
+    process = lab.popen(*runs.command("cancelled", **NEAR), PATH=f"{shim}:/usr/bin:/bin")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "does not answer" in out
+    run = SlurmRun(lab, runs.path / "cancelled", job=out.split("\njob ")[1].split()[0])
+    name = run.events("submitted")[0]["job_name"]
+    assert lab.run("squeue", "-h", "--name", name, "-o", "%A").stdout.split() == [run.job]
+    run.wait_for_step(1)
+    lab.run("scancel", run.job)
+    run.until(lambda: run.state() == "CANCELLED")
+    assert run.ends() == ["cancelled"]
+    assert status_of(run)["state"] == "cancelled"
+
+
+def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, reference: SlurmRun):
+    run = runs.submit("preempted", **NEAR)
+    for number in (1, 2):
+        run.wait_for_step(90 * number)
+        with run.paused():
+            urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
+            assert lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
+            run.until(lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout)
+        run.wait_for_end("preempted", count=number)
+    run.wait_until_finished()
+    run.assert_same_as(reference)
+    assert run.ends() == ["preempted", "preempted", "finished"]
+    assert run.begun_at() == [0, *(event["step"] for event in run.events("stop"))]
+
+
+def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(runs, lab: SlurmLab, reference):
+    run = runs.submit("hosts", options={"exclude": "n4"})
+    run.wait_for_step(INTERVAL + 20)
+    assert run.hosts() == ["n1", "n2"]
+    lab.power_off("n2")
+    run.until(lambda: len(run.begun_at()) == 2)
+    assert run.hosts() == ["n1", "n3"]
+    assert run.begun_at() == [0, INTERVAL]
+    lab.boot("n2")
+    run.wait_for_step(2 * INTERVAL + 20)
+    lab.cut("n1")  # where the supervisor and rank 0 are
+    run.until(lambda: len(run.begun_at()) == 3)
+    assert run.hosts() == ["n2", "n3"]
+    lab.heal("n1")
+    run.wait_until_finished()
+    run.assert_same_as(reference)
+    assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
+    assert run.ends() == ["host n2 failed", "its first host was lost", "finished"]
+
+
+def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
+    run = runs.submit("loop", "--attempts-without-progress=2", environment={"PRETRAIN_FAULT": "sigkill@1"}, **NEAR)
+    run.until(lambda: run.state() == "FAILED")
+    assert run.attempts() == ["retry", "give up"]
+    reason = run.events("attempt_ended")[-1]["reason"]
+    assert "was ended by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason
+    assert status_of(run)["state"] == "failed"
+
+
+def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, reference: SlurmRun):
+    python = str(Path(sys.executable).resolve())
+    lab.run_on("n2", "mount", "--bind", "/bin/false", python)
+    run = runs.submit("broken")
+    run.until(lambda: run.begun_at())
+    lab.run_on("n2", "umount", python)
+    run.wait_until_finished()
+    run.assert_same_as(reference)
+    assert run.attempts() == ["retry", "retry", "finished"]
+    assert run.ends() == ["ranks on host n2 failed twice in a row", "finished"]
+    assert "n2" not in run.hosts()
+
+
+def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
+    lab.run_on("n2", "mount", "-t", "tmpfs", "none", str(runs.path))
+    run = runs.submit("unshared", **NEAR)
+    run.until(lambda: run.state() == "FAILED")
+    lab.run_on("n2", "umount", str(runs.path))
+    assert "error: n2 can not see" in run.log()
+    assert "put the run on a disk that all hosts share" in run.ends()[0]
+
+
+def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, reference: SlurmRun):
+    run = runs.submit("elastic", nodes="1:2", options={"exclude": "n3,n4"})
+    run.wait_for_step(INTERVAL + 20)
+    assert [event["world_size"] for event in run.events("start")] == [4]
+    lab.power_off("n2")
+    run.wait_until_finished()
+    lab.boot("n2")
+    assert [event["world_size"] for event in run.events("resume")] == [2]
+    trained = [[line for line in each.dir.read_metrics() if line["kind"] == "train"] for each in (reference, run)]
+    assert [line["step"] for line in trained[1]] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in trained[1]] == [line["tokens"] for line in trained[0]]
+    assert not [step for step in differing_losses(reference.dir, run.dir) if int(step.split(":")[0][5:]) <= INTERVAL]
+    for one, other in zip(*trained, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(limited: SlurmRun, reference: SlurmRun):
+    limited.wait_until_finished()
+    limited.assert_same_as(reference)
+    *cut, last = limited.ends()
+    assert (set(cut), last) == ({"time limit near"}, "finished")
+    assert len(cut) >= 2
+    assert limited.begun_at() == [0, *(event["step"] for event in limited.events("stop"))]
+
+
+def test_killed_killed_while_saving_and_hanging_costs_steps_since_the_checkpoint(crashing: SlurmRun, reference):
+    run = crashing
+    run.wait_until_finished()
+    run.assert_same_as(reference)
+    killed, saving, hung, finished = run.events("attempt_ended")
+    assert killed["reason"] == "rank 3 was ended by SIGKILL"
+    assert saving["reason"] == "rank 0 was ended by SIGKILL"
+    assert hung["reason"].startswith("the ranks hung")
+    assert finished["next"] == "finished"
+    assert run.begun_at() == [0, *(event["step"] for event in (killed, saving, hung))]
+    logs = [(run.dir.logs / f"attempt-2-rank-{rank}.log").read_text() for rank in (0, 2, 3)]
+    assert any(
+        "Timeout" in log for log in logs
+    )  # the first to lose patience; the others lose their peer a moment later
+    assert all("in train" in log for log in logs)
