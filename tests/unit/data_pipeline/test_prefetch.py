@@ -77,3 +77,18 @@ def test_waiting_is_counted_and_closing_stops_a_reader_that_waits():
     assert threading.active_count() == before
     with pytest.raises(StopIteration):
         next(ahead)
+
+
+def test_closing_does_not_wait_for_a_reader_that_waits_for_a_store(monkeypatch):
+    monkeypatch.setattr("data_pipeline.prefetch.CLOSE_SECONDS", 0.05)
+    never = threading.Event()
+
+    def stuck():
+        never.wait(30)
+        yield 1
+
+    began = time.monotonic()
+    with Prefetcher(stuck()):
+        pass
+    assert time.monotonic() - began < 10
+    never.set()
