@@ -1,0 +1,133 @@
+"""A sweep as an array job, cancel and resume, and a preflight, on a real Slurm of four hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.run_dir import RunDir
+from tests.helpers.corpora import make_tiny_corpus
+from tests.slurm.lab import SlurmLab
+
+STEPS = 200
+CELLS = {"a": 1, "b": 2, "c": 3, "a-again": 1, "b-again": 2, "c-again": 3}  # name -> seed
+KILLED = ("a", "b")
+
+
+@pytest.fixture
+def folder(lab: SlurmLab) -> Path:
+    """Sweep, experiment and cluster file, where all hosts see them."""
+    folder = lab.path / "sweep"
+    corpus = make_tiny_corpus(folder / "corpus")
+    (folder / "tiny.yaml").write_text(
+        f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8, dropout: 0.1}}
+data: {{path: {corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 50}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{interval: 1, tensorboard: false}}
+"""
+    )
+    cells = "".join(f"- {{name: {name}, experiment: tiny.yaml, overrides: [seed={CELLS[name]}]}}\n" for name in CELLS)
+    (folder / "sweep.yaml").write_text(f"format: 1\nname: six\ncells:\n{cells}")
+    (folder / "cluster.yaml").write_text("ranks_per_node: 1\nenvironment: {GLOO_SOCKET_IFNAME: eth0}\n")
+    return folder
+
+
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def losses(folder: Path, cell: str) -> list[float]:
+    return [line["loss"] for line in RunDir(folder / "runs" / cell).read_metrics() if line["kind"] == "train"]
+
+
+def sweep(lab: SlurmLab, folder: Path, action: str, *more: str) -> str:
+    command = [sys.executable, "-m", "launcher", "sweep", action, str(folder / "sweep.yaml")]
+    result = lab.run(*command, f"--runs-dir={folder / 'runs'}", *more)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def submit(lab: SlurmLab, folder: Path) -> str:
+    return sweep(lab, folder, "submit", f"--cluster={folder / 'cluster.yaml'}", "--jobs=3")
+
+
+def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: SlurmLab, folder: Path):
+    assert "6 cells on 1 node each, 3 at a time" in submit(lab, folder)
+    assert "6 on their way" in submit(lab, folder)  # nothing is submitted twice
+    waiting = set(KILLED)
+    while waiting:
+        for cell in [cell for cell in waiting if len(losses(folder, cell)) >= 20]:
+            supervisor = lab.run("pgrep", "-f", f"launcher batch {folder}/runs/{cell} ").stdout.split()
+            lab.run("kill", "-9", *supervisor)
+            waiting.remove(cell)
+        time.sleep(0.05)
+    until(lambda: "on their way" not in sweep(lab, folder, "status"))
+    assert "4 of 6 cells are done" in sweep(lab, folder, "status")
+
+    assert "2 cells on 1 node each" in submit(lab, folder)
+    until(lambda: "6 of 6 cells are done" in sweep(lab, folder, "status"))
+    assert submit(lab, folder) == "6 of 6 cells are done\n"
+    for cell in CELLS:
+        assert len(losses(folder, cell)) == STEPS
+    for cell in KILLED:
+        assert losses(folder, cell) == losses(folder, f"{cell}-again")
+        assert len([event for event in RunDir(folder / "runs" / cell).read_ledger() if event["event"] == "resume"]) == 1
+
+
+def test_a_cancelled_run_stays_cancelled_until_it_is_resumed(lab: SlurmLab, folder: Path):
+    run = folder / "runs" / "alone"
+
+    def launcher(command: str, *more: str) -> str:
+        result = lab.run(sys.executable, "-m", "launcher", command, *more)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def state() -> str:
+        return json.loads(launcher("status", str(run), "--json"))["state"]
+
+    options = [f"--cluster={folder / 'cluster.yaml'}", f"--run-dir={run}", f"optim.steps={5 * STEPS}"]
+    launcher("submit", str(folder / "tiny.yaml"), *options)
+    until(lambda: len(losses(folder, "alone")) >= 20)
+    assert "is cancelled" in launcher("cancel", str(run))
+    until(lambda: state() == "cancelled")
+    assert lab.run(sys.executable, "-m", "launcher", "cancel", str(run)).returncode == 2
+    assert "goes on with" in launcher("resume", str(run))
+    until(lambda: state() == "done")
+    assert len(losses(folder, "alone")) == 5 * STEPS
+    assert launcher("logs", str(run), "--lines=1").startswith("finished; metrics in")
+
+
+def test_preflight_names_the_slow_node_and_the_stray_process(lab: SlurmLab, folder: Path):
+    def inside(node: str, *command: str) -> list[str]:
+        return ["nsenter", "-t", (lab.path / f"{node}.pid").read_text().strip(), "-n", *command]
+
+    first = (lab.path / "n2.pid").read_text().strip()
+    child = lab.run("cat", f"/proc/{first}/task/{first}/children").stdout.split()[0]
+    slow = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "80mbit", "burst", "32kbit", "latency", "400ms"]
+    assert lab.run(*inside("n3", *slow)).returncode == 0
+    stray = lab.popen("nsenter", "-t", child, "-m", "-p", "--", "bash", "-c", "while :; do :; done")
+    try:
+        options = [f"--cluster={folder / 'cluster.yaml'}", "--nodes=3", f"--directory={folder}", "--json"]
+        result = lab.run(sys.executable, "-m", "launcher", "preflight", *options, timeout=200)
+    finally:
+        stray.kill()
+        lab.run(*inside("n3", "tc", "qdisc", "del", "dev", "eth0", "root"))
+    assert result.returncode == 1, result.stderr
+    nodes = {node["host"]: node for node in json.loads(result.stdout)["nodes"]}
+    assert sorted(nodes) == ["n1", "n2", "n3"]
+    assert nodes["n3"]["verdict"] == "slow"
+    assert any("of the others' rate at best" in word for word in nodes["n3"]["words"])
+    assert any("bash" in word and "keeps a core busy" in word for word in nodes["n2"]["words"])
+    assert not any("of the others' rate at best" in word for host in ("n1", "n2") for word in nodes[host]["words"])
+    assert not list(folder.glob(".preflight-*"))
