@@ -212,7 +212,7 @@ class Metrics:
             return
         for line in lines:
             for name, value in line.items():
-                if name not in ("kind", "step") and value is not None:
+                if name not in ("kind", "step", "time") and value is not None:
                     self._tensorboard.add_scalar(f"{line['kind']}/{name}", value, line["step"])
         self._tensorboard.flush()
 
