@@ -63,7 +63,7 @@ healing: {{spike_score: 5.0, window: 40, skip_margin: 30}}
 def train(experiment: Path, run_dir: RunDir, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *more]
     environment = {**os.environ, VARIABLE: fault}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def events_of(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir
     run_dir = RunDir(tmp_path_factory.mktemp("healed") / "run")
     settings = [str(experiment), "--run-dir", str(run_dir.path), "engine.kind=deepspeed", "engine.zero_stage=2"]
     with RankGroup([sys.executable, "-m", "pretrain", "train", *settings], 2, run_dir.path.parent / "logs") as group:
-        statuses = group.wait(timeout=120)
+        statuses = group.wait(timeout=240)
     assert not any(statuses), failure_in_words(statuses, group.logs)
     return run_dir
 
@@ -160,7 +160,7 @@ def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one
     run_dir = RunDir(tmp_path / "run")
     command = [sys.executable, "-m", "launcher", "local", str(experiment), "--ranks=2", f"--run-dir={run_dir.path}"]
     oom = subprocess.run(
-        [*command, *SHORT], env={**os.environ, VARIABLE: "oom:1@15"}, capture_output=True, text=True, timeout=120
+        [*command, *SHORT], env={**os.environ, VARIABLE: "oom:1@15"}, capture_output=True, text=True, timeout=240
     )
     assert oom.returncode == 0, oom.stdout + oom.stderr
     assert "out of memory: on with half the lanes per forward pass" in oom.stdout
@@ -172,7 +172,7 @@ def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one
         env={**os.environ, VARIABLE: "slow:0.05@31"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert slow.returncode == 0, slow.stdout + slow.stderr
     assert "straggler: rank 1 needs" in slow.stdout
