@@ -15,7 +15,7 @@ from data_pipeline.files import write_text
 from data_pipeline.location import absolute
 from data_pipeline.yaml_files import dump_yaml
 from launcher.cluster import ClusterConfig
-from pretrain.config import RunConfig
+from pretrain.config import MixturePart, RunConfig
 
 _SOURCE = Path(__file__).resolve().parents[1]
 _PACKAGES = ("data_pipeline", "launcher", "pretrain")
@@ -64,5 +64,16 @@ def _git(*command: str) -> str:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The ranks run elsewhere: paths relative to the user's directory would lead nowhere."""
-    mixture = tuple(replace(part, path=absolute(Path(part.path))) for part in config.data.mixture)
-    return replace(config, data=replace(config.data, path=absolute(Path(config.data.path)), mixture=mixture))
+    data = config.data
+    data = replace(
+        data,
+        path=absolute(Path(data.path)),
+        mixture=_with_absolute_paths(data.mixture),
+        phases=tuple(replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases),
+    )
+    weights = config.initial_weights
+    return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)
+
+
+def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:
+    return tuple(replace(part, path=absolute(Path(part.path))) for part in mixture)
