@@ -8,6 +8,16 @@ from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+WRONG_PLACE = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, file larger than allowed
 
 
@@ -42,7 +52,7 @@ def exit_status_of(command: Callable[[], int]) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.errno not in (*NO_ROOM, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EEXIST):
+        if error.errno not in (*NO_ROOM, *WRONG_PLACE):
             raise
         print(f"error: {error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -54,6 +64,6 @@ def exit_status_of(command: Callable[[], int]) -> int:
 def _advice(number: int) -> str:
     if number in NO_ROOM:
         return "free some space and run the same command again: finished work is kept"
-    if number in (errno.EROFS, errno.EACCES):
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "choose a place this user may write to"
     return "check the path"

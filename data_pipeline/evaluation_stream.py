@@ -30,7 +30,7 @@ def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens
     def num_batches(per_rank: int) -> int:
         return len(EvaluationStream(corpus, per_rank * multiple_of, segment_length, range(1), max_tokens))
 
-    per_rank = -(-num_lanes // multiple_of)
+    per_rank = -(-min(num_lanes, corpus.num_documents) // multiple_of)
     longest = num_batches(per_rank) * SLACK
     while per_rank > 1 and num_batches(per_rank // 2) <= longest:
         per_rank //= 2

@@ -99,7 +99,9 @@ class SplitPositions:
         parts = EvaluationStream(corpus, 1, READ_TOKENS, range(1), max_tokens)
         tokens_T = torch.cat([torch.from_numpy(part.targets_BL[part.valid_BL]) for part in parts])
         room = len(tokens_T) - longest
-        if num_positions < 1 or room < num_positions:
+        if num_positions < 1:
+            raise ConfigError(f"the number of positions is {num_positions}, expected 1 or more")
+        if room < num_positions:
             raise ConfigError(
                 f"{corpus.directory} has {max(room, 0):,} positions with {longest:,} tokens before them, "
                 f"{num_positions:,} are wanted; use fewer positions or a shorter longest context"
@@ -117,7 +119,6 @@ class SplitPositions:
         device = next(module.parameters()).device
         found = []
         for places_B in self.places_P.split(LANES):
-            # One token more in front tells whether the first one begins a document.
             windows_BW = self.tokens_T[(places_B[:, None] + torch.arange(-length, 1))]
             tokens_BL, targets_B = windows_BW[:, :-1].to(device), windows_BW[:, -1].to(device)
             starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)

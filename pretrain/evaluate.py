@@ -91,12 +91,13 @@ def evaluate(
     bytes_V, characters_V = (
         torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     )
+    remembered = min(memory_length, stream.num_tokens)  # there is no more to remember
     begin = time.perf_counter()
     sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and number of tokens by position
     sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
     memory: Memory | None = None
     for batch in stream:
-        nll_BL, memory = scorer.evaluate(batch, memory, memory_length)
+        nll_BL, memory = scorer.evaluate(batch, memory, remembered)
         valid_BL = torch.from_numpy(batch.valid_BL)
         scored = torch.from_numpy(batch.targets_BL)[valid_BL]
         sums[0] += nll_BL.double().cpu().where(valid_BL, 0.0).sum(0)

@@ -19,6 +19,7 @@ from pretrain.distributed import World, init_world, leave_world
 from pretrain.evaluate import EvaluationResult, Scorer, TrainedScorer, evaluate
 from pretrain.inference import TrainedModel, load_tokenizer, load_trained
 
+CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 SHARES = (0.1, 0.5, 1.0)  # of the positions, as in table 8 of the paper
 
 
@@ -43,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--segment-length", type=int, default=0, metavar="N", help="default: as in training")
     parser.add_argument(
-        "--clamp", type=int, metavar="N", help="distances beyond N share one encoding (default: as in training)"
+        "--clamp",
+        type=int,
+        metavar="N",
+        help="distances beyond N share one encoding, 0: none (default: as in training)",
     )
     parser.add_argument("--same-length", action="store_true", help="every token sees as many keys as the memory has")
     parser.add_argument(
@@ -60,16 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-sliding-window", action="store_true", help="tokens/s against computing a window for every token"
     )
     context = parser.add_argument_group("with --context-length")
-    context.add_argument("--context-step", type=int, default=50, metavar="N", help="default %(default)s tokens")
-    context.add_argument("--longest-context", type=int, default=1000, metavar="N", help="default %(default)s tokens")
-    context.add_argument("--positions", type=int, default=512, metavar="N", help="default %(default)s")
+    for name, value in CONTEXT_DEFAULTS.items():
+        context.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {value}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table for each run, or one for all."""
     numbers = (*(arguments.memory_length or [0]), arguments.segment_length, arguments.lanes, arguments.max_tokens)
+    numbers += (arguments.clamp or 0,)
     if min(numbers) < 0:
-        raise ConfigError("--memory-length, --segment-length, --lanes and --max-tokens must be 0 or more")
+        raise ConfigError("--memory-length, --segment-length, --clamp, --lanes and --max-tokens must be 0 or more")
+    _refuse_idle_options(arguments)
     world = init_world()
     try:
         models = [_load(arguments, path, world) for path in arguments.runs]
@@ -86,6 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
         texts = [f"{answer.title}\n\n{aligned(answer.rows)}" for answer in answers]
         print(json.dumps(values[0] if len(values) == 1 else values) if arguments.json else "\n\n".join(texts))
     return 0
+
+
+def _refuse_idle_options(arguments: argparse.Namespace) -> None:
+    """ConfigError for options that would do nothing; the defaults of those that do something."""
+    for name, value in CONTEXT_DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+        elif not arguments.context_length:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --context-length")
+    if arguments.context_length and len(arguments.memory_length or []) > 1:
+        raise ConfigError("--context-length measures with one memory length; give one, and compare two calls")
+    if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
+        raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
+    if arguments.same_length and 0 in (arguments.memory_length or []):
+        raise ConfigError("--same-length needs a --memory-length above 0, the number of keys each token sees")
 
 
 def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedModel:
@@ -114,7 +134,7 @@ def _losses(arguments: argparse.Namespace, models: Sequence[TrainedModel], world
             TrainedScorer(trained, world),
             corpus,
             arguments.memory_length or [config.model.memory_length],
-            segment_length=_segment_length(arguments, trained),
+            segment_length=min(_segment_length(arguments, trained), corpus.num_tokens),
             num_lanes=arguments.lanes or config.evaluation.lanes,
             max_tokens=arguments.max_tokens,
         )
@@ -160,6 +180,7 @@ def _context_lengths(arguments: argparse.Namespace, models: Sequence[TrainedMode
     for path, trained, of_model in zip(arguments.runs, models, lengths, strict=True):
         title = (
             f"{path}: relative effective context length with a memory of {_first_memory(arguments, trained)}, "
+            f"segments of {_segment_length(arguments, trained)}, "
             f"{len(positions):,} positions of {corpora[0].directory}, models compared: {len(models)}"
         )
         rows = [("r", "context length", f"perplexity falls with each {contexts.step} tokens more by")]

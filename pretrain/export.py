@@ -1,7 +1,7 @@
 """`pretrain export`: a run's model as a directory that needs nothing else.
 
 DIR/model.safetensors   every parameter once, in float32, under the model's own names
-DIR/config.json         the run's settings and the step
+DIR/config.json         the run's settings, the step, and the SHA-256 of the weights
 DIR/tokenizer/          the corpus' tokenizer
 """
 
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import fsync_directory, fsync_file, write_json
+from data_pipeline.files import fsync_directory, fsync_file, sha256_of, write_json
 from pretrain.exported import CONFIG, FORMAT, WEIGHTS
 from pretrain.inference import TrainedModel, load_tokenizer, load_trained
 
@@ -58,8 +58,11 @@ def write_export(trained: TrainedModel, output: Path) -> None:
     try:
         tensors = {name: parameter.detach().contiguous() for name, parameter in trained.module.named_parameters()}
         save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(beside, beside / WEIGHTS)  # safetensors lets nobody else read what it writes
+        (beside / WEIGHTS).chmod((beside / WEIGHTS).stat().st_mode & 0o666)
         fsync_file(beside / WEIGHTS)
-        write_json(beside / CONFIG, {"format": FORMAT, "step": trained.step, "run": to_tree(trained.config)})
+        about = {"format": FORMAT, "step": trained.step, "sha256": sha256_of(beside / WEIGHTS)}
+        write_json(beside / CONFIG, {**about, "run": to_tree(trained.config)})
         if (trained.tokenizer_home / "tokenizer").is_dir():  # imported weights may come without one
             shutil.copytree(trained.tokenizer_home / "tokenizer", beside / "tokenizer")
         os.rename(beside, output)

@@ -7,6 +7,7 @@ what the recurrence is for. B samples, L tokens, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,17 +29,18 @@ class Sampling:
 
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # among so many likeliest tokens only; 0: all
-    repetition_penalty: float = 1.0  # tokens of the text so far become less likely (Keskar et al. 2019); 1: no change
+    repetition_penalty: float = 1.0  # tokens of the text so far become so many times less likely; 1: no change
     top_p: float = 1.0  # among the fewest tokens that hold this share of the probability
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(
-                f"temperature={self.temperature} and top_k={self.top_k} must be 0 or more, "
-                f"and top_p={self.top_p} above 0 and at most 1"
-            )
-        if not 1.0 <= self.repetition_penalty < float("inf"):
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be 1 or more")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be 0 or more, and a number")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must be 0 or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 1.0 <= self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be 1 or more, and a number")
 
 
 @torch.no_grad()
@@ -56,7 +58,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the next token of every sample, [B], `num_tokens` times; the same seed gives the same tokens.
 
-    The prompt needs one token at least; `end_id`, which closes a document, stands for the beginning of a text.
+    The prompt needs one token at least; `end_id`, which closes a document, stands for the beginning of a text. There
+    are no empty documents: `end_id` never follows itself.
     """
     assert len(prompt) > 0
     device = next(module.parameters()).device
@@ -66,16 +69,21 @@ def generate(
     starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
     starts_BL[:, 1:] = tokens_BL[:, :-1] == end_id
     length = module.config.memory_length if memory_length is None else memory_length
+    length = min(length, len(prompt) + num_tokens)  # what can be remembered at all
     stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))
     logits_BLV = tokens_BL
     seen_BV = seen_tokens(tokens_BL.cpu(), module.config.vocab_size)
+    last_B = tokens_BL[:, -1].cpu()
     for begin in range(0, tokens_BL.shape[1], segment_length):
         part = slice(begin, begin + segment_length)
         logits_BLV = stream.logits_BLV(tokens_BL[:, part], starts_BL[:, part], 1)
     for remaining in reversed(range(num_tokens)):
+        seen_BV[:, end_id] = False  # every document ends
         logits_BV = penalized(logits_BLV[:, -1].float().cpu(), seen_BV, sampling.repetition_penalty)
+        logits_BV[last_B == end_id, end_id] = -math.inf
         yield (tokens_B := choose(logits_BV, sampling, generator))
         seen_BV.scatter_(1, tokens_B[:, None], True)
+        last_B = tokens_B
         if remaining:
             starts_BL, tokens_BL = tokens_BL[:, -1:] == end_id, tokens_B[:, None].to(device)
             logits_BLV = stream.logits_BLV(tokens_BL, starts_BL)
@@ -87,8 +95,8 @@ def seen_tokens(tokens_BL: Tensor, vocab_size: int) -> Tensor:
 
 
 def penalized(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Log-probabilities with those of tokens seen multiplied by `penalty`: being negative, they fall."""
-    return torch.where(seen_BV, logits_BV * penalty, logits_BV)
+    """Log-probabilities, not normalised, in which every token seen is `penalty` times less likely."""
+    return logits_BV - math.log(penalty) * seen_BV
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -96,7 +104,9 @@ def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) ->
     logits_BV = logits_BV.float().cpu()
     if sampling.temperature == 0.0:
         return logits_BV.argmax(dim=-1)
-    sorted_BV, tokens_BV = (logits_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    # From the likeliest one and in float64: the coldest temperature leaves zeros, not numbers too large to hold.
+    below_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).double()
+    sorted_BV, tokens_BV = (below_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     probabilities_BV = sorted_BV.softmax(dim=-1)
     if sampling.top_k:
         probabilities_BV[:, sampling.top_k :] = 0.0
@@ -149,10 +159,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="probability kept (default %(default)s)")
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (default: none)"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="tokens of the text so far are so many times less likely (default: 1)",
     )
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to write (default %(default)s)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts to write at once, shown when done (default %(default)s)",
+    )
     parser.add_argument("--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)")
     parser.add_argument(
         "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
@@ -163,6 +183,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it: one sample as it is written, several one after another."""
     if arguments.tokens < 1 or arguments.samples < 1 or (arguments.memory_length or 0) < 0:
         raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
+    if not arguments.prompt.isprintable() and arguments.prompt != arguments.prompt.encode(errors="replace").decode():
+        raise ConfigError("--prompt holds bytes that are no UTF-8 text; give text")
     sampling = Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -206,7 +230,15 @@ def _print_as_it_comes(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: s
 
 
 def _print_samples(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
-    samples_BT = torch.stack(list(tokens), dim=1).tolist()
+    written: list[Tensor] = []
+    try:
+        written.extend(tokens)
+    finally:  # what there is, if it was interrupted
+        _print_whole(written, tokenizer, prompt)
+
+
+def _print_whole(written: Sequence[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
+    samples_BT = torch.stack(list(written), dim=1).tolist() if written else []
     for number, sample in enumerate(samples_BT, start=1):
         stream = TextStream(tokenizer)
         text = "".join(stream.add(token) for token in sample) + stream.rest()

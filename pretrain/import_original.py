@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,15 +77,24 @@ def read_state(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a file written by torch.save") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # of whatever a file that is none may make of the reader
+        reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"{path} is no file of plain tensors ({reason}); the original saves whole models: load its model.pt with "
             "its own code and torch.save(model.state_dict(), ...)"
         ) from None
-    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds {type(state).__name__}, expected a state dict: names and tensors")
+    if not isinstance(state, Mapping) or not all(map(_is_named_tensor, state.items())):
+        raise CheckpointError(
+            f"{path} holds {type(state).__name__}, expected a state dict: names with dense tensors of real numbers"
+        )
     return dict(state)
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        return False
+    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta and tensor.dim() > 0
 
 
 def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> TransformerXL:

@@ -11,7 +11,7 @@ from data_pipeline.errors import CheckpointError, DataError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config import RunConfig
 from pretrain.engine import Engine
-from pretrain.exported import WEIGHTS, is_export
+from pretrain.exported import WEIGHTS, checked_export, is_export
 from pretrain.model.transformer_xl import TransformerXL
 
 
@@ -28,6 +28,7 @@ def check_initial_weights(run: RunConfig) -> None:
             f"initial_weights={export} holds no {WEIGHTS} with its settings; give what 'pretrain export' or "
             "'pretrain import-original' wrote"
         )
+    checked_export(export)
     _refuse_other_tokens(run, export)
     with _opened(export) as handle:
         names = handle.keys()

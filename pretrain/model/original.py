@@ -115,6 +115,11 @@ def _embedding(remaining: _Remaining, config: ModelConfig) -> Named:
 def _biases(remaining: _Remaining, config: ModelConfig) -> Named:
     for theirs, name in (("r_w_bias", "content_bias"), ("r_r_bias", "position_bias")):
         bias = remaining.take(theirs)
+        if config.untie_biases and len(bias) != config.num_layers:
+            raise CheckpointError(
+                f"{theirs} is for {len(bias)} layers, model.num_layers is {config.num_layers}; "
+                "use the configuration it was trained with"
+            )
         if config.untie_biases:
             yield from ((f"layers.{layer}.attention.{name}", bias[layer]) for layer in range(config.num_layers))
         else:

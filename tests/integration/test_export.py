@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,12 +94,12 @@ def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
 
 
 def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
-    command = ["evaluate", *map(str, exported), "--memory-length", "0", "8", "--json"]
+    command = ["evaluate", *map(str, exported), "--memory-length", "4", "8", "--json"]
     assert main([*command, "--same-length"]) == 0
     of_run, of_export = json.loads(capsys.readouterr().out)
     for mine, its in zip(of_run["results"], of_export["results"], strict=True):
         assert mine["loss"] == its["loss"] > 0.0
-    assert [result["memory_length"] for result in of_run["results"]] == [0, 8]
+    assert [result["memory_length"] for result in of_run["results"]] == [4, 8]
     assert main(["evaluate", str(exported[0]), "--clamp", "4"]) == 2
     assert "positions=rope; remove one of them" in capsys.readouterr().err
 
@@ -114,3 +115,29 @@ def test_context_lengths_and_the_sliding_window_of_a_run(exported, capsys):
     assert [result["attention_length"] for result in results] == [16, 32]
     assert all(result["cached"] > result["sliding_window"] > 0.0 for result in results)
     assert main(["evaluate", run, "--context-length", "--context-step", "9", "--longest-context", "16"]) == 2
+
+
+def test_a_flipped_bit_in_an_exports_weights_is_noticed(exported, tmp_path, capsys):
+    shutil.copytree(exported[1], tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    assert weights.stat().st_mode & 0o777 == (tmp_path / "out" / "config.json").stat().st_mode & 0o777
+    raw = bytearray(weights.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    weights.write_bytes(raw)
+    assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--positions", "9"], "goes with --context-length"),
+        (["--context-length", "--memory-length", "0", "8"], "one memory length"),
+        (["--context-length", "--positions", "0"], "expected 1 or more"),
+        (["--same-length", "--memory-length", "0"], "above 0"),
+        (["--compare-sliding-window", "--lanes", "2"], "--lanes goes with neither"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(exported, capsys, options, reason):
+    assert main(["evaluate", str(exported[1]), *options]) == 2
+    assert reason in capsys.readouterr().err

@@ -109,3 +109,23 @@ optim: {{steps: 1}}
     assert all(torch.equal(module.get_parameter(name), value) for name, value in expected.named_parameters())
     assert main(["evaluate", str(tmp_path / "out"), "--max-tokens", "200"]) == 0
     assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{1: torch.ones(2)}, {"a": torch.tensor(1.0)}, {"a": torch.ones(2, dtype=torch.complex64)}, [torch.ones(2)]],
+)
+def test_what_is_no_state_dict_is_refused(state: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="expected a state dict"):
+        read_state(tmp_path / "state.pt")
+
+
+def test_a_text_is_no_state_dict_and_too_few_layers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("hello world")
+    with pytest.raises(CheckpointError, match="no file of plain tensors"):
+        read_state(tmp_path / "text.pt")
+    settings, state = original(ADAPTIVE)
+    config = dataclasses.replace(config_of_original(settings), num_layers=settings["n_layer"] + 1)
+    with pytest.raises(CheckpointError, match=r"model.num_layers is"):
+        import_state(state, config)

@@ -98,18 +98,37 @@ def test_an_end_of_document_shows_as_a_line():
     assert [stream.add(token) for token in (ord("a"), 256, ord("b"))] == ["a", "\n----\n", "b"]
 
 
-def test_the_penalty_lowers_tokens_seen_and_no_others():
-    logits_BV = torch.tensor([[-1.0, -2.0, -0.5]])
+def test_the_penalty_divides_the_probability_of_tokens_seen_and_no_others():
+    logits_BV = torch.tensor([[0.5, 0.3, 0.2]]).log()
     seen_BV = torch.tensor([[True, False, True]])
-    assert penalized(logits_BV, seen_BV, 2.0).tolist() == [[-2.0, -2.0, -1.0]]
+    torch.testing.assert_close(penalized(logits_BV, seen_BV, 2.0).exp(), torch.tensor([[0.25, 0.3, 0.1]]))
     assert torch.equal(penalized(logits_BV, seen_BV, 1.0), logits_BV)
 
 
 def test_a_strong_penalty_lets_no_token_come_twice_while_others_remain():
-    tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e6), 8)[0].tolist()
+    tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e30), 8)[0].tolist()
     assert len({*PROMPT, *tokens}) == len(set(PROMPT)) + 8
 
 
-def test_a_penalty_below_one_is_refused():
-    with pytest.raises(ConfigError, match=r"repetition_penalty=0.5"):
-        Sampling(repetition_penalty=0.5)
+def test_no_end_follows_an_end():
+    """A model that wants nothing but ends writes one between any two tokens, not a text of ends."""
+    module = small_model()
+    with torch.no_grad():
+        module.get_parameter("head.bins.0.bias")[END] = 1e3
+    tokens = list(generate(module, [3, END], sampling=Sampling(), num_tokens=6, end_id=END))
+    assert [int(token[0]) == END for token in tokens] == [False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-3])
+def test_the_coldest_temperature_takes_the_likeliest_token(temperature):
+    logits_BV = torch.tensor([[0.1, 0.7, 0.2]]).log()
+    assert int(choose(logits_BV, Sampling(temperature=temperature), torch.Generator().manual_seed(1))) == 1
+
+
+@pytest.mark.parametrize(
+    "setting", ["repetition_penalty=0.5", "temperature=nan", "temperature=inf", "top_p=2.0", "top_k=-1"]
+)
+def test_impossible_samplings_are_refused_by_name(setting):
+    name, value = setting.split("=")
+    with pytest.raises(ConfigError, match=f"^{setting}"):
+        Sampling(**{name: int(value) if name == "top_k" else float(value)})
