@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -176,10 +177,15 @@ def requeue(job: str, exclude: Sequence[str] = ()) -> None:
     Slurm then holds it back for the life of a credential, by default two minutes.
     """
     before = details(job).get("ExcNodeList", "(null)")
-    _checked(["scontrol", "requeue", job])
-    if exclude:
-        hosts = [*exclude, *([] if before == "(null)" else [before])]
-        _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}"])
+    # The commands inherit the mask: of its own job's last signals to this process they must not die half-way.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        _checked(["scontrol", "requeue", job])
+        if exclude:  # Slurm takes this of jobs that wait only
+            hosts = [*exclude, *([] if before == "(null)" else [before])]
+            _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:

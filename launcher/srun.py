@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -98,7 +99,7 @@ class SlurmRanks:
                 self._may_go_on()
                 meanwhile()
             except UserError:
-                self.kill()
+                _kill_without_a_word(self._srun.pid)
                 raise
             time.sleep(_POLL_SECONDS)
         written = {rank: file for rank, log in enumerate(self.logs) if (file := log.with_suffix(".status")).exists()}
@@ -119,6 +120,14 @@ class SlurmRanks:
 
     def failure_in_words(self, statuses: Sequence[int]) -> str:
         return failure_in_words(statuses, self.logs, first_failure=self.first_failure)
+
+
+def _kill_without_a_word(srun: int) -> None:
+    """End srun and, first, the helper it has for ending the step by its number when srun dies."""
+    helpers = Path(f"/proc/{srun}/task/{srun}/children")
+    for pid in [*map(int, helpers.read_text().split()), srun]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def hosts_that_miss(step: Step, path: Path) -> list[str]:
@@ -144,9 +153,10 @@ def free_port_near(number: int) -> int:
 def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
     """The rank whose failure made the others fail: one that a signal ended, else the first to end badly.
 
-    Where no rank left a status before srun ended them all, it is the first that srun names.
+    Where it left no status, for its task could not even begin, it is the first that srun names; those that srun then
+    ended by SIGTERM are not to blame.
     """
-    failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED)]
+    failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED, -signal.SIGTERM)]
     killed = [rank for rank in failed if statuses[rank] < 0]
     if failed:
         return min(killed or failed, key=lambda rank: ended[rank])

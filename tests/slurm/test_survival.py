@@ -141,6 +141,7 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(r
     assert run.hosts() == ["n2", "n3"]
     lab.heal("n1")
     run.wait_until_finished()
+    lab.wait_until_idle("n1")
     run.assert_same_as(reference)
     assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
     assert run.ends() == ["host n2 failed", "its first host was lost", "finished"]

@@ -92,6 +92,7 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
         ([-9, -9, 1, 1], {2: 2.0, 3: 1.0}, "", 3),
         ([75, 0, 1, 0], {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}, "", 2),
         ([-9, -9, -9, -9], {}, "srun: job 3\nsrun: error: n2: tasks 2-3: Exited with exit code 1\n", 2),
+        ([-15, -15, -9, -9], {0: 1.0, 1: 1.0}, "srun: error: n2: tasks 2-3: Exited with exit code 1\n", 2),
         ([-9, -9, -9, -9], {}, "", None),
         ([75, 75], {0: 1.0, 1: 1.0}, "srun: error: n1: tasks 0-1: Exited with exit code 1\n", None),
         ([0, 0, 0, 0], {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, "", None),
