@@ -105,9 +105,11 @@ def test_the_penalty_divides_the_probability_of_tokens_seen_and_no_others():
     assert torch.equal(penalized(logits_BV, seen_BV, 1.0), logits_BV)
 
 
-def test_a_strong_penalty_lets_no_token_come_twice_while_others_remain():
+def test_a_strong_penalty_lets_no_token_but_ends_come_twice_while_others_remain():
     tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e30), 8)[0].tolist()
-    assert len({*PROMPT, *tokens}) == len(set(PROMPT)) + 8
+    written = [token for token in tokens if token != END]
+    assert len(written) >= 4
+    assert len({*PROMPT, *written}) == len(set(PROMPT)) + len(written)
 
 
 def test_no_end_follows_an_end():
