@@ -160,7 +160,7 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
 
 
 def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int, flops_per_token: float) -> list[str]:
-    mfu = arguments.mfu or DEFAULT_MFU.get(arguments.gpu, GPU_MFU)
+    mfu = DEFAULT_MFU.get(arguments.gpu, GPU_MFU) if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
     tokens_per_second = world_size * DEVICES[arguments.gpu].flops * mfu / flops_per_token

@@ -26,6 +26,8 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
 
     if arguments.draws < FEWEST_DRAWS:
         raise ConfigError(f"--draws {arguments.draws} is too few for an interval; use at least {FEWEST_DRAWS}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
     roles = tuple(field.name for field in fields(Columns))
     columns = Columns(**named_values(arguments.column, roles, "--column"))
     conditions = {"where": arguments.where, "exclude": arguments.exclude, "holdout": arguments.holdout}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,9 @@ PFLOPS_DAY = 86400e15
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its cost, and write the sweep file."""
+    for budget in (*arguments.budgets, *arguments.holdout_budgets):
+        if not 0 < budget < math.inf:
+            raise ConfigError(f"a budget of {budget} FLOPs is no positive number")
     base = load_config(RunConfig, arguments.experiment, arguments.set)
     known = with_vocabulary(base)
     optimum, around = _centre(known, arguments)

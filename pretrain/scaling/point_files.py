@@ -109,9 +109,16 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
 def _rows_of(path: Path) -> list[Row]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; expected a CSV or JSON file with one run per row")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8") from None
     if path.suffix != ".json":
-        rows: list[Row] = [{**row, "_line": number} for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+        rows: list[Row] = []
+        for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
+            if None in row:
+                raise DataError(f"{path}: row {number} has more cells than the header names; is there a stray comma?")
+            rows.append({**row, "_line": number})
         return rows
     try:
         tree = json.loads(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 
 from data_pipeline.config_loader import load_config, to_tree
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the forecasts, and write the experiment file when asked to."""
     target = {"flops": arguments.flops, "tokens": arguments.tokens, "parameters": arguments.params}
     given = {name: value for name, value in target.items() if value}
-    if any(value < 0 for value in target.values()) or not given or ("flops" in given and len(given) > 1):
+    is_wrong = any(not 0 <= value < math.inf for value in target.values())
+    if is_wrong or not given or ("flops" in given and len(given) > 1):
         raise ConfigError(
             "give a positive --flops, --tokens or --params; --tokens and --params together ask for one run's loss"
         )

@@ -44,6 +44,7 @@ def test_tokens_follow_from_flops_where_there_is_no_column_of_tokens(tmp_path):
         ("N,loss\n1,2\n", "no column 'D' (found: N, loss); name it with --column tokens=NAME"),
         ("N,D,loss,progress\n1,2,3,half\n", "row 2: progress='half', expected a finite number"),
         ("N,D,loss\n", "holds no runs"),
+        ("N,D,loss\n1,2,3,4\n", "row 2 has more cells than the header names"),
     ],
 )
 def test_each_kind_of_bad_file_gets_one_line_that_says_what_to_do(tmp_path, text, said):
@@ -53,6 +54,14 @@ def test_each_kind_of_bad_file_gets_one_line_that_says_what_to_do(tmp_path, text
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_spreadsheets_mark_is_read_over_and_other_encodings_are_refused(tmp_path):
+    (tmp_path / "marked.csv").write_bytes("N,D,loss\n1,2,3\n".encode("utf-8-sig"))
+    assert read_points(tmp_path / "marked.csv").loss_P.tolist() == [3.0]
+    (tmp_path / "latin.csv").write_bytes("N,D,loss,name\n1,2,3,\u00e9\n".encode("latin-1"))
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_points(tmp_path / "latin.csv")
 
 
 def test_a_file_that_is_absent_or_no_json_is_named(tmp_path):
