@@ -53,8 +53,8 @@ check: $(STAMP)  ## format, lint and types
 	ruff check .
 	pyright
 
-test: $(STAMP)  ## the whole suite
-	python -m pytest -q -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --durations=10
+test: $(STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
+	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile --durations=10
 
 test-slurm: $(STAMP)  ## runs on a real Slurm of four hosts on this machine (slurm-wlm, munge, iproute2; root)
 	python -m pytest -q -m slurm -p no:xdist --durations=10

@@ -50,6 +50,9 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
     return World(rank, world_size, local_rank, device)
 
 
+_ADDED_VARIABLES: set[str] = set()
+
+
 def init_world() -> World:
     """Join the other ranks; collectives on CPU tensors go over gloo, those on a GPU over NCCL."""
     world = world_from_environment(os.environ)
@@ -57,8 +60,10 @@ def init_world() -> World:
         raise ConfigError(
             f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; start ranks with 'launcher local'"
         )
-    # DeepSpeed reads these even for one process.
-    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.world_size), LOCAL_RANK=str(world.local_rank))
+    # DeepSpeed reads these even for one process; `leave_world` takes away what was not there before.
+    own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank}
+    _ADDED_VARIABLES.update(own.keys() - os.environ.keys())
+    os.environ.update({name: str(value) for name, value in own.items()})
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
@@ -74,6 +79,8 @@ def leave_world() -> None:
     """Close the process group, so that no rank is left waiting for one that ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _ADDED_VARIABLES:
+        os.environ.pop(_ADDED_VARIABLES.pop(), None)
 
 
 def any_rank(flag: bool) -> bool:

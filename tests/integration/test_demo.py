@@ -82,6 +82,12 @@ def test_a_stopped_demo_says_that_it_goes_on_and_then_does(story):
     assert [int(number) for number in re.findall(r"^(\d)/9 ", said, re.MULTILINE)] == list(range(1, 10))
 
 
+def starts_and_ends(run: Path) -> list[str]:
+    """A run's journal, but for ranks that a busy machine slowed down."""
+    events = [json.loads(line)["event"] for line in (run / "ledger.jsonl").read_text().splitlines()]
+    return [event for event in events if event != "straggler"]
+
+
 def test_the_killed_run_lost_steps_and_made_them_again_bit_for_bit(story):
     directory, _, said = story
     stages = stages_of(directory)
@@ -90,15 +96,11 @@ def test_the_killed_run_lost_steps_and_made_them_again_bit_for_bit(story):
     assert kill["lost"][-1][0] == kill["killed_after"]
     assert resume["problems"] == []
     assert f"all {STEPS} losses and the final state equal, bit for bit" in said
-    events = [json.loads(line)["event"] for line in (directory / "killed" / "ledger.jsonl").read_text().splitlines()]
-    assert events == ["start", "resume", "finish"]
+    assert starts_and_ends(directory / "killed") == ["start", "resume", "finish"]
 
 
 def test_the_undisturbed_run_was_started_once(story):
-    directory = story[0]
-    events = [
-        json.loads(line)["event"] for line in (directory / "undisturbed" / "ledger.jsonl").read_text().splitlines()
-    ]
+    events = starts_and_ends(story[0] / "undisturbed")
     assert events == ["start", "finish"], "the start that Ctrl-C ended must not count"
 
 
