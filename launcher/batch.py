@@ -14,7 +14,7 @@ from launcher.cluster import load_cluster
 from launcher.farewell import Farewell, ThisJob
 from launcher.job_checks import usable_nodes
 from launcher.job_history import LOST_HOST, host_to_leave, open_start, other_jobs, past_attempts
-from launcher.requeue import Policy
+from launcher.requeue import add_policy_arguments, policy_of
 from launcher.snapshot import Snapshot
 from launcher.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
 from launcher.supervisor import StopSignals, newest_step, supervise
@@ -27,13 +27,13 @@ from pretrain.run_dir import RunDir
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher batch`."""
     parser.add_argument("run_dir", type=Path, help="the run's directory")
-    parser.add_argument("--attempts-without-progress", type=int, default=Policy.attempts_without_progress, metavar="K")
+    add_policy_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train inside this job; after a stop that was announced the job goes back into the queue, unless cancelled."""
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
-    policy = Policy(attempts_without_progress=arguments.attempts_without_progress)
+    policy = policy_of(arguments)
     begin(job, run_dir)
     with StopSignals() as stop:
         claims = Claims(run_dir.path, f"{job.id}.{job.restart}")

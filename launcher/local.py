@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
-from launcher.requeue import Policy
+from launcher.requeue import add_policy_arguments, policy_of
 from launcher.supervisor import StopSignals, supervise
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.local_ranks import RankGroup, failure_in_words
@@ -22,24 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
     parser.add_argument("--ranks", type=int, default=1, help="processes on this machine (default %(default)s)")
     parser.add_argument("--run-dir", type=Path, help="where all goes; resumed if it holds this run (default runs/NAME)")
-    parser.add_argument(
-        "--attempts-without-progress",
-        type=int,
-        default=Policy.attempts_without_progress,
-        metavar="K",
-        help="give up after K attempts that brought no newer checkpoint (default %(default)s)",
-    )
+    add_policy_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train until the run is finished; 0 then, 75 when stopped on request, 2 when refused or given up."""
-    for name in ("ranks", "attempts_without_progress"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more")
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks={arguments.ranks} must be 1 or more")
+    policy = policy_of(arguments)
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     accumulation_steps(config, arguments.ranks)  # lanes that do not divide are refused before anything starts
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name)
-    policy = Policy(attempts_without_progress=arguments.attempts_without_progress)
     command = train_command(arguments.experiment, run_dir, arguments.overrides)
     existed = run_dir.path.exists()
     with StopSignals() as stop, run_dir.locked("launcher"):

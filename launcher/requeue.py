@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from data_pipeline.errors import EXIT_USER_ERROR
+from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
 from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, status_in_words
 
 
@@ -28,6 +29,24 @@ class Policy:
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds before the next attempt; doubled for each one without progress
     longest_delay: float = 60.0
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that keeps a run going."""
+    parser.add_argument(
+        "--attempts-without-progress",
+        type=int,
+        default=Policy.attempts_without_progress,
+        metavar="K",
+        help="give up after K attempts that brought no newer checkpoint (default %(default)s)",
+    )
+
+
+def policy_of(arguments: argparse.Namespace) -> Policy:
+    """The policy that the options ask for; ConfigError if there is none such."""
+    if arguments.attempts_without_progress < 1:
+        raise ConfigError(f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more")
+    return Policy(attempts_without_progress=arguments.attempts_without_progress)
 
 
 @dataclass(frozen=True, kw_only=True)

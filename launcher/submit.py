@@ -13,7 +13,7 @@ from data_pipeline.errors import ConfigError
 from launcher import slurm
 from launcher.cluster import load_cluster
 from launcher.job_checks import check_request, check_run
-from launcher.requeue import Policy
+from launcher.requeue import add_policy_arguments, policy_of
 from launcher.sbatch import Job, parse_nodes, render
 from launcher.snapshot import Snapshot, with_absolute_paths
 from pretrain.config import RunConfig
@@ -29,20 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts; 4:16 takes what is free (default 1)")
     parser.add_argument("--name", help="name of the run (default: the experiment's)")
     parser.add_argument("--run-dir", type=Path, help="on a disk that all hosts share (default runs/NAME)")
-    parser.add_argument(
-        "--attempts-without-progress",
-        type=int,
-        default=Policy.attempts_without_progress,
-        metavar="K",
-        help="give up after K attempts that brought no newer checkpoint (default %(default)s)",
-    )
+    add_policy_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit, and say which job has the run and where it goes; 0."""
-    if arguments.attempts_without_progress < 1:
-        raise ConfigError(f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more")
+    policy_of(arguments)  # refused here rather than in the job
     config = with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     if arguments.name:
         config = replace(config, name=arguments.name)
