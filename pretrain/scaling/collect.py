@@ -16,6 +16,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
+from pretrain.scaling.csv_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
 
@@ -87,9 +88,7 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
 
 def read_curves(path: Path) -> dict[str, Array]:
     """Training curves written by `write_curves` (or of the same columns); DataError says what is wrong."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; 'pretrain scale collect' writes it")
-    rows = list(csv.DictReader(path.read_text().splitlines()))
+    rows = [row for _, row in csv_rows(path, "'pretrain scale collect' writes it")]
     missing = [name for name in CURVE_COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise DataError(

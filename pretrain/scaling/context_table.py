@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError, UserError
 from pretrain.scaling.collect import row_of
+from pretrain.scaling.csv_files import csv_rows
 from pretrain.scaling.sweep_file import Cell, Sweep
 
 TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the memory in training; of the segment for runs trained without memory
@@ -47,10 +47,8 @@ def context_rows(sweep: Sweep, runs: Path, evaluate: Evaluate) -> list[ContextRo
 
 def read_context(path: Path) -> list[ContextRow]:
     """The evaluated rows of a table; DataError, in one line, for one that is damaged or holds none."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; 'pretrain scale context collect' writes it")
     found = []
-    for line, row in enumerate(csv.DictReader(path.read_text().splitlines()), start=2):
+    for line, row in csv_rows(path, "'pretrain scale context collect' writes it"):
         missing = [
             name for name in ("name", "same_tokens", "same_flops", "excluded", *NUMBERS) if row.get(name) is None
         ]

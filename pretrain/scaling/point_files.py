@@ -5,7 +5,6 @@ Legend: P points.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.yaml_files import did_you_mean
+from pretrain.scaling.csv_files import csv_rows, text_of
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
 
 Row = Mapping[str, Any]
@@ -107,19 +107,10 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
 
 
 def _rows_of(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; expected a CSV or JSON file with one run per row")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8") from None
+    origin = "expected a CSV or JSON file with one run per row"
     if path.suffix != ".json":
-        rows: list[Row] = []
-        for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
-            if None in row:
-                raise DataError(f"{path}: row {number} has more cells than the header names; is there a stray comma?")
-            rows.append({**row, "_line": number})
-        return rows
+        return [{**row, "_line": number} for number, row in csv_rows(path, origin)]
+    text = text_of(path, origin)
     try:
         tree = json.loads(text)
     except ValueError as error:

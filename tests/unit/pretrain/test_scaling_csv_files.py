@@ -1,0 +1,30 @@
+"""Every table of the scaling commands is read by one reader, which names what is wrong with the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.collect import read_curves
+from pretrain.scaling.context_table import read_context
+from pretrain.scaling.point_files import read_points
+
+READERS = [read_points, read_curves, read_context]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("raw", "said"), [(b"N,loss\n1,\xe9\n", "is not UTF-8 text"), (b"N,loss\n1,2,3\n", "row 2 has more cells")]
+)
+def test_every_table_is_refused_alike(read, raw: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(raw)
+    with pytest.raises(DataError, match=said):
+        read(tmp_path / "table.csv")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_an_absent_table_is_named(read, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.csv does not exist"):
+        read(tmp_path / "none.csv")
