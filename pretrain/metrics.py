@@ -15,12 +15,11 @@ run writes the same numbers for the same steps.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +29,13 @@ from pretrain.config import RunConfig
 from pretrain.console import evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
+from pretrain.metrics_files import MetricsFiles
 from pretrain.profiling import StepProfiler
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
 from pretrain.state import TrainState
 from pretrain.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.throughput import measured_matmul_peak, memory_in_use_gib
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -76,10 +73,9 @@ class Metrics:
         self._run_dir = run_dir
         self._world = world
         self._prefetcher = prefetcher
-        self._may_write = may_write
         self._forward_clock = forward_clock
         self._stragglers = StragglerWatch(run.healing.straggler_ratio)
-        self._tensorboard: SummaryWriter | None = None
+        self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
@@ -87,9 +83,7 @@ class Metrics:
         own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
         self._peak = float(sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device)))
         if world.is_main:
-            run_dir.cut_metrics_after(state.step)
-            if run.metrics.tensorboard:
-                self._tensorboard = _open_tensorboard(run_dir, state.step)
+            self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
             self._say_peak()
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
             self._profiler.after_step(state.step)
@@ -122,11 +116,11 @@ class Metrics:
         num_ranks = self._world.world_size
         *losses_mean, waited, memory_gib = (total / num_ranks for total in sums[:-num_ranks])
         seconds = time.perf_counter() - self._begin - self._paused
-        if self._world.is_main:
+        if self._files is not None:
             lines = [_line(step, mean / step.num_slots) for step, mean in zip(steps, losses_mean, strict=True)]
             lines[-1] |= self._rates(len(steps), seconds, waited, memory_gib)
             lines[-1] |= self._slowest(steps[-1].step, [own / len(steps) for own in sums[-num_ranks:]])
-            self._append(lines)
+            self._files.append(lines)
             print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
         self._start_interval()
         return lines
@@ -134,10 +128,9 @@ class Metrics:
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write what an evaluation after `step` found; the time it took is not counted as training."""
         self._pause_since(self._idle_since)
-        if not self._world.is_main:
-            return
-        self._append([{"kind": "evaluation", "step": step, **values}])
-        print(evaluation_line(step, values), flush=True)
+        if self._files is not None:
+            self._files.append([{"kind": "evaluation", "step": step, **values}])
+            print(evaluation_line(step, values), flush=True)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -153,8 +146,8 @@ class Metrics:
         self._forward_clock.close()
         if self._profiler is not None:
             self._profiler.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._files is not None:
+            self._files.close()
         if self._world.is_main and not goes_on:
             print(
                 f"finished; metrics in {self._run_dir.metrics}"
@@ -204,18 +197,6 @@ class Metrics:
             "time": time.time(),
         }
 
-    def _append(self, lines: list[dict[str, Any]]) -> None:
-        self._may_write()
-        with open(self._run_dir.metrics, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        if self._tensorboard is None:
-            return
-        for line in lines:
-            for name, value in line.items():
-                if name not in ("kind", "step", "time") and value is not None:
-                    self._tensorboard.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-        self._tensorboard.flush()
-
     def _say_peak(self) -> None:
         ranks = f"{self._world.world_size} rank{'s' * (self._world.world_size > 1)}"
         print(
@@ -241,10 +222,3 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
 def _finite(value: float) -> float | None:
     """JSON knows numbers only."""
     return value if math.isfinite(value) else None
-
-
-def _open_tensorboard(run_dir: RunDir, step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # What a killed run had logged beyond its checkpoint is made again: TensorBoard is told to forget it.
-    return SummaryWriter(str(run_dir.tensorboard), purge_step=step + 1 if step else None)

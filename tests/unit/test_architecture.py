@@ -28,7 +28,7 @@ HOMES = {
     "streaming": ("data_pipeline/",),
     "webdataset": ("data_pipeline/",),
     "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/build_tokenizer.py", "data_pipeline/bench/"),
-    "torch.utils.tensorboard": ("pretrain/metrics.py",),
+    "torch.utils.tensorboard": ("pretrain/metrics_files.py",),
     "torch": ("pretrain/",),
 }
 EXPERIMENTS = sorted((ROOT / "configs" / "experiments").glob("*.yaml")) + sorted(
