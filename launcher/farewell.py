@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from launcher import slurm
 from launcher.job_end import JobEnd, end_of
 from launcher.job_history import hosts_left
+from launcher.requeue import NextAction
 from launcher.supervisor import StopSignals
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
@@ -79,16 +80,18 @@ class Farewell:
     def give_up(self, why: str) -> None:
         """The run can not go on in this job."""
         if not self._is_said:
-            self._say(JobEnd(why, requeue=False))
+            self._say(JobEnd(why, requeue=False), next=NextAction.GIVE_UP.value)
 
     def leave(self, host: str) -> None:
         """The job goes back into the queue, to begin on other hosts than this one."""
         self._say(JobEnd(f"ranks on host {host} failed twice in a row", requeue=True), left=host)
 
     def can_leave(self, host: str) -> bool:
-        """Whether the partition has hosts enough without this one and those that were left before."""
+        """Whether the job can run without this host: it was not asked for by name, and the partition has others."""
         fields = _patiently(lambda: slurm.details(self._job.id))
-        left = {host, *hosts_left(self._run_dir.read_ledger(), self._job.id)}
+        if host in _hosts_in(fields.get("ReqNodeList")):
+            return False
+        left = {host, *hosts_left(self._run_dir.read_ledger(), self._job.id), *_hosts_in(fields.get("ExcNodeList"))}
         sizes = {each.name: each.num_nodes for each in _patiently(slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(left) >= len(self._job.hosts)
 
@@ -112,6 +115,10 @@ class Farewell:
 def _patiently(ask: Callable[[], T]) -> T:
     """What Slurm answers, however long its controller is away: Slurm ends this process when it is time."""
     return slurm.patiently(ask, patience=math.inf)
+
+
+def _hosts_in(node_list: str | None) -> list[str]:
+    return [] if node_list in (None, "", "(null)") else slurm.host_names(node_list)
 
 
 def _tail(path: Path, size: int = 8192) -> str:

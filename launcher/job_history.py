@@ -2,7 +2,9 @@
 
 {"event": "submitted", "job", "job_name"}
 {"event": "job_started", "job", "restart", "hosts", "step"}       one for each start of a job's supervisor
-{"event": "job_ended", "job", "restart", "why", "requeued"}       missing if the supervisor's own host was lost
+{"event": "job_ended", "job", "restart", "why", "requeued"}       missing if the supervisor's own host was lost;
+                                                                  "requeued": by the supervisor. With "next": "give up"
+                                                                  the job ended for good before any attempt could
 """
 
 from __future__ import annotations

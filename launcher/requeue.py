@@ -56,7 +56,7 @@ class Attempt:
     statuses: tuple[int, ...]
     step_before: int
     step_after: int
-    first_failure: int | None = None  # the rank that ended badly first, where that was seen
+    first_failure: int | None = None  # the rank that ended badly first, or gave no sign of life, where that was seen
     hung: bool = False  # a rank's watchdog ended it, since a step took too long
 
     @property
@@ -111,8 +111,17 @@ def fruitless_attempts(attempts: Sequence[Attempt]) -> int:
 def failure_of(attempt: Attempt) -> str:
     """The first-hand failure in words."""
     if attempt.hung:
-        silent = [rank for rank, status in enumerate(attempt.statuses) if status == -signal.SIGKILL]
-        return "the ranks hung" + (f"; rank {silent[0]} gave no sign of life" if len(silent) == 1 else "")
+        silent = attempt.first_failure
+        return "the ranks hung" + ("" if silent is None else f"; rank {silent} gave no sign of life")
     failed = [rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)]
     rank = failed[0] if attempt.first_failure is None else attempt.first_failure
     return f"rank {rank} {status_in_words(attempt.statuses[rank])}"
+
+
+def silent_rank(statuses: Sequence[int]) -> int | None:
+    """Which rank of an attempt that hung is to blame: the only one that had to be killed, or nobody knows.
+
+    The first to end is the first watchdog to lose patience, and that one's rank waited for another.
+    """
+    killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
+    return killed[0] if len(killed) == 1 else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from launcher.requeue import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts
+from launcher.requeue import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts, silent_rank
 from pretrain.checkpoint_files import steps_on_disk
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
@@ -98,13 +98,14 @@ def supervise(
         before = newest_step(run_dir)
         ranks = start(number)
         statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, say)))
+        hung = any(map(_shows_a_hang, ranks.logs))
         attempts.append(
             Attempt(
                 statuses=statuses,
                 step_before=before,
                 step_after=newest_step(run_dir),
-                first_failure=ranks.first_failure,
-                hung=any(map(_shows_a_hang, ranks.logs)),
+                first_failure=silent_rank(statuses) if hung else ranks.first_failure,
+                hung=hung,
             )
         )
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)

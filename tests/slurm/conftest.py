@@ -14,6 +14,7 @@ from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import NEAR, Runs, SlurmRun
 
 TOOLS = ("sbatch", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged", "ip", "nsenter")
+TOOLS += ("/usr/sbin/slurmdbd", "/usr/sbin/mariadbd")
 MISSING = [tool for tool in TOOLS if not shutil.which(tool)] + ["root"] * (os.geteuid() != 0)
 
 

@@ -27,6 +27,7 @@ export SLURM_CONF=$D/slurm.conf
 /usr/sbin/munged --foreground --force --key-file=$D/munge/key --socket=$D/munge/s --pid-file=$D/munge/pid \
   --log-file=$D/munge/log --seed-file=$D/munge/seed &
 until [ -S $D/munge/s ]; do sleep 0.05; done
+[ ! -f $D/accounting.sh ] || . $D/accounting.sh
 /usr/sbin/slurmctld -D -i -f $D/slurm.conf &
 until scontrol ping 2>/dev/null | grep -q UP; do sleep 0.1; done
 for i in $(seq $N); do bash $D/boot.sh $D $i; done
@@ -47,12 +48,26 @@ ip link del ve$I 2>/dev/null || true
 ip link add ve$I type veth peer name eth0 netns $P; ip link set ve$I master br0 up
 echo $P > $D/n$I.pid
 """
+ACCOUNTING = r"""
+mariadb-install-db --no-defaults --datadir=$D/db --user=root --auth-root-authentication-method=normal --skip-test-db
+mariadbd --no-defaults --datadir=$D/db --user=root --socket=$D/db.s --pid-file=$D/db.pid --bind-address=127.0.0.1 \
+  --skip-name-resolve --innodb-buffer-pool-size=64M --innodb-flush-log-at-trx-commit=0 &
+until mariadb --no-defaults -uroot -S$D/db.s -e "
+  create user slurm@'127.0.0.1' identified by 'slurm'; grant all on *.* to slurm@'127.0.0.1'"; do sleep 0.2; done
+/usr/sbin/slurmdbd -D &
+until sacctmgr -n list cluster; do sleep 0.2; done
+sacctmgr -i add cluster lab
+"""
 
 
 class SlurmLab:
-    """Use as a context manager; `run` runs a command on the controller's host, which serves as login node."""
+    """Use as a context manager; `run` runs a command on the controller's host, which serves as login node.
 
-    def __init__(self, num_nodes: int = 4) -> None:
+    With `accounting` there is a database of jobs, and the controller itself forgets those that ended within seconds.
+    """
+
+    def __init__(self, num_nodes: int = 4, accounting: bool = False) -> None:
+        self._accounting = accounting
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
         self.path = Path(tempfile.mkdtemp(prefix="lab", dir="/tmp"))  # short: a socket's path has at most 108 bytes
 
@@ -69,7 +84,7 @@ class SlurmLab:
                 preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )
         try:
-            self.wait_until_idle(*self.nodes)
+            self.wait_until_idle(*self.nodes, seconds=100)
         except BaseException:
             self.close()
             raise
@@ -176,16 +191,41 @@ class SlurmLab:
         hosts = [f"10.206.0.{node[1:]} {node}" for node in self.nodes]
         (d / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{CONTROLLER} {name}", *hosts]) + "\n")
         (d / "nsswitch").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")  # no DNS to wait for
-        (d / "slurm.conf").write_text(slurm_conf(d, self.nodes))
+        (d / "slurm.conf").write_text(slurm_conf(d, self.nodes, self._accounting))
+        if self._accounting:
+            (d / "accounting.sh").write_text(ACCOUNTING)
+            (d / "slurmdbd.conf").write_text(slurmdbd_conf(d))
+            (d / "slurmdbd.conf").chmod(0o600)
 
 
-def slurm_conf(d: Path, nodes: list[str]) -> str:
+def slurmdbd_conf(d: Path) -> str:
+    """The database is reached over the loopback of the controller's host."""
+    return f"""AuthType=auth/munge
+AuthInfo=socket={d}/munge/s
+DbdHost={os.uname().nodename}
+DbdAddr={CONTROLLER}
+SlurmUser=root
+LogFile={d}/dbd.log
+PidFile={d}/dbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StorageUser=slurm
+StoragePass=slurm
+StorageLoc=slurm_acct_db
+"""
+
+
+def slurm_conf(d: Path, nodes: list[str], accounting: bool) -> str:
     """Two partitions over the same hosts: jobs of `urgent` preempt those of `main`, with notice; all waits short."""
     name = os.uname().nodename
     lines = [
         f"NodeName={node} NodeHostname={node} NodeAddr=10.206.0.{node[1:]} CPUs=8 RealMemory=8000 State=UNKNOWN"
         for node in nodes
     ]
+    storage = "none"
+    if accounting:
+        where = [f"AccountingStorageHost={CONTROLLER}", f"AccountingStoragePass={d}/munge/s"]
+        storage = "\n".join(["slurmdbd", *where, "MinJobAge=2"])
     return f"""ClusterName=lab
 SlurmctldHost={name}({CONTROLLER})
 SlurmUser=root
@@ -213,7 +253,7 @@ MessageTimeout=5
 KillWait=5
 OverTimeLimit=0
 JobRequeue=1
-AccountingStorageType=accounting_storage/none
+AccountingStorageType=accounting_storage/{storage}
 {chr(10).join(lines)}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30 State=UP
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP

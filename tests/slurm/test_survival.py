@@ -26,9 +26,12 @@ def in_background(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def status_of(run: SlurmRun) -> dict:
+def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
+    """What `launcher status` says of the run."""
     command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
-    return json.loads(run.lab.run(*command).stdout)
+    status = json.loads(run.lab.run(*command).stdout)
+    assert status["state"] == state
+    assert {key: status[key] for key in expected} == expected
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def limited(runs: Runs) -> SlurmRun:
 
 @pytest.fixture(scope="module")
 def crashing(runs: Runs) -> SlurmRun:
-    """A run that loses a rank, then all of a checkpoint that is being written, then hangs."""
+    """A run that loses a rank, then rank 0 while it writes a checkpoint, then another rank there, then hangs."""
     run = runs.submit("crashing", "engine.hang_seconds=150", **FAR)
 
     def disturb() -> None:
@@ -58,6 +61,9 @@ def crashing(runs: Runs) -> SlurmRun:
         run.kill_while_saving()
         run.until(lambda: len(run.begun_at()) == 3)
         run.wait_for_step(run.begun_at()[-1] + 10)
+        run.signal_rank(1, signal.SIGKILL)  # on the same host: it would be left, were it not asked for by name
+        run.until(lambda: len(run.begun_at()) == 4)
+        run.wait_for_step(2 * INTERVAL + 20)
         run.signal_rank(1, signal.SIGSTOP)
 
     in_background(disturb)
@@ -67,6 +73,7 @@ def crashing(runs: Runs) -> SlurmRun:
 def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, reference_begun, limited, crashing):
     run = reference_begun
     run.until(lambda: run.events("job_started"))
+    assert_status(run, "running", job=run.job, attempts=1)
     second = runs.try_submit("reference")
     assert second.returncode == 2
     assert f"job {run.job} (running) has the run" in second.stderr
@@ -76,6 +83,7 @@ def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, refe
     assert run.ends() == [f"refused: job {run.job} has the run", "finished"]
     assert f"job {run.job} (running) has the run" in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
     assert run.attempts() == ["finished"]
+    assert_status(run, "done", attempts=1, checkpoint=STEPS, last_failure="")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     lab.run("scancel", run.job)
     run.until(lambda: run.state() == "CANCELLED")
     assert run.ends() == ["cancelled"]
-    assert status_of(run)["state"] == "cancelled"
+    assert_status(run, "cancelled", last_failure="")
 
 
 def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, reference: SlurmRun):
@@ -122,6 +130,7 @@ def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, refere
         run.wait_for_end("preempted", count=number)
     run.wait_until_finished()
     run.assert_same_as(reference)
+    assert_status(run, "done", attempts=3, last_failure="preempted")
     assert run.ends() == ["preempted", "preempted", "finished"]
     assert run.begun_at() == [0, *(event["step"] for event in run.events("stop"))]
 
@@ -134,6 +143,7 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(r
     run.until(lambda: len(run.begun_at()) == 2)
     assert run.hosts() == ["n1", "n3"]
     assert run.begun_at() == [0, INTERVAL]
+    assert_status(run, "running", attempts=2, last_failure="host n2 failed")
     lab.boot("n2")
     run.wait_for_step(2 * INTERVAL + 20)
     lab.cut("n1")  # where the supervisor and rank 0 are
@@ -141,8 +151,9 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(r
     assert run.hosts() == ["n2", "n3"]
     lab.heal("n1")
     run.wait_until_finished()
-    lab.wait_until_idle("n1")
+    lab.wait_until_idle("n1", seconds=150)  # Slurm asks a host that was down for a sign of life every 100 s
     run.assert_same_as(reference)
+    assert_status(run, "done", attempts=3, last_failure="its first host was lost")
     assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
     assert run.ends() == ["host n2 failed", "its first host was lost", "finished"]
 
@@ -153,7 +164,7 @@ def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
     assert run.attempts() == ["retry", "give up"]
     reason = run.events("attempt_ended")[-1]["reason"]
     assert "was ended by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason
-    assert status_of(run)["state"] == "failed"
+    assert_status(run, "failed", why=reason, last_failure=reason)
 
 
 def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, reference: SlurmRun):
@@ -167,6 +178,7 @@ def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, ref
     assert run.attempts() == ["retry", "retry", "finished"]
     assert run.ends() == ["ranks on host n2 failed twice in a row", "finished"]
     assert "n2" not in run.hosts()
+    assert_status(run, "done", last_failure="ranks on host n2 failed twice in a row")
 
 
 def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
@@ -176,6 +188,7 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     lab.run_on("n2", "umount", str(runs.path))
     assert "error: n2 can not see" in run.log()
     assert "put the run on a disk that all hosts share" in run.ends()[0]
+    assert_status(run, "failed", why=run.ends()[0])
 
 
 def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, reference: SlurmRun):
@@ -186,6 +199,7 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
     run.wait_until_finished()
     lab.boot("n2")
     assert [event["world_size"] for event in run.events("resume")] == [2]
+    assert_status(run, "done", ranks=2, last_failure="host n2 failed")
     trained = [[line for line in each.dir.read_metrics() if line["kind"] == "train"] for each in (reference, run)]
     assert [line["step"] for line in trained[1]] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in trained[1]] == [line["tokens"] for line in trained[0]]
@@ -197,24 +211,29 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
 def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(limited: SlurmRun, reference: SlurmRun):
     limited.wait_until_finished()
     limited.assert_same_as(reference)
+    assert_status(limited, "done", last_failure="time limit near")
     *cut, last = limited.ends()
     assert (set(cut), last) == ({"time limit near"}, "finished")
     assert len(cut) >= 2
     assert limited.begun_at() == [0, *(event["step"] for event in limited.events("stop"))]
 
 
-def test_killed_killed_while_saving_and_hanging_costs_steps_since_the_checkpoint(crashing: SlurmRun, reference):
+def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_the_checkpoint(
+    crashing: SlurmRun, reference
+):
     run = crashing
     run.wait_until_finished()
     run.assert_same_as(reference)
-    killed, saving, hung, finished = run.events("attempt_ended")
+    killed, saving, again, hung, finished = run.events("attempt_ended")
     assert killed["reason"] == "rank 3 was ended by SIGKILL"
     assert saving["reason"] == "rank 0 was ended by SIGKILL"
+    assert again["reason"] == "rank 1 was ended by SIGKILL"
     assert hung["reason"].startswith("the ranks hung")
     assert finished["next"] == "finished"
-    assert run.begun_at() == [0, *(event["step"] for event in (killed, saving, hung))]
-    logs = [(run.dir.logs / f"attempt-2-rank-{rank}.log").read_text() for rank in (0, 2, 3)]
-    assert any(
-        "Timeout" in log for log in logs
-    )  # the first to lose patience; the others lose their peer a moment later
+    assert run.ends() == ["finished"]
+    assert_status(run, "done", attempts=5, last_failure=hung["reason"])
+    assert run.begun_at() == [0, *(event["step"] for event in (killed, saving, again, hung))]
+    logs = [(run.dir.logs / f"attempt-3-rank-{rank}.log").read_text() for rank in (0, 2, 3)]
+    # the first to lose patience says so; the others lose their peer a moment later
+    assert any("Timeout" in log for log in logs)
     assert all("in train" in log for log in logs)

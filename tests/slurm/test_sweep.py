@@ -16,7 +16,7 @@ from tests.slurm.lab import SlurmLab
 
 STEPS = 200
 CELLS = {"a": 1, "b": 2, "c": 3, "a-again": 1, "b-again": 2, "c-again": 3}  # name -> seed
-KILLED = ("a", "b")
+KILLED: tuple[str, ...] = ("a", "b")
 
 
 @pytest.fixture

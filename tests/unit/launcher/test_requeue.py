@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.requeue import Attempt, NextAction, Policy, decide, fruitless_attempts
+from launcher.requeue import Attempt, NextAction, Policy, decide, fruitless_attempts, silent_rank
 from pretrain.local_ranks import EXIT_STOPPED
 
 POLICY = Policy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
@@ -55,5 +55,8 @@ def test_the_delay_doubles_up_to_its_limit():
     assert [decide([crash] * count, patient).delay for count in (1, 2, 3, 4)] == [2.0, 4.0, 5.0, 5.0]
 
 
-def test_a_hang_is_called_one():
+def test_a_hang_is_called_one_and_only_a_rank_without_any_sign_of_life_is_blamed():
     assert decide([attempt(-9, -9, hung=True)], POLICY).reason == "the ranks hung"
+    hung = attempt(1, -9, 1, first=1, hung=True)
+    assert decide([hung], POLICY).reason == "the ranks hung; rank 1 gave no sign of life"
+    assert [silent_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [1, None, None]

@@ -53,8 +53,8 @@ SUBMITTED = event("submitted", -1, job="17")
 CANCELLED = event("cancelled", 20)
 
 
-def job_ended(why: str, requeued: bool) -> dict:
-    return event("job_ended", job="17", restart=0, why=why, requeued=requeued)
+def job_ended(why: str, requeued: bool, **more: str) -> dict:
+    return event("job_ended", job="17", restart=0, why=why, requeued=requeued, **more)
 
 
 def elsewhere(seconds_ago: float) -> Lock:
@@ -91,6 +91,7 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, job_ended("time limit", True)), "requeued", "time limit"),
         (evidence(START, job_ended("host n2 failed", False)), "requeued", "host n2 failed"),
         (evidence(START, job_ended("cancelled", False), checkpoint=40), "cancelled", "after step 40"),
+        (evidence(JOB_STARTED, job_ended("n2 sees nothing", False, next="give up")), "failed", "n2 sees nothing"),
         (evidence(START, GIVEN_UP, job_ended("gave up or refused", False)), "failed", "3 in a row"),
         (evidence(START, GAVE_UP, REFUSED, job_ended("gave up or refused", False)), "failed", "a loss spike"),
         (evidence(START, job_ended("time limit", True), JOB_STARTED, locks=[elsewhere(9)]), "running", "starting"),
