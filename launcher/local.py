@@ -12,6 +12,7 @@ from data_pipeline.errors import ConfigError
 from launcher.requeue import add_policy_arguments, policy_of
 from launcher.supervisor import StopSignals, supervise
 from pretrain.config import RunConfig, accumulation_steps
+from pretrain.live_bar import live_bar
 from pretrain.local_ranks import RankGroup, failure_in_words
 from pretrain.run_dir import RunDir
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name)
     command = train_command(arguments.experiment, run_dir, arguments.overrides)
     existed = run_dir.path.exists()
-    with StopSignals() as stop, run_dir.locked("launcher"):
+    with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop, _say)
     if not existed and not run_dir.exists():
         _remove_refused(run_dir)

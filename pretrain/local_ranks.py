@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO
 
 from pretrain.fence import VARIABLE
+from pretrain.live_bar import echo
 
 # What a rank's process ends with when it was asked to stop and saved itself (EX_TEMPFAIL of sysexits.h).
 EXIT_STOPPED = 75
@@ -227,4 +228,4 @@ def _tee(source: IO[bytes], log: IO[bytes]) -> None:
         for line in source:
             log.write(line)
             with contextlib.suppress(OSError, ValueError):  # our own output may be closed; the log goes on
-                os.write(1, line)
+                echo(line)

@@ -14,6 +14,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.location import shown
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.faults import Fault
+from pretrain.live_bar import live_bar
 from pretrain.phases import begins_phase, runs_of_phases
 from pretrain.schedule import learning_rate_at
 
@@ -110,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = init_world()
     try:
-        return train_in(config, arguments.run_dir, world)
+        with live_bar():
+            return train_in(config, arguments.run_dir, world)
     finally:
         leave_world()
 
