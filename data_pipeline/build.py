@@ -87,8 +87,8 @@ def build_sources(
         if is_finished(output):
             check_recipe(output, recipe)
             return result_of(output, was_finished=True)
-        journal = BuildJournal(output, recipe, max((source.modified for _, source in sources), default=0))
-        report(f"tokenizer: {_tokenizer_plan(config)}")
+        journal = BuildJournal(output, recipe, youngest(sources))
+        report(f"tokenizer: {tokenizer_plan(config)}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
         rules = _write_splits(config, sources, tokenizer, journal, report, is_part)
@@ -96,7 +96,13 @@ def build_sources(
         return result_of(output)
 
 
-def _tokenizer_plan(config: CorpusConfig) -> str:
+def youngest(sources: list[tuple[str, SourceFile]]) -> int:
+    """When the file that was written last was, in nanoseconds."""
+    return max((source.modified for _, source in sources), default=0)
+
+
+def tokenizer_plan(config: CorpusConfig) -> str:
+    """Where the tokenizer comes from, for people."""
     settings = config.tokenizer
     if not needs_training(settings):
         return str(settings.path or "bytes")

@@ -7,6 +7,7 @@ their order do not depend on n; the borders of shards do, because each part ends
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,19 +24,27 @@ from data_pipeline.build import (
 from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
 from data_pipeline.build_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
-from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.corpus import TOKENIZER_DIRECTORY, check_shard
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.manifest import ShardInfo, read_manifest
 from data_pipeline.progress import Report
 from data_pipeline.shards import read_index, renamed, shard_name, write_index
-from data_pipeline.sources import SourceFile
+from data_pipeline.sources import PARTS_SUFFIX, SourceFile
 from data_pipeline.tokenizer import Tokenizer
+
+PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
 
 
 def parts_directory(config: CorpusConfig) -> Path:
     """Where the parts lie until they are merged: beside the output, so that shards can be moved."""
-    return config.output.with_name(f"{config.output.name}.parts")
+    output = config.output.resolve()
+    return output.with_name(f"{output.name}{PARTS_SUFFIX}")
+
+
+def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
+    """Where things lie that all parts use, if one command builds all of them."""
+    return _directory(config, 0, num_parts)
 
 
 def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None) -> BuildResult:
@@ -61,7 +70,7 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
     recipe = {**recipe_of(config, list_all_sources(config)), "parts": num_parts}
     if is_finished(config.output):
         check_recipe(config.output, recipe)
-        shutil.rmtree(parts_directory(config), ignore_errors=True)
+        _remove_parts(config)
         return result_of(config.output, was_finished=True)
     results = _finished_parts(config, num_parts)
     for split in splits_of_build(config):
@@ -78,7 +87,7 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         journal.finish(
             {name: sum(getattr(result, name) for result in results) for name in ("duplicates", "split_documents")}
         )
-    shutil.rmtree(parts_directory(config))
+    _remove_parts(config)
     return result_of(config.output)
 
 
@@ -99,9 +108,9 @@ def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
 
 
 def _finished_parts(config: CorpusConfig, num_parts: int) -> list[BuildResult]:
-    own_tokenizer = parts_directory(config) / TOKENIZER_DIRECTORY
-    if own_tokenizer.exists():
-        config = replace(config, tokenizer=replace(config.tokenizer, path=own_tokenizer))
+    trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
+    if needs_training(config.tokenizer) and trained.exists():
+        config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
     results = []
     for part in range(1, num_parts + 1):
         part_config, sources = _part(config, part, num_parts)
@@ -123,6 +132,7 @@ def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
             name = shard_name(len(shards), config.shard_format)
             if (part / shard.path).exists():  # else a killed merge has moved it already
                 (part / shard.path).replace(target / name)
+            check_shard(target / name, shard, with_hash=False)
             shards.append(replace(shard, path=name))
             entries.append(renamed(entry, name))
     fsync_directory(target)
@@ -140,6 +150,15 @@ def _merge_rejects(config: CorpusConfig, parts: list[Path]) -> None:
         )
     if lists:
         write_text(config.output / REJECTS_NAME, "".join(lists))
+
+
+def _remove_parts(config: CorpusConfig) -> None:
+    """Nothing else that may lie there is touched."""
+    directory = parts_directory(config)
+    for path in directory.glob(PART_NAMES):
+        shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # absent, or holds things of others
+        directory.rmdir()
 
 
 def refuse_deduplication(config: CorpusConfig) -> None:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from data_pipeline.build import BuildResult, list_all_sources
-from data_pipeline.build_journal import is_finished
-from data_pipeline.build_parts import build_part, merge_parts, parts_directory, refuse_deduplication
+from data_pipeline.build import BuildResult, list_all_sources, recipe_of, tokenizer_plan, youngest
+from data_pipeline.build_journal import BuildJournal, claimed_output, is_finished
+from data_pipeline.build_parts import build_part, merge_parts, refuse_deduplication, shared_directory
 from data_pipeline.build_tokenizer import needs_training, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY
@@ -33,15 +33,18 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
     num_parts = min(processes, len(sources))
     if is_finished(config.output):
         return merge_parts(config, num_parts)
-    parts = replace(config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts))
-    if needs_training(config.tokenizer):
-        directory = parts_directory(config) / TOKENIZER_DIRECTORY
-        report(f"tokenizer: training {config.tokenizer.kind}")
-        prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
-        parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
-    _run_parts(parts, num_parts, report)
-    report("merging")
-    return merge_parts(config, num_parts)
+    shared = shared_directory(config, num_parts)
+    with claimed_output(shared):
+        BuildJournal(shared, recipe_of(config, sources), youngest(sources))  # refuses parts of other text or settings
+        parts = replace(config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts))
+        if needs_training(config.tokenizer):
+            directory = shared / TOKENIZER_DIRECTORY
+            report(f"tokenizer: {tokenizer_plan(config)}")
+            prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
+            parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
+        _run_parts(parts, num_parts, report)
+        report("merging")
+        return merge_parts(config, num_parts)
 
 
 def _run_parts(config: CorpusConfig, num_parts: int, report: Report) -> None:

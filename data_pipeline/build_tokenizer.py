@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from data_pipeline.compression import COMPRESSED_SUFFIXES
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.documents import read_documents
 from data_pipeline.errors import DataError
 from data_pipeline.records import Document
-from data_pipeline.sources import COMPRESSED_SUFFIXES, SourceFile
+from data_pipeline.sources import SourceFile
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, train_tokenizer
 
 COMPRESSION_RATIO = 4  # a guess, to choose the sample's rate before the text is read

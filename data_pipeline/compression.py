@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
 from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 20
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+LARGEST_WINDOW = 1 << 31  # bytes of memory a .zst file may ask for, as `zstd --long=31` makes them
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged or cut file raises
 
 
 def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
     """The contents of a file whose name ends in .gz, .zst, or neither. `file` stays the caller's to close."""
+    if suffix in COMPRESSED_SUFFIXES and not os.fstat(file.fileno()).st_size:
+        raise EOFError("it is empty")  # what an aborted transfer leaves; even nothing, compressed, has a frame
     if suffix == ".gz":
         return gzip.open(file, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
@@ -27,7 +32,7 @@ class _ZstFile(io.RawIOBase):
         import zstandard
 
         self._file = file
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj
         self._error = zstandard.ZstdError
         self._frame = self._new_frame()
         self._is_inside = False

@@ -17,6 +17,8 @@ WRONG_PLACE = (
     errno.ENOTDIR,
     errno.EISDIR,
     errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EXDEV,
 )
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, file larger than allowed
 
@@ -65,5 +67,5 @@ def _advice(number: int) -> str:
     if number in NO_ROOM:
         return "free some space and run the same command again: finished work is kept"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "choose a place this user may write to"
+        return "give this user the right to it, or choose another place"
     return "check the path"

@@ -130,3 +130,59 @@ def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
         assert main(["build", *flags, f"--part={part}/2"]) == 0
     assert main(["merge", *flags, "--parts=2"]) == 0
     assert "documents" in capsys.readouterr().out
+
+
+class Stopped(BaseException):
+    """Like a kill: nothing in the code handles it."""
+
+
+def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_path, monkeypatch):
+    config = folder_config(tmp_path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=350))
+
+    def stop(*arguments):
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.build_processes._run_parts", stop)
+        with pytest.raises(Stopped):  # the tokenizer is trained, no part has begun
+            build_in_processes(config, 2)
+    with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
+        build_in_processes(replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400)), 2)
+    assert build_in_processes(config, 2).manifests["train"].vocab_size == 350
+
+
+def test_a_merge_removes_nothing_but_parts(tmp_path):
+    config = folder_config(tmp_path)
+    others = parts_directory(config) / "notes.txt"
+    others.parent.mkdir()
+    others.write_text("not the build's")
+    build_part(config, 1, 4)  # of a build that was given up
+    build_in_processes(config, 2)
+    assert list(contents(parts_directory(config))) == ["notes.txt"]
+    assert merge_parts(config, 2).was_finished
+    assert list(contents(parts_directory(config))) == ["notes.txt"]
+
+
+def test_a_merge_names_a_shard_that_a_part_has_lost(tmp_path):
+    config = folder_config(tmp_path)
+    for part in (1, 2):
+        build_part(config, part, 2)
+    lost = sorted(parts_directory(config).glob("00002-*/train/*.mds"))[1]
+    lost.unlink()
+    with pytest.raises(DataError, match=r"shard\.\d+\.mds is missing"):
+        merge_parts(config, 2)
+    assert not (config.output / "train" / "manifest.json").exists()
+
+
+def test_a_build_takes_nothing_that_it_writes_for_text(tmp_path, monkeypatch):
+    config = folder_config(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    build_in_processes(replace(config, output=Path(".")), 2)
+    inside = replace(config, output=tmp_path / "in" / "corpus")
+    build_in_processes(inside, 2)
+    assert build_in_processes(inside, 2).was_finished, "its own files are no text"
+    assert stored(inside.output / "train") == stored(tmp_path / "here" / "train")
+    (tmp_path / "text.parts").mkdir()
+    with pytest.raises(ConfigError, match=r"is where a build to .* writes"):
+        build_corpus(replace(config, input=(tmp_path / "text.parts",), output=tmp_path / "text"))

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 
 import pytest
 import zstandard
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.documents import read_documents
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, exit_status_of
 from data_pipeline.records import Document, Reject
 from data_pipeline.sources import list_sources
 
@@ -138,9 +140,54 @@ def test_several_folders_keep_their_documents_apart(tmp_path):
 
 
 def test_a_file_name_that_is_no_text_still_names_its_document(tmp_path):
-    import os
-
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as file:
         file.write("x")
     (document,) = read_all(config_of(tmp_path))
     assert document.id.encode().endswith(b".txt")
+
+
+def test_links_to_files_and_folders_are_followed_and_those_that_lead_nowhere_are_named(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("text")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "file.txt").symlink_to("../elsewhere/a.txt")
+    (folder / "linked").symlink_to("../elsewhere")
+    assert [document.id for document in read_all(config_of(folder))] == ["file.txt", "linked/a.txt"]
+    (tmp_path / "elsewhere" / "back").symlink_to("../in")
+    with pytest.raises(DataError, match=r"in/linked/back is a link to a folder that it lies in"):
+        read_all(config_of(folder))
+    (tmp_path / "elsewhere" / "back").unlink()
+    (folder / "lost.txt").symlink_to("gone.txt")
+    with pytest.raises(DataError, match=r"lost.txt is a link to gone.txt, which does not exist"):
+        read_all(config_of(folder))
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "closed").mkdir()
+    list_folder = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # root may list everything
+    assert exit_status_of(lambda: len(read_all(config_of(tmp_path)))) == 2
+    assert "closed: Permission denied; give this user the right to it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_an_archive_of_no_bytes_is_cut_off_and_one_of_nothing_is_not(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{name} is damaged or cut off \(it is empty\)"):
+        read_all(config_of(tmp_path))
+    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else zstandard.compress(b""))
+    assert read_all(config_of(tmp_path)) == []
+
+
+def test_what_zstd_has_packed_with_a_long_window_is_read(tmp_path):
+    settings = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)  # beyond the usual 27
+    packer = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (tmp_path / "x.jsonl.zst").write_bytes(packer.compress(b'{"text": "far"}\n') + packer.flush())
+    assert [document.text for document in read_all(config_of(tmp_path))] == ["far"]
