@@ -14,8 +14,8 @@ BLOCK_BYTES = 512
 NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD, PREFIX_FIELD = slice(0, 100), slice(124, 135), slice(148, 156), slice(345, 500)
 TYPE_OFFSET = 156
 MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
-REGULAR_TYPES = (b"0", b"\0", b"7")
-PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE = b"x", b"g", b"L"
+REGULAR_TYPES, DIRECTORY_TYPE = (b"0", b"\0", b"7"), b"5"
+PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE, GNU_LINK_TYPE = b"x", b"g", b"L", b"K"
 LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
 SKIP_BYTES = 1 << 20
 
@@ -30,6 +30,7 @@ class TarMember:
 
     name: str
     size: int
+    is_file: bool  # else a link or device, whose contents are elsewhere
     _file: BinaryIO
 
     def read(self) -> bytes:
@@ -46,7 +47,7 @@ def padded(size):  # type: ignore[no-untyped-def]
 
 
 def tar_members(file: BinaryIO) -> Iterator[TarMember]:
-    """Every regular file in its order; TarError where the archive is damaged or ends without its end."""
+    """Everything but directories in its order; TarError where the archive is damaged or ends without its end."""
     place = 0
     extended: dict[str, str] = {}
     while True:
@@ -59,7 +60,7 @@ def tar_members(file: BinaryIO) -> Iterator[TarMember]:
         kind, size = header[TYPE_OFFSET : TYPE_OFFSET + 1], _size(header, place)
         place += BLOCK_BYTES
         begin = place
-        if kind in (PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE):
+        if kind in (PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE, GNU_LINK_TYPE):
             contents = _read_header(file, size, place)
             place += size
             if kind == PAX_TYPE:
@@ -68,9 +69,9 @@ def tar_members(file: BinaryIO) -> Iterator[TarMember]:
                 extended["path"] = contents.rstrip(b"\0").decode(errors="replace")
         else:
             size = int(extended["size"]) if extended.get("size", "").isdigit() else size
-            if kind in REGULAR_TYPES:
-                counting = _Counting(file)
-                yield TarMember(extended.get("path", _name(header)), size, counting)  # type: ignore[arg-type]
+            if kind != DIRECTORY_TYPE:
+                counting, name = _Counting(file), extended.get("path", _name(header))
+                yield TarMember(name, size, kind in REGULAR_TYPES, counting)  # type: ignore[arg-type]
                 place += counting.count
             extended = {}
         _skip(file, begin + padded(size) - place, begin)

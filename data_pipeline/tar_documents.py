@@ -20,13 +20,14 @@ class _Sample:
 
     key: str
     extensions: list[str] = field(default_factory=list)
-    contents: dict[str, bytes | None] = field(default_factory=dict)  # None: too long
+    contents: dict[str, bytes | Reject] = field(default_factory=dict)
 
 
 def read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
     """A document for each sample: of KEY.txt or KEY.text_field, else of the field text_field of KEY.json.
 
-    Its id is the key, unless the JSON has one. TarError when the archive is damaged or cut off.
+    Its id is the key, unless the JSON has one. TarError when the archive is damaged or cut
+    off.
     """
     sample = None
     for member in tar_members(file):
@@ -37,7 +38,7 @@ def read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterat
             sample = _Sample(key)
         sample.extensions.append(extension)
         if extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
-            sample.contents[extension] = _read(member, extension, config)
+            sample.contents[extension] = _read(member, extension, _place(source, key), config)
     if sample is not None:
         yield _document_of(sample, source, config)
 
@@ -49,18 +50,24 @@ def _split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, extension
 
 
-def _read(member: TarMember, extension: str, config: CorpusConfig) -> bytes | None:
+def _place(source: SourceFile, key: str) -> str:
+    return f"{source.name}:{key}"
+
+
+def _read(member: TarMember, extension: str, place: str, config: CorpusConfig) -> bytes | Reject:
+    if not member.is_file:
+        return Reject(place, f"{member.name} is a link or a device in the archive, expected a file")
     longest = longest_json(config) if extension == JSON_EXTENSION else config.max_document_bytes
-    return member.read() if member.size <= longest else None
+    return member.read() if member.size <= longest else too_long(place, config)
 
 
 def _document_of(sample: _Sample, source: SourceFile, config: CorpusConfig) -> Document | Reject:
-    place = f"{source.name}:{sample.key}"
+    place = _place(source, sample.key)
     for extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
         if extension in sample.contents:
             contents = sample.contents[extension]
-            if contents is None:
-                return too_long(place, config)
+            if isinstance(contents, Reject):
+                return contents
             convert = document_of_json if extension == JSON_EXTENSION else document_of_bytes
             return convert(contents, sample.key, place, config)
     expected = " or ".join(dict.fromkeys((TEXT_EXTENSION, config.text_field, JSON_EXTENSION)))

@@ -177,3 +177,19 @@ def test_tars_of_text_become_a_corpus(tmp_path):
     assert documents_of(tmp_path / "out" / "train") == {f"d{i}": text for i, text in enumerate(texts)}
     (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
     assert json.loads(reject)["source"] == "a.tar:z"
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_a_link_in_a_tar_is_listed_as_no_text_and_its_neighbours_are_kept(tmp_path, tar_format):
+    with tarfile.open(tmp_path / "x.tar", "w", format=tar_format) as archive:
+        for name in ("a.txt", "b.txt", "c.txt"):
+            info = tarfile.TarInfo(name)
+            if name == "b.txt":
+                info.type, info.linkname = tarfile.LNKTYPE, "a.txt" if tar_format == tarfile.USTAR_FORMAT else "l" * 150
+                archive.addfile(info)
+                continue
+            info.size = 4
+            archive.addfile(info, io.BytesIO(b"text"))
+    before, rejected, after = read_all(tmp_path / "x.tar")
+    assert (before.id, after.id) == ("a", "c")
+    assert rejected == Reject("x.tar:b", "b.txt is a link or a device in the archive, expected a file")
