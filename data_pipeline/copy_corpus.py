@@ -7,8 +7,11 @@ last, so that a place that has one is whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +35,8 @@ from data_pipeline.stores import Patience, Store, StoreError, names_below, store
 from data_pipeline.verify import splits_of
 
 THREADS = 8
-LOCK = ".fetch.lock"
+LOCK, SCRATCH = ".fetch.lock", ".fetch"
+UNKNOWN_BYTES = 1 << 40  # an object of unknown size may take long; that nothing comes, the SDKs find out
 LOCK_SECONDS = 10.0
 T = TypeVar("T")
 
@@ -46,12 +50,11 @@ def fetch_corpus(
 ) -> None:
     """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
     stores = {name: store_at(f"{url.rstrip('/')}/{name}", patience) for name in (*splits, TOKENIZER_DIRECTORY)}
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / LOCK, LOCK_SECONDS), TemporaryDirectory(dir=directory, prefix=".") as name:
+    with _only_copy_into(directory) as scratch:
         for split in splits:
-            manifest = fetch_manifest(stores[split], Path(name))
+            manifest = fetch_manifest(stores[split], scratch)
             (directory / split).mkdir(exist_ok=True)
-            fetch = partial(_have_shard, stores[split], directory / split, Path(name))
+            fetch = partial(_have_shard, stores[split], directory / split, scratch)
             _in_parallel(fetch, manifest.shards, split, report)
             fetch_tokenizer(stores[TOKENIZER_DIRECTORY], directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
             manifest.write(directory / split)
@@ -66,14 +69,13 @@ def fetch_objects(url: str, directory: Path, report: Callable[[str], None], pati
         raise DataError(
             f"{url} holds an object named {strangers[0]!r}, which would lie outside of {directory}; rename it"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / LOCK, LOCK_SECONDS), TemporaryDirectory(dir=directory, prefix=".") as scratch:
+    with _only_copy_into(directory) as scratch:
 
         def have(name: str) -> None:
             path = directory / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fetch_file(store, name, path, Path(scratch), lambda arrived: None)
+                fetch_file(store, name, path, scratch, lambda arrived: None, UNKNOWN_BYTES)
 
         _in_parallel(have, names, "objects", report)
     return len(names)
@@ -92,7 +94,7 @@ def upload_corpus(
     splits = splits_of(directory)
     if splits == [directory]:
         raise DataError(f"{directory} is one split; give the corpus, {directory.parent}, whose tokenizer belongs to it")
-    with TemporaryDirectory(prefix="xl-pretrain-upload-") as name:
+    with TemporaryDirectory(prefix="xl-pretrain-upload-", ignore_cleanup_errors=True) as name:
         upload = _Upload(directory, url.rstrip("/"), Path(name), patience or Patience())
         for path in sorted((directory / TOKENIZER_DIRECTORY).glob("tokenizer.*")):
             upload.file(f"{TOKENIZER_DIRECTORY}/{path.name}")
@@ -108,7 +110,7 @@ def upload_corpus(
 def problems_at(url: str, report: Callable[[str], None], patience: Patience | None = None) -> list[str]:
     """Read every shard of the corpus at `url`; what is wrong comes back, a line each."""
     problems: list[str] = []
-    with TemporaryDirectory(prefix="xl-pretrain-verify-") as name:
+    with TemporaryDirectory(prefix="xl-pretrain-verify-", ignore_cleanup_errors=True) as name:
         for split in SPLITS:
             store = store_at(f"{url.rstrip('/')}/{split}", patience)
             try:
@@ -163,11 +165,42 @@ class _Upload:
 
 
 def _in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Callable[[str], None]) -> None:
-    """`task` for every item, some at a time; the first error ends it."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    """`task` for every item, some at a time; the first error ends it.
+
+    Neither an error nor Ctrl-C waits for the tasks under way, which a silent store may hold up for minutes.
+    """
+    waiting, ended = deque(items), queue.Queue[BaseException | None]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing waits any more
+            while True:
+                item = waiting.popleft()
+                try:
+                    task(item)
+                    ended.put(None)
+                except BaseException as error:  # for the caller
+                    ended.put(error)
+
+    for _ in range(min(THREADS, len(items))):
+        threading.Thread(target=work, name="copy", daemon=True).start()
+    try:
+        for number in range(1, len(items) + 1):
+            if error := ended.get():
+                raise error
+            report(f"{name}: {number}/{len(items)}")
+    finally:
+        waiting.clear()
+
+
+@contextlib.contextmanager
+def _only_copy_into(directory: Path) -> Iterator[Path]:
+    """A place for what is not whole yet, in `directory`, into which no other command copies meanwhile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = directory / SCRATCH
+    with alone(directory / LOCK, LOCK_SECONDS):
+        shutil.rmtree(scratch, ignore_errors=True)  # of a killed command
+        scratch.mkdir()
         try:
-            for number, _ in enumerate(pool.map(task, items), start=1):
-                report(f"{name}: {number}/{len(items)}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -27,7 +27,10 @@ BLOCK_BYTES = 1 << 18
 WEB = ("http", "https")
 OBJECT_STORES = ("s3", "gs", "azure", "oci", "hf")
 PASSING_ANSWERS = (408, 425, 429)  # of those a web server gives because the request was wrong
-LASTING_CODES = ("401", "403", "404", "AccessDenied", "NoSuchKey", "NoSuchBucket", "InvalidAccessKeyId")
+LASTING_CODES = (
+    *("401", "403", "404", "AccessDenied", "NoSuchKey", "NoSuchBucket", "InvalidBucketName"),
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"),
+)
 LASTING_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ImportError")
 
 
@@ -104,6 +107,8 @@ class WebStore:
             error.close()
             is_final = 400 <= error.code < 500 and error.code not in PASSING_ANSWERS
             raise StoreError(f"the server answered {error.code} {error.reason}", is_final) from None
+        except (ValueError, OverflowError, http.client.InvalidURL) as error:
+            raise StoreError(f"this is no URL ({error})", is_final=True) from None
         except http.client.HTTPException as error:
             raise StoreError(f"the server's answer cannot be read ({error!r})") from None
         except OSError as error:
@@ -156,7 +161,11 @@ def names_below(url: str) -> list[str]:
     """The objects below `url`, named from there on; DataError when they cannot be listed."""
     prefix = url.partition("://")[2].partition("/")[2].strip("/")
     with TemporaryDirectory() as nothing:
-        keys = _sdk_uploader(url, Path(nothing)).list_objects()
+        uploader = _sdk_uploader(url, Path(nothing))
+        try:
+            keys = uploader.list_objects()
+        except Exception as error:  # of many SDKs, which have no base in common
+            raise DataError(f"{url} cannot be listed ({_sdk_reason(error)[0]}); check your rights") from error
     return sorted(key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
 
 

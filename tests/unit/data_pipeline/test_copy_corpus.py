@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.copy_corpus import fetch_corpus, upload_corpus
+from data_pipeline.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import MANIFEST_NAME
 from data_pipeline.stores import Patience
 from tests.helpers.corpora import contents, make_tiny_corpus
-from tests.helpers.stores import QUICK, FileServer, client
+from tests.helpers.stores import QUICK, STALL_SECONDS, FileServer, client
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +135,40 @@ def test_raw_objects_are_copied_as_they_are_named_and_only_once(tmp_path, bucket
     s3.put_object(Bucket=name, Key="bad/../../x", Body=b"x")
     assert main(["fetch", f"{bucket}/bad", str(tmp_path / "bad"), "--raw"]) == 2
     assert "would lie outside" in capsys.readouterr().err
+
+
+def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeypatch):
+    client(s3_endpoint).put_object(Bucket=bucket.removeprefix("s3://"), Key="text/a.txt", Body=b"x" * 50_000)
+    with FileServer(s3_endpoint) as server:
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        fetch_objects(f"{bucket}/text", tmp_path / "warm", print)  # the first client takes its time
+        server.bytes_per_second = 20_000
+        patience = Patience(attempts=1, timeout=0.5, bytes_per_second=1e9)  # a second, if it were a small file
+        fetch_objects(f"{bucket}/text", tmp_path / "copy", print, patience)
+    assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
+
+
+def test_a_store_that_may_not_be_listed_is_one_line(bucket, capsys, tmp_path, monkeypatch, s3_endpoint):
+    with FileServer(tmp_path) as server:  # answers 404 to whatever is asked
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{bucket}/text cannot be" in error
+
+
+def test_ctrl_c_does_not_wait_for_a_silent_store_and_leaves_no_half_file(built, tmp_path):
+    with FileServer(built) as server:
+        server.fault, server.faulty = "stall", 1000
+        command = [sys.executable, "-m", "data_pipeline", "fetch", server.url, str(tmp_path / "copy")]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        while sum(server.asked.values()) < 3:  # the manifest and some shards
+            time.sleep(0.01)
+            assert process.poll() is None
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)
+        assert time.monotonic() - began < STALL_SECONDS
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "interrupted"
+    assert list(contents(tmp_path / "copy")) == [".fetch.lock"]

@@ -139,3 +139,18 @@ def test_a_task_that_does_not_end_in_time_is_left_behind():
         within(0.05, forever.wait)  # type: ignore[arg-type]
     forever.set()
     within(5.0, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "http://127.0.0.1:99999999999999999999/c",
+        "http://host:port/c",
+        "http://h/b\u00fccher",
+        "http://h/a b",
+    ],
+)
+def test_what_is_no_url_is_said_at_once(tmp_path, url):
+    with pytest.raises(NotFetchedError, match=r"attempt 1 of 3 ended with: this is no URL"):
+        fetch_manifest(store_at(url, QUICK), tmp_path)
