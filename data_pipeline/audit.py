@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import DataError
-from data_pipeline.lane_plan import LanePlan, LaneWalk, Run, check_lanes
+from data_pipeline.lane_check import check_lanes
+from data_pipeline.lane_plan import LanePlan, LaneWalk, Run
 from data_pipeline.lane_tokens import check_range, plan_of
 from data_pipeline.mixture import Mixture
 
@@ -52,11 +54,18 @@ def audit_steps(
 
 
 def find_document(
-    corpus: Corpus | Mixture, document: str, num_lanes: int, seed: int, segment_length: int, epochs: int
+    corpus: Corpus | Mixture,
+    document: str,
+    num_lanes: int,
+    seed: int,
+    segment_length: int,
+    epochs: int | None = None,
+    steps: range | None = None,
 ) -> Iterator[Piece]:
-    """Every reading of the documents with this id in the first `epochs` epochs, in the order of epochs and places.
+    """Every reading of the documents with this id, in the order of epochs and places.
 
-    DataError when no document has the id. The headers of all shards are searched, no tokens are read.
+    Looks as far as `epochs` and `steps` both go; with neither, through the first epoch. DataError when no document has
+    the id. The headers of all shards are searched, no tokens are read.
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_document)
@@ -66,12 +75,15 @@ def find_document(
             f"no document of the {corpus.manifest.documents:,} has the id {document!r}; `inspect` shows some"
         )
     token_begins = [0] * num_lanes  # of the epoch, in each lane's stream since the run began
-    for epoch in range(epochs):
+    for epoch in itertools.count() if epochs is None and steps else range(epochs or 1):
+        if steps and min(token_begins) >= steps.stop * segment_length:
+            return
         lane_begins = [plan.lane_begin(epoch, lane) for lane in range(num_lanes + 1)]
         for place in sorted(begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)):
             lane = int(np.searchsorted(lane_begins, place, "right")) - 1
             walk = plan.walk(lane, epoch, place - lane_begins[lane])
-            yield from _reading(corpus, walk, token_begins[lane] + walk.position, segment_length)
+            pieces = _reading(corpus, walk, token_begins[lane] + walk.position, segment_length)
+            yield from (piece for piece in pieces if steps is None or piece.step in steps)
         token_begins = [token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane] for lane in range(num_lanes)]
 
 

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 def add_audit_arguments(audit: argparse.ArgumentParser) -> None:
     """The command line of `audit`, beside the corpus, the lanes and the seed."""
     audit.add_argument("--segment-length", type=int, default=64)
-    audit.add_argument("--steps", type=_steps, default=range(1), metavar="FIRST:END", help="END is left out")
+    audit.add_argument("--steps", type=_steps, metavar="FIRST:END", help="END is left out; without it, the first step")
     audit.add_argument(
         "--first-step", type=int, default=0, metavar="STEP", help="of the run's phase: where lanes began"
     )
     audit.add_argument("--lane", type=int, help="of this lane alone")
-    audit.add_argument("--document", metavar="ID", help="at which steps this document is read, instead of --steps")
-    audit.add_argument("--epochs", type=int, default=1, help="how far --document looks")
+    audit.add_argument("--document", metavar="ID", help="when this document is read: in --epochs, or in --steps")
+    audit.add_argument("--epochs", type=int, help="how far --document looks, 1 unless --steps say it")
     audit.add_argument(
         "--mix", action="append", default=[], metavar="DIR=REPEAT", help="another corpus of the run's data.mixture"
     )
     audit.add_argument("--repeat", type=float, default=1.0, help="of the first corpus, beside --mix")
+    audit.add_argument("--weights", action="store_true", help="the mixture has weights: --repeat and --mix give these")
     audit.add_argument("--ranks", type=int, default=1, help="also say which of so many ranks reads the lane")
     audit.add_argument("--json", action="store_true", help="one JSON object per line")
     audit.set_defaults(run=_audit)
@@ -42,18 +43,23 @@ def _steps(text: str) -> range:
     first, colon, end = text.partition(":")
     try:
         begin = int(first or 0)
-        return range(begin, int(end) if colon else begin + 1)
+        steps = range(begin, int(end) if colon else begin + 1)
     except ValueError:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected FIRST:END such as 0:200, or one step") from None
+    if not steps:
+        raise argparse.ArgumentTypeError(f"found {text!r}, which holds no step; END must lie behind FIRST")
+    return steps
 
 
 def _audit(options: argparse.Namespace) -> int:
-    check_positive(options, "lanes", "segment_length", "ranks", "epochs")
+    check_positive(options, "lanes", "segment_length", "ranks", *(["epochs"] if options.epochs is not None else []))
     if options.lanes % options.ranks:
         raise ConfigError(
             f"--lanes={options.lanes} does not divide over {options.ranks} ranks; use a multiple of {options.ranks}"
         )
-    if options.document is None and not 0 <= options.first_step <= options.steps.start:
+    if options.document is None:
+        options.steps = options.steps or range(options.first_step, options.first_step + 1)
+    if options.steps is not None and not 0 <= options.first_step <= options.steps.start:
         raise ConfigError(
             f"--steps begin at {options.steps.start}, before the phase at --first-step={options.first_step}; "
             "audit the phase before with its own lanes and seed"
@@ -77,18 +83,18 @@ def _audited_pieces(options: argparse.Namespace) -> Iterator[Piece]:
 
     data = _audited_data(options)
     settings = (options.lanes, options.seed, options.segment_length)
+    steps = options.steps and range(options.steps.start - options.first_step, options.steps.stop - options.first_step)
     if options.document is None:
         lanes = None if options.lane is None else range(options.lane, options.lane + 1)
-        steps = range(options.steps.start - options.first_step, options.steps.stop - options.first_step)
         return audit_steps(data, *settings, steps, lanes)
-    pieces = find_document(data, options.document, *settings, options.epochs)
+    pieces = find_document(data, options.document, *settings, options.epochs, steps)
     return (piece for piece in pieces if options.lane in (None, piece.lane))
 
 
 def _audited_data(options: argparse.Namespace) -> Corpus | Mixture:
     """The corpus, or the mixture in the order of the run's data.mixture."""
     from data_pipeline.corpus import Corpus, split_directory
-    from data_pipeline.mixture import Mixture, exact_repeat
+    from data_pipeline.mixture import Mixture, exact_repeats, repeats_of_weights
 
     directories, repeats = [options.directory], [options.repeat]
     for text in options.mix:
@@ -101,6 +107,6 @@ def _audited_data(options: argparse.Namespace) -> Corpus | Mixture:
             raise ConfigError(f"found --mix {text}, expected DIR=REPEAT such as books=2.5")
         directories.append(Path(directory))
     corpora = [Corpus.open(split_directory(near(place)), check_hashes=False) for place in directories]
-    if repeats == [1.0]:
+    if not options.mix and options.repeat == 1.0:
         return corpora[0]
-    return Mixture(corpora, [exact_repeat(repeat) for repeat in repeats])
+    return Mixture(corpora, repeats_of_weights(corpora, repeats) if options.weights else exact_repeats(repeats))

@@ -51,6 +51,7 @@ class EvaluationStream:
         self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)  # of all lanes
         plan = plan_of(corpus, 1, EVALUATION_SEED)
         shares = [lane * self.num_tokens // num_lanes for lane in range(num_lanes + 1)]
+        corpus.will_read(dict.fromkeys(plan.unit_at(0, place) for place in shares[:-1]))
         begins = [min(plan.document_begin(0, place), self.num_tokens) for place in shares[:-1]] + [self.num_tokens]
         longest = max(end - begin for begin, end in pairwise(begins))
         self.num_batches = -(-longest // segment_length)
@@ -59,6 +60,10 @@ class EvaluationStream:
         self._batches_done = 0
         self._remaining = [begins[lane + 1] - begins[lane] for lane in lanes]
         self._walks = [plan.walk(0, 0, begins[lane]) for lane in lanes]
+        # Of each lane, what it still reads: the unit it stands in and those behind it.
+        self._units = [plan.units_between(0, begins[lane], begins[lane + 1]) for lane in lanes]
+        for units in self._units:
+            corpus.will_read(units[:2])
         self._last_B = np.full(len(lanes), corpus.manifest.end_id, np.int64)
         self._last_starts_B = np.ones(len(lanes), bool)
 
@@ -80,6 +85,8 @@ class EvaluationStream:
             count = min(self._segment_length, self._remaining[row])
             self._remaining[row] -= count
             runs = walk.take(count)
+            if runs:
+                self._ask_behind(self._units[row], runs[-1].unit)
             stream_BL1[row, 1 : count + 1] = read_runs(self._corpus, runs)
             starts_BL1[row, 1 : count + 1] = _starts(runs, count)
             valid_BL1[row, 1 : count + 1] = True
@@ -91,6 +98,12 @@ class EvaluationStream:
             lanes=self.lanes,
             valid_BL=valid_BL1[:, 1:],
         )
+
+    def _ask_behind(self, units: list[int], current: int) -> None:
+        """When a lane has entered a unit, have the next one fetched."""
+        if units[0] != current:
+            del units[: units.index(current)]
+            self._corpus.will_read(units[1:2])
 
 
 def _starts(runs: list[Run], count: int) -> np.ndarray:

@@ -20,7 +20,6 @@ from data_pipeline.permutation import key_of, permutation, sort_order
 
 EPOCHS_KEPT = 4  # lanes cross into the next epoch at different steps
 LAYOUTS_KEPT = 32
-COMFORTABLE_RATIO = 20  # tokens of a lane per token of the longest document
 ALWAYS_EMPTY_EPOCHS = 1000
 
 
@@ -121,6 +120,12 @@ class LanePlan:
         units, begins = self.epoch_order(epoch)
         place = min(place, int(begins[-1]) - 1)
         return int(units[np.searchsorted(begins, place, "right") - 1])
+
+    def units_between(self, epoch: int, begin: int, end: int) -> list[int]:
+        """The units that hold the tokens from `begin` to `end` of the epoch's stream, in order; arithmetic alone."""
+        units, begins = self.epoch_order(epoch)
+        first = int(np.searchsorted(begins, begin, "right")) - 1
+        return units[first : int(np.searchsorted(begins, end, "left"))].tolist()
 
     def first_units(self, lane: int, epoch: int, position: int = 0) -> list[int]:
         """The units that tell where the lane's share of the epoch begins and ends, and the one at a position in it.
@@ -226,29 +231,6 @@ class LaneWalk:
         lengths = np.minimum(begins[low + 1 : high + 1], last) - piece_begins
         self.position += last - first
         return Run(self.epoch, self._unit, documents[low:high], piece_begins - begins[low:high], lengths)
-
-
-def check_lanes(plan: LanePlan, longest_document: int) -> str:
-    """Advice, or "" when there is none; DataError when a lane would have nothing to read.
-
-    A lane is empty when one document covers its whole share, so with T/N at least the longest document none ever is.
-    """
-    share = plan.num_tokens // plan.num_lanes
-    at_most = max(1, plan.num_tokens // max(longest_document, 1))
-    if share < longest_document and not (lengths := plan.lane_lengths(0)).all():
-        raise DataError(
-            f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest document has "
-            f"{longest_document} tokens and lane {int(np.argmin(lengths))} would be empty; "
-            f"use at most {at_most} lanes, more text, or shorter documents"
-        )
-    if share < COMFORTABLE_RATIO * longest_document:
-        comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
-        fewer = f"; up to {comfortable} lanes would be even" if comfortable else ""
-        return (
-            f"{plan.num_lanes} lanes of {share} tokens are short beside the longest document of {longest_document} "
-            f"tokens: they will differ in length and cross epochs at different steps{fewer}"
-        )
-    return ""
 
 
 def _begins(lengths: np.ndarray) -> np.ndarray:

@@ -13,7 +13,8 @@ import numpy as np
 from data_pipeline.corpus import Corpus
 from data_pipeline.errors import DataError
 from data_pipeline.evaluation_stream import EvaluationStream
-from data_pipeline.lane_plan import LanePlan, LaneWalk, Run, check_lanes
+from data_pipeline.lane_check import check_lanes
+from data_pipeline.lane_plan import LanePlan, LaneWalk, Run
 from data_pipeline.lane_tokens import check_range, copy_run, plan_of, read_runs
 from data_pipeline.mixture import Mixture, tokens_of_parts
 from data_pipeline.segment_batch import LaneCursor, SegmentBatch, check_value

@@ -5,6 +5,7 @@ P corpora (parts), U units: the shards of the first part, then those of the seco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -93,9 +94,8 @@ def open_mixture(parts: Sequence[MixturePart], split: str = "train", cache: Cach
         raise ConfigError("some parts of the mixture have a weight and some have none; give all of them one, or none")
     corpora = [Corpus.open(at_hand(part.path, cache or CacheConfig()) / split) for part in parts]
     if not parts[0].weight:
-        return Mixture(corpora, [exact_repeat(part.repeat or 1.0) for part in parts])
-    passes = [part.weight / corpus.num_tokens for part, corpus in zip(parts, corpora, strict=True)]
-    return Mixture(corpora, [exact_repeat(count / min(passes)) for count in passes])
+        return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
+    return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
 
 
 def open_training_data(path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None) -> Corpus | Mixture:
@@ -143,11 +143,23 @@ def _copies_at(epoch: int, repeat: Fraction, num_units: int, key: int) -> np.nda
     return after - before
 
 
-def exact_repeat(repeat: float) -> Fraction:
-    """A repeat as plans use it; ConfigError when it is none."""
-    exact = Fraction(repeat).limit_denominator(FINEST_REPEAT)
+def repeats_of_weights(corpora: Sequence[Corpus], weights: Sequence[float]) -> list[Fraction]:
+    """Repeats that give the corpora these shares of the tokens; the least is one. ConfigError for a weight of none."""
+    if min(weights) <= 0:
+        raise ConfigError(f"found a weight of {min(weights):g}, expected positive ones")
+    passes = [weight / corpus.num_tokens for weight, corpus in zip(weights, corpora, strict=True)]
+    return exact_repeats([count / min(passes) for count in passes])
+
+
+def exact_repeats(repeats: Sequence[float]) -> list[Fraction]:
+    """Repeats as plans use them; ConfigError when one is none."""
+    return [_exact(repeat) for repeat in repeats]
+
+
+def _exact(repeat: float) -> Fraction:
+    exact = Fraction(repeat).limit_denominator(FINEST_REPEAT) if math.isfinite(repeat) else Fraction(0)
     if exact <= 0:
-        raise ConfigError(f"a repeat of {repeat:g} is too small; use at least {1 / FINEST_REPEAT:g}")
+        raise ConfigError(f"a repeat of {repeat:g} is none or too small; use at least {1 / FINEST_REPEAT:g}")
     return exact
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_pipeline.corpus import SPLITS, Corpus, LocalShards, check_shard, split_directory
 from data_pipeline.errors import DataError
-from data_pipeline.lane_plan import check_lanes
+from data_pipeline.lane_check import check_lanes
 from data_pipeline.lane_tokens import plan_of
 from data_pipeline.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.tokenizer import Tokenizer
@@ -16,12 +16,15 @@ SAMPLE_TOKENS = 120
 
 
 def splits_of(path: Path) -> list[Path]:
-    """`path` if it is a split, else the splits below it; DataError when there is none."""
+    """`path` if it is a split, else the splits below it; DataError when there is none, or one without manifest."""
     if (path / MANIFEST_NAME).exists():
         return [path]
-    found = [path / split for split in SPLITS if (path / split / MANIFEST_NAME).exists()]
+    found = [path / split for split in SPLITS if (path / split).is_dir()]
     if not found:
         read_manifest(path)  # raises with the reason
+    for split in found:
+        if not (split / MANIFEST_NAME).exists():
+            read_manifest(split)  # raises: a split whose manifest is missing is no split that is not there
     return found
 
 

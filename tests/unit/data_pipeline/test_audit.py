@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from data_pipeline.cli import main
 from data_pipeline.corpus import Corpus
 from data_pipeline.lanes import LaneStream
+from data_pipeline.mixture import open_mixture
+from data_pipeline.mixture_part import MixturePart
 from tests.helpers.corpora import write_numbered_corpus
 
 NUM_LANES, LENGTH, STEPS = 8, 16, 60
@@ -134,3 +137,45 @@ def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
     assert since_phase[0]["step"] + 100 in {piece["step"] for piece in found}
     assert main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
     assert "--steps begin at 5, before the phase at --first-step=100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [range(40, 90), range(300)])
+def test_a_document_is_looked_for_in_the_steps_that_are_asked_for_whatever_the_epochs(corpus, capsys, steps):
+    window = f"--steps={steps.start}:{steps.stop}"
+    whole = audited(capsys, corpus, window)
+    name = whole[0]["document"]
+    key = lambda piece: (piece["step"], piece["lane"], piece["offset"])  # noqa: E731
+    found = audited(capsys, corpus, f"--document={name}", window)
+    assert sorted(found, key=key) == [piece for piece in whole if piece["document"] == name]
+    assert len({piece["epoch"] for piece in found}) > 1
+    shifted = audited(
+        capsys, corpus, f"--document={name}", f"--steps={steps.start + 7}:{steps.stop + 7}", "--first-step=7"
+    )
+    assert shifted == [{**piece, "step": piece["step"] + 7} for piece in found]
+
+
+def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
+    """The parts of a run's `data.mixture` with weights read what the audit says."""
+    (tmp_path / "a").mkdir()
+    shutil.copytree(corpus.directory, tmp_path / "a" / "train")
+    write_numbered_corpus(tmp_path / "b" / "train", [[30, 7, 40], [12, 50]])
+    parts = [MixturePart(path=tmp_path / "a", weight=5), MixturePart(path=tmp_path / "b", weight=1.0)]
+    mixture = open_mixture(parts)
+    assert mixture.repeats[0] == 1
+    assert mixture.repeats[1] > 1
+    stream = LaneStream(mixture, NUM_LANES, 1, LENGTH, range(NUM_LANES))
+    mix = ["--repeat=5", f"--mix={tmp_path / 'b'}=1", "--weights"]
+    arguments = [f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}", "--json", "--steps=0:100", *mix]
+    assert main(["audit", str(tmp_path / "a"), *arguments]) == 0
+    pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    units = {shard.path: unit for unit, shard in enumerate(mixture.manifest.shards)}
+    for step in range(100):
+        read: dict[int, list[int]] = defaultdict(list)
+        for piece in (piece for piece in pieces if piece["step"] == step):
+            shard = mixture.shard(units[piece["shard"]])
+            read[piece["lane"]] += shard.tokens(piece["index"], piece["offset"], piece["tokens"]).tolist()
+        assert [read[lane] for lane in range(NUM_LANES)] == next(stream).tokens_BL.tolist()
+    assert main(["audit", str(tmp_path / "a"), *arguments, "--repeat=0"]) == 2
+    assert "found a weight of 0" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path / "a"), f"--mix={tmp_path / 'b'}=nan"]) == 2
+    assert "a repeat of nan is none or too small" in capsys.readouterr().err

@@ -94,11 +94,14 @@ def test_lanes_that_cannot_be_are_refused(corpus, capsys, arguments, message):
     assert message in err
 
 
-def test_steps_that_are_no_range_are_refused(corpus, capsys):
+@pytest.mark.parametrize(
+    ("steps", "message"), [("all", "found 'all', expected FIRST:END"), ("7:7", "found '7:7', which holds no step")]
+)
+def test_steps_that_are_no_range_are_refused(corpus, capsys, steps, message):
     with pytest.raises(SystemExit) as caught:
-        main(["audit", str(corpus), "--steps=all"])
+        main(["audit", str(corpus), f"--steps={steps}"])
     assert caught.value.code == 2
-    assert "found 'all', expected FIRST:END" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
@@ -182,3 +185,12 @@ def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
         "sys.exit(bool({'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_split_that_has_lost_its_manifest_is_no_absent_split(tmp_path, capsys, command):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    (corpus / "validation" / "manifest.json").unlink()
+    status, out, err = run(capsys, command, corpus, *(["--lanes=2"] if command == "inspect" else []))
+    assert (status, out) == (2, "")
+    assert "validation has no manifest.json, so it is no finished corpus" in err

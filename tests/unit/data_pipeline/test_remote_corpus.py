@@ -188,3 +188,20 @@ def test_reading_ahead_asks_once_and_outlives_errors(numbered):
     while len(asked) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
     assert sorted(asked) == [info.path for info in numbered.manifest.shards[:5]]
+
+
+def test_an_evaluation_asks_for_what_its_lanes_read_next(tmp_path):
+    corpus = write_numbered_corpus(tmp_path / "validation", [[3000] * 10] * 12)
+    expected = [batch.targets_BL for batch in EvaluationStream(corpus, 2, 512, range(2))]
+    with FileServer(corpus.directory) as server:
+        stream = EvaluationStream(remote(corpus, server.url, tmp_path / "cache"), 2, 512, range(2))
+        batches = [next(stream)]
+        for ahead in (4, 6):  # where each lane stands, and what it reads next
+            deadline = time.monotonic() + 10
+            while len(server.asked) < ahead and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(server.asked) == ahead
+            batches += [next(stream) for _ in range(-(-30_000 // 512))]
+        batches += list(stream)
+        assert set(server.asked.values()) == {1}
+    assert all((batch.targets_BL == targets_BL).all() for batch, targets_BL in zip(batches, expected, strict=True))
