@@ -25,15 +25,15 @@ from data_pipeline.errors import UserError
 Phase = Literal["start", "train", "evaluate", "save"]
 
 WRITE_SECONDS = 1.0
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGQUIT  # no signal that asks for a stop
 
 
 class Heartbeat:
-    """Use as a context manager, after the handlers of StopRequest are set.
+    """Use as a context manager.
 
-    While it is open, SIGUSR2 writes every thread's Python stack to stderr and is then passed on to the handler set
-    before. After `hang_seconds` without a beat the stacks are written too and the process ends with status 1, by a
-    native thread that a blocked interpreter does not hold up; 0 waits for ever.
+    While it is open, SIGQUIT writes every thread's Python stack to stderr, and the process goes on. After
+    `hang_seconds` without a beat the stacks are written, too, and the process ends with status 1, by a native thread
+    that a blocked interpreter does not hold up; 0 waits for ever.
     """
 
     def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
@@ -54,7 +54,7 @@ class Heartbeat:
             raise UserError(
                 f"{self._path.parent}: cannot be made ({error.strerror}); make the run directory writable"
             ) from None
-        faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True)
+        faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         self._writer.start()
         return self
 

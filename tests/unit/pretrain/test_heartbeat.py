@@ -64,10 +64,14 @@ def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
     assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
 
 
-def test_sigusr2_shows_the_stacks_and_still_asks_for_a_stop(tmp_path):
+def test_sigquit_shows_the_stacks_of_a_process_that_goes_on_and_sigusr2_asks_for_a_stop(tmp_path):
     with start(tmp_path, hang_seconds=0) as process:
         read_when_step(tmp_path / "rank-00003.json", 5)
+        process.send_signal(signal.SIGQUIT)
+        assert process.stderr is not None
+        while "wait_for_ever" not in process.stderr.readline():
+            assert process.poll() is None
         process.send_signal(signal.SIGUSR2)
         _, errors = process.communicate(timeout=30)
-    assert "wait_for_ever" in errors
-    assert "stop requested" in errors
+    assert errors.splitlines()[-1] == "stop requested"
+    assert "most recent call first" not in errors
