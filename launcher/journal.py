@@ -39,8 +39,11 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
 
     Where Slurm ends a job, its supervisor says so at once and the ranks' last words follow; they are no turn any more.
     """
-    turn = last_of(ledger, *BEGINNINGS, *_ENDS, "job_started", "job_ended")
-    of_job = last_of(ledger, *BEGINNINGS, "submitted", "job_started", "job_ended")
+    ended = last_of(ledger, "job_ended")
+    start = f"{ended['job']}.{ended.get('restart', 0)}" if ended is not None else ""
+    timely = [event for event in ledger if not begins_in(event, start)]
+    turn = last_of(timely, *BEGINNINGS, *_ENDS, "job_started", "job_ended")
+    of_job = last_of(timely, *BEGINNINGS, "submitted", "job_started", "job_ended")
     return of_job if of_job is not None and of_job["event"] == "job_ended" else turn
 
 
@@ -77,6 +80,11 @@ def is_interruption(event: Event) -> bool:
 
 def is_beginning(event: Event) -> bool:
     return event.get("event") in BEGINNINGS
+
+
+def begins_in(event: Event, start: str) -> bool:
+    """Whether ranks of this job (17), or of this start of a job (17.2), began; they say so late where it is ending."""
+    return is_beginning(event) and str(event.get("attempt", "")).startswith(f"{start}.")
 
 
 def is_finished(event: Event) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from launcher.journal import (
     BEGINNINGS,
     Event,
+    begins_in,
     is_beginning,
     is_finished,
     is_interruption,
@@ -81,12 +82,14 @@ def goodput(evidence: Evidence, is_running: bool) -> float | None:
 
 
 def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, str] | None:
+    order = last_of(evidence.ledger, "cancelled")
+    job = str(order["job"]) if order is not None else ""
     begun, submitted, cancelled = (
         0.0 if event is None else time_of(event)
         for event in (
-            last_of(evidence.ledger, *BEGINNINGS),
+            last_of([event for event in evidence.ledger if not begins_in(event, job)], *BEGINNINGS),
             last_of(evidence.ledger, "submitted"),
-            last_of(evidence.ledger, "cancelled"),
+            order,
         )
     )
     if cancelled > max(begun, submitted):

@@ -50,7 +50,9 @@ REFUSED = event(ENDED, next="refused", reason="a setting has to change")
 GAVE_UP = event("gave_up", 1, reason="a loss spike")
 JOB_STARTED = event("job_started", -1, job="17", restart=1, hosts=["n1", "n2"], step=40)
 SUBMITTED = event("submitted", -1, job="17")
-CANCELLED = event("cancelled", 20)
+CANCELLED = event("cancelled", 20, job="17")
+LATE_START = event("start", 10, attempt="17.0.0.a1b2")
+STOP = event("stop", step=1)
 
 
 def job_ended(why: str, requeued: bool, **more: str) -> dict:
@@ -91,6 +93,12 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, job_ended("time limit", True)), "requeued", "time limit"),
         (evidence(START, job_ended("host n2 failed", False)), "requeued", "host n2 failed"),
         (evidence(START, job_ended("cancelled", False), checkpoint=40), "cancelled", "after step 40"),
+        (
+            evidence(JOB_STARTED, job_ended("cancelled", False), LATE_START, STOP, checkpoint=1),
+            "cancelled",
+            "after step 1",
+        ),
+        (evidence(JOB_STARTED, CANCELLED, LATE_START, STOP, checkpoint=1), "cancelled", "after step 1"),
         (evidence(JOB_STARTED, job_ended("n2 sees nothing", False, next="give up")), "failed", "n2 sees nothing"),
         (evidence(START, GIVEN_UP, job_ended("gave up or refused", False)), "failed", "3 in a row"),
         (evidence(START, GAVE_UP, REFUSED, job_ended("gave up or refused", False)), "failed", "a loss spike"),
