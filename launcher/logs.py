@@ -74,11 +74,12 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
     looked, ending = time.monotonic(), ""
     while True:
         newest = newest_attempt(logs)
-        if newest and (tail is None or tail.path != newest.path_of(rank)):
+        # the ranks of an attempt begin their logs one after the other
+        path = newest.paths.get(rank) if newest else None
+        if newest and path and (tail is None or tail.path != path):
             if tail is not None:
                 tail.print_new()
                 print(f"--- attempt {newest.attempt}", flush=True)
-            path = newest.path_of(rank)
             tail = _Tail(path, 0 if tail is not None else _start_of_last_lines(path, arguments.lines))
         if tail is not None:
             tail.print_new()
@@ -88,6 +89,8 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
         if time.monotonic() - looked > _LOOK_SECONDS:
             looked = time.monotonic()
             (state,) = read_states([arguments.run])
+            if newest and tail is None and state.ranks is not None and rank >= state.ranks:
+                newest.path_of(rank)  # there is none, and will be none
             if state.state not in _GOES_ON:
                 ending = state.in_words  # after one more look at the log: its last lines may have come since
         time.sleep(_POLL_SECONDS)

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     number = submit(job, config)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
-    print(f"how it stands: launcher status {job.run_dir}\nwhat it says:  tail -F {job.run_dir}/logs/slurm-{number}.log")
+    print(f"how it stands: launcher status {job.run_dir}\nwhat it says:  launcher logs {job.run_dir} --follow")
     return 0
 
 

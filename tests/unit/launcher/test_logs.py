@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,8 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     with open(run_dir.logs / "attempt-10-rank-0.log", "a") as file:
         file.write("step 4\n")
     assert follower.stdout.readline() == "step 4\n"
+    (run_dir.logs / "attempt-11-rank-1.log").touch()  # the others may begin before
+    time.sleep(0.5)
     (run_dir.logs / "attempt-11-rank-0.log").write_text("step 5\n")
     assert follower.stdout.readline() == "--- attempt 11\n"
     assert follower.stdout.readline() == "step 5\n"
