@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.engine import Engine, Fragment, StepResult
+from pretrain.engine import Engine, StepResult
+from pretrain.fragments import Fragment
 
 AVERAGE = "average"
 
@@ -30,8 +31,8 @@ class AveragingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, learning_rate: float) -> StepResult:
-        result = self._engine.step(learning_rate)
+    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
+        result = self._engine.step(learning_rate, measure_layers)
         if not result.skipped:
             with torch.no_grad():
                 for each in self._engine.fragments():

@@ -75,9 +75,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
+    """AdamW or LAMB with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
 
     steps: int = 1000
+    name: Literal["adamw", "lamb"] = "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
     learning_rate: float = 2.5e-4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8

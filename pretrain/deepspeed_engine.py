@@ -19,18 +19,17 @@ from data_pipeline.lanes import SegmentBatch
 from pretrain.config import RunConfig
 from pretrain.distributed import World
 from pretrain.engine import (
-    Fragment,
     Memory,
     StepResult,
     batch_tensors,
     clip_gradients,
-    create_moments,
     dropout_stream,
     evaluate_module,
     replicated_fragment,
 )
+from pretrain.fragments import Fragment, Placement, create_moments, fragment_of
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw, is_harmful
+from pretrain.optim import build_optimizer, is_harmful
 
 
 def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class DeepSpeedEngine:
         self._accumulation_steps = accumulation_steps
         self._slots_done = 0
         initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        optimizer = build_adamw(module, run.optim)
+        optimizer = build_optimizer(module, run.optim)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=deepspeed_config(run, world.world_size, accumulation_steps)
         )
@@ -79,6 +78,8 @@ class DeepSpeedEngine:
         self._start_from(initial)
         self._plain_norm: Tensor | None = None  # of the step in hand, where DeepSpeed does not compute it
         optimizer.refuses = self._gradients_are_harmful
+        optimizer.placement = Placement(self.fragments(), list(initial), is_sharded=run.engine.zero_stage > 0)
+        self._meter = optimizer.placement.meter
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
@@ -92,15 +93,18 @@ class DeepSpeedEngine:
         assert memory is not None
         return loss.detach(), memory
 
-    def step(self, learning_rate: float) -> StepResult:
+    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         assert self._slots_done == self._accumulation_steps, "step() before every slot has run"
         self._slots_done = 0
         for group in self._base_optimizer.param_groups:
             group["lr"] = learning_rate
         self._plain_norm = clip_gradients(self.module, self._run.optim) if _is_plain(self._run) else None
+        self._meter.begin(measure_layers)
         self._engine.step()
         # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
-        return StepResult(grad_norm=self._grad_norm(), skipped=self._gradients_are_harmful())
+        skipped = self._gradients_are_harmful()
+        layers = self._meter.take() if measure_layers and not skipped else None
+        return StepResult(grad_norm=self._grad_norm(), skipped=skipped, layers=layers)
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
@@ -148,7 +152,7 @@ class DeepSpeedEngine:
 
     def _fragments_of_stage_0(self) -> Iterator[Fragment]:
         for weight, master in self._weights_and_masters():
-            yield replicated_fragment(self._names[id(weight)], master.data, self._moments(master), self.world)
+            yield replicated_fragment(self._names[id(weight)], master, self._moments(master), self.world)
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Stage 0: in fp32 a parameter is its own master; in bf16 DeepSpeed keeps fp32 copies in the same order."""
@@ -171,8 +175,8 @@ class DeepSpeedEngine:
                 if mapping is None:  # lies wholly on other ranks
                     continue
                 place, count = mapping.get_hp_fragment_address().start, mapping.get_hp_fragment_address().numel
-                values = _narrowed(master.data, moments, place, count)
-                yield Fragment(self._names[id(weight)], mapping.lp_fragment_address.start, values, owned=True)
+                start = mapping.lp_fragment_address.start
+                yield fragment_of(self._names[id(weight)], start, master, moments, place, count)
 
     def _fragments_of_stage_3(self) -> Iterator[Fragment]:
         """Each rank holds one slice of every weight, padded to equal length; the padding is no part of a fragment."""
@@ -187,8 +191,7 @@ class DeepSpeedEngine:
                 start = rank * part
                 count = max(0, min(part, weight.ds_numel - start))
                 if count:
-                    values = _narrowed(master.data, moments, place, count)
-                    yield Fragment(self._names[id(weight)], start, values, owned=True)
+                    yield fragment_of(self._names[id(weight)], start, master, moments, place, count)
                 place += part
 
     def _write_weights_from_masters(self) -> None:
@@ -217,11 +220,6 @@ class DeepSpeedEngine:
 def _is_plain(run: RunConfig) -> bool:
     """ZeRO 0 in fp32: DeepSpeed runs the optimizer as it is, without a wrapper of its own."""
     return run.engine.zero_stage == 0 and run.engine.precision == "fp32"
-
-
-def _narrowed(master: Tensor, moments: dict[str, Tensor], place: int, count: int) -> dict[str, Tensor]:
-    whole = {"weight": master, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
-    return {key: value.narrow(0, place, count) for key, value in whole.items()}
 
 
 def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:

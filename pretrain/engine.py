@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from data_pipeline.lanes import SegmentBatch
 from pretrain.config import OptimConfig, RunConfig
 from pretrain.distributed import World, sum_over_ranks
+from pretrain.fragments import Fragment, Placement, create_moments, fragment_of
+from pretrain.layer_norms import LayerSquares
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw, is_harmful
+from pretrain.optim import build_optimizer, is_harmful
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
@@ -27,24 +29,12 @@ class StepResult:
 
     `skipped`: the gradients were no numbers or longer than `healing.skip_norm`; every weight, moment and counter is,
     bit for bit, what it was before. All ranks say the same, for the norm is that of all of them together.
+    `layers` is there where it was asked for and the step was not skipped.
     """
 
     grad_norm: Tensor | float | None
     skipped: bool
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A run of one parameter's elements, [start, start + n), as this rank holds them.
-
-    `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to them changes the
-    engine. `owned` is False where another rank writes the same elements to the checkpoint.
-    """
-
-    name: str
-    start: int
-    values: dict[str, Tensor]
-    owned: bool
+    layers: LayerSquares | None = None
 
 
 class Engine(Protocol):
@@ -57,7 +47,7 @@ class Engine(Protocol):
         """Add the gradient of the slot's mean loss; returns that loss, detached, and the next segment's memory."""
         ...
 
-    def step(self, learning_rate: float) -> StepResult:
+    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         """Average the gradients over slots and ranks, clip, update unless they would do harm, and clear them."""
         ...
 
@@ -124,8 +114,11 @@ class TorchEngine:
         self.module: nn.Module = self._master
         if run.engine.precision == "bf16":
             self.module = copy.deepcopy(self._master).to(torch.bfloat16)
-        self._optimizer = build_adamw(self._master, run.optim)
+        self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
+        names = [name for name, _ in self._master.named_parameters()]
+        self._optimizer.placement = Placement(self.fragments(), names, is_sharded=False)
+        self._meter = self._optimizer.placement.meter
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
@@ -138,7 +131,7 @@ class TorchEngine:
         assert memory is not None
         return loss.detach(), memory
 
-    def step(self, learning_rate: float) -> StepResult:
+    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         for parameter in self._master.parameters():
             if parameter.grad is not None and self.world.world_size > 1:
                 parameter.grad = sum_over_ranks(parameter.grad) / self.world.world_size
@@ -146,19 +139,21 @@ class TorchEngine:
         skipped = is_harmful(grad_norm, self._run.healing.skip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self._meter.begin(measure_layers)
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self.module is not self._master:
             self._copy_master_to_module()
-        return StepResult(grad_norm=grad_norm, skipped=skipped)
+        layers = self._meter.take() if measure_layers and not skipped else None
+        return StepResult(grad_norm=grad_norm, skipped=skipped, layers=layers)
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
 
     def fragments(self) -> Iterator[Fragment]:
         for name, parameter in self._master.named_parameters():
-            yield replicated_fragment(name, parameter.data, self._optimizer.state[parameter], self.world)
+            yield replicated_fragment(name, parameter, self._optimizer.state[parameter], self.world)
 
     def optimizer_step_count(self) -> int:
         return int(next(iter(self._optimizer.state.values()))["step"])
@@ -186,22 +181,10 @@ class TorchEngine:
                 low.grad = None
 
 
-def create_moments(state: dict[str, Tensor], parameter: Tensor) -> None:
-    """Give Adam its state before the first step, so that a checkpoint can be read into it."""
-    if "exp_avg" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def replicated_fragment(name: str, weight: Tensor, state: dict[str, Tensor], world: World) -> Fragment:
+def replicated_fragment(name: str, master: Tensor, state: dict[str, Tensor], world: World) -> Fragment:
     """A parameter that every rank holds whole; the ranks take turns in writing them, by name."""
-    values = {
-        "weight": weight.view(-1),
-        "exp_avg": state["exp_avg"].view(-1),
-        "exp_avg_sq": state["exp_avg_sq"].view(-1),
-    }
-    return Fragment(name, 0, values, owned=sum(name.encode()) % world.world_size == world.rank)
+    owned = sum(name.encode()) % world.world_size == world.rank
+    return fragment_of(name, 0, master, state, 0, master.numel(), owned)
 
 
 def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:

@@ -5,7 +5,7 @@ Losses stay on the device until the interval's end. There the ranks exchange one
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
         loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
         1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
-        and of several ranks "slowest_rank" and "straggler_ratio"
+        of several ranks "slowest_rank" and "straggler_ratio"; at full intervals norms per layer (`layer_norms`)
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
 A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from pretrain.config import RunConfig
 from pretrain.console import evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
+from pretrain.layer_norms import numbers_of_layers
 from pretrain.metrics_files import MetricsFiles
 from pretrain.profiling import StepProfiler
 from pretrain.run_dir import RunDir
@@ -49,8 +50,7 @@ class _Step:
     loss_sum: Tensor  # over this rank's slots
     num_slots: int
     learning_rate: float
-    grad_norm: Tensor | float | None
-    skipped: bool
+    result: StepResult
 
 
 class Metrics:
@@ -97,9 +97,7 @@ class Metrics:
         """Close the step that has just been made, still without waiting for the device."""
         losses, self._slot_losses = self._slot_losses, []
         total = torch.stack([loss.double() for loss in losses]).sum()
-        self._steps.append(
-            _Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result.grad_norm, result.skipped)
-        )
+        self._steps.append(_Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result))
         self._idle_since = time.perf_counter()
         if self._profiler is not None:
             self._profiler.after_step(state.step)
@@ -110,16 +108,14 @@ class Metrics:
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses = torch.stack([step.loss_sum for step in steps])
-        own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
-        sums = sum_over_ranks(torch.cat([losses, own])).tolist()
+        losses, (waited, memory_gib, *busy_R), squares = self._over_ranks(steps)
         num_ranks = self._world.world_size
-        *losses_mean, waited, memory_gib = (total / num_ranks for total in sums[:-num_ranks])
         seconds = time.perf_counter() - self._begin - self._paused
         if self._files is not None:
-            lines = [_line(step, mean / step.num_slots) for step, mean in zip(steps, losses_mean, strict=True)]
-            lines[-1] |= self._rates(len(steps), seconds, waited, memory_gib)
-            lines[-1] |= self._slowest(steps[-1].step, [own / len(steps) for own in sums[-num_ranks:]])
+            lines = [_line(step, loss / num_ranks / step.num_slots) for step, loss in zip(steps, losses, strict=True)]
+            lines[-1] |= self._rates(len(steps), seconds, waited / num_ranks, memory_gib / num_ranks)
+            lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
+            lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
             self._files.append(lines)
             print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
         self._start_interval()
@@ -155,6 +151,20 @@ class Metrics:
                 else "stopped and saved; the same command goes on from here",
                 flush=True,
             )
+
+    def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
+        """Sums over ranks: the losses of the steps, the ranks' own measurements, squares of the last step's norms."""
+        losses = torch.stack([step.loss_sum for step in steps])
+        own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
+        layers = steps[-1].result.layers
+        squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
+        sums = sum_over_ranks(torch.cat([losses, own, squares])).cpu()
+        return tuple(part.tolist() for part in sums.split([len(losses), len(own), len(squares)]))
+
+    def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
+        if result.layers is None or result.grad_norm is None:
+            return {}
+        return numbers_of_layers(result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm)
 
     def _own_measurements(self) -> list[float]:
         """Data wait, memory, and busy seconds at this rank's place among all ranks': summed, they are everybody's."""
@@ -207,6 +217,7 @@ class Metrics:
 
 
 def _line(step: _Step, loss: float) -> dict[str, Any]:
+    norm = step.result.grad_norm
     return {
         "kind": "train",
         "step": step.step,
@@ -214,8 +225,8 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "loss": _finite(loss),
         "perplexity": perplexity(loss) if math.isfinite(loss) else None,
         "learning_rate": step.learning_rate,
-        "grad_norm": None if step.grad_norm is None else _finite(float(step.grad_norm)),
-        "skipped": step.skipped,
+        "grad_norm": None if norm is None else _finite(float(norm)),
+        "skipped": step.result.skipped,
     }
 
 

@@ -1,7 +1,11 @@
-"""Which parameters decay, and the optimizer over them."""
+"""Which parameters decay, and the optimizers over them."""
+
+# torch exports its _foreach functions without listing them.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain.adam_direction import adam_directions
 from pretrain.config import OptimConfig
+from pretrain.fragments import Placement
+from pretrain.lamb import Lamb
+from pretrain.layer_norms import layer_of
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -18,8 +26,8 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     for name, parameter in module.named_parameters():
         (decayed if decays(name, parameter.ndim) else kept).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": decayed, "decays": True, "weight_decay": optim.weight_decay},
+        {"params": kept, "decays": False, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -32,13 +40,35 @@ def decays(name: str, num_axes: int) -> bool:
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW that leaves weights, moments and its count of steps as they are while `refuses()` is true.
 
-    What spreads an optimizer over ranks knows the gradients' norm only in the middle of its own step.
+    What spreads an optimizer over ranks knows the gradients' norm only in the middle of its own step. Once `placement`
+    is set, its meter is told of each update if it asks.
     """
 
     refuses: Callable[[], bool] = staticmethod(lambda: False)
+    placement: Placement | None = None
 
     def step(self, closure: Any = None) -> Any:
-        return None if self.refuses() else super().step(closure)
+        if self.refuses():
+            return
+        super().step(closure)
+        if self.placement is not None and self.placement.meter.is_on:
+            for group in self.param_groups:
+                self._measure(group, self.placement)
+
+    @torch.no_grad()
+    def _measure(self, group: dict[str, Any], placement: Placement) -> None:
+        """Tell the meter what was just applied, from the moments, a layer at a time to need little memory.
+
+        w = w' * (1 - lr * decay) - lr * direction, so the update w - w' = -lr * (direction + decay * w) / (1 - lr *
+        decay): the weights before it are not needed.
+        """
+        rate, decay = group["lr"], group["weight_decay"]
+        fragments = placement.fragments_in(group["params"])
+        for _, in_layer in itertools.groupby(fragments, key=lambda fragment: layer_of(fragment.name)):
+            parts = list(in_layer)
+            updates = adam_directions(parts, group, self.state[parts[0].master]["step"])
+            torch._foreach_add_(updates, [part.values["weight"] for part in parts], alpha=decay)
+            placement.meter.add(parts, updates, rate / (1.0 - rate * decay))
 
 
 def is_harmful(grad_norm: Tensor | float, skip_norm: float) -> bool:
@@ -47,13 +77,9 @@ def is_harmful(grad_norm: Tensor | float, skip_norm: float) -> bool:
     return not math.isfinite(norm) or 0.0 < skip_norm < norm
 
 
-def build_adamw(module: nn.Module, optim: OptimConfig) -> GuardedAdamW:
-    """AdamW in its fused form (Loshchilov and Hutter 2019); the learning rate is set anew before every step."""
-    return GuardedAdamW(
-        parameter_groups(module, optim),
-        lr=0.0,
-        betas=optim.betas,
-        eps=optim.epsilon,
-        weight_decay=0.0,
-        fused=True,
-    )
+def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lamb:
+    """AdamW in its fused form (Loshchilov and Hutter 2019) or LAMB; the learning rate is set anew before every step."""
+    groups = parameter_groups(module, optim)
+    if optim.name == "lamb":
+        return Lamb(groups, optim.betas, optim.epsilon)
+    return GuardedAdamW(groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True)

@@ -60,7 +60,8 @@ def train(
         learning_rate = learning_rate_at(run.optim, state.step)
         with metrics.saving():
             checkpointer.wait_for_copy()  # the update changes what is still being copied
-        result = engine.step(learning_rate)
+        ends_interval = (state.step + 1) % run.metrics.interval == 0
+        result = engine.step(learning_rate, measure_layers=ends_interval)
         if result.skipped:
             state.memories = memories_before  # what a harmful step left there would spoil every later one
         state.step += 1

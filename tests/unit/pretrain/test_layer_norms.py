@@ -1,0 +1,108 @@
+"""Norms per layer from inside the optimizer, against gradients and weights looked at from outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.corpus import Corpus
+from data_pipeline.lanes import LaneStream
+from pretrain.config import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed import init_world, leave_world
+from pretrain.engine import StepResult
+from pretrain.layer_norms import layer_of, numbers_of_layers
+from pretrain.train import build_engine
+from tests.helpers.corpora import make_tiny_corpus
+
+RATE = 1e-2
+LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunConfig]:
+    yield RunConfig(
+        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
+        data=DataConfig(path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8),
+        optim=OptimConfig(weight_decay=0.1, clip_norm=0.05),
+        engine=EngineConfig(kind="torch"),
+    )
+    leave_world()
+
+
+def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
+    assert result.layers is not None
+    assert result.grad_norm is not None
+    squares = result.layers.squares_KG.flatten().tolist()
+    return numbers_of_layers(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("clip_norm", [0.05, 0.0])
+def test_norms_and_ratios_are_those_seen_from_outside(run: RunConfig, name: str, clip_norm: float) -> None:
+    run = replace(run, optim=replace(run.optim, name=name, clip_norm=clip_norm))
+    engine, memory = build_engine(run, init_world()), None
+    stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+    for step in range(4):
+        _, memory = engine.forward_backward(next(stream), memory, step)
+        before = {key: each.detach().clone() for key, each in engine.module.named_parameters()}
+        gradients = {key: each.grad.clone() for key, each in engine.module.named_parameters() if each.grad is not None}
+        result = engine.step(RATE, measure_layers=step == 3)
+    found = measured(run, result)
+    after = dict(engine.module.named_parameters())
+    assert {key.split("/")[1] for key in found} == LAYERS
+    for layer in LAYERS:
+        keys = [key for key in after if layer_of(key) == layer]
+        assert found[f"grad_norm/{layer}"] == pytest.approx(norm_of([gradients[key] for key in keys]), rel=1e-5)
+        moved = norm_of([after[key].detach() - before[key] for key in keys])
+        ratio = moved / norm_of([after[key].detach() for key in keys])
+        assert found[f"update_ratio/{layer}"] == pytest.approx(ratio, rel=1e-4)
+    whole = math.sqrt(sum(found[f"grad_norm/{layer}"] ** 2 for layer in LAYERS))
+    assert whole == pytest.approx(float(result.grad_norm), rel=1e-5)
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    return float(torch.cat([tensor.double().view(-1) for tensor in tensors]).norm())
+
+
+def test_measuring_changes_no_bit_and_only_asked_steps_are_measured(run: RunConfig) -> None:
+    ends = []
+    for asked in (False, True):
+        engine, memory = build_engine(run, init_world()), None
+        stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+        for step in range(3):
+            _, memory = engine.forward_backward(next(stream), memory, step)
+            assert (engine.step(RATE, measure_layers=asked).layers is not None) == asked
+        ends.append({fragment.name: fragment.values for fragment in engine.fragments()})
+    assert all(torch.equal(ends[0][name][kind], ends[1][name][kind]) for name in ends[0] for kind in ends[0][name])
+
+
+def test_a_skipped_step_has_no_norms_and_leaves_none_to_the_next(run: RunConfig) -> None:
+    engine = build_engine(replace(run, healing=HealingConfig(skip_norm=1e-9)), init_world())
+    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    engine.forward_backward(batch, None, 0)
+    assert engine.step(RATE, measure_layers=True).layers is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("embedding.bins.1.projection", "embedding"),
+        ("layers.11.attention.query_weight", "layer.11"),
+        ("compressions.3.weight", "layer.3"),
+        ("head.bins.0.cluster_bias", "output"),
+        ("content_bias", "shared"),
+        ("distance_bias.bucket_bias", "shared"),
+    ],
+)
+def test_every_parameter_counts_to_a_layer(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_a_layer_of_zeros_has_no_ratio() -> None:
+    found = numbers_of_layers(["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0)
+    assert found == {"grad_norm/a": pytest.approx(8.0, rel=1e-6), "grad_norm/b": 0.0, "update_ratio/a": 0.2}
