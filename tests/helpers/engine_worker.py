@@ -37,8 +37,9 @@ from pretrain.config import (
     lanes_of_rank,
 )
 from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
-from pretrain.engine import Engine
+from pretrain.engine import Engine, StepResult
 from pretrain.faults import Fault
+from pretrain.layer_norms import layer_of, numbers_of_layers
 from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
 from pretrain.train import build_engine
@@ -95,7 +96,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         Corpus.open(corpus / "train"), run.data.lanes, run.seed, run.data.segment_length, lanes, state.cursor
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
-    losses, norms = {}, {}
+    losses, norms, layers = {}, {}, {}
     if state.step in cell["save_at"]:
         checkpointer.save(engine, state)
     while state.step < cell["until"]:
@@ -107,19 +108,46 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
             loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
             total += loss.double() / num_slots
         checkpointer.wait_for_copy()
-        result = engine.step(learning_rate_at(run.optim, state.step))
+        measuring = state.step + 1 in cell.get("measure_at", [])
+        weights = weights_of(engine) if measuring else {}
+        result = engine.step(learning_rate_at(run.optim, state.step), measuring)
         state.step += 1
         state.cursor = batch.cursor
         losses[state.step] = (sum_over_ranks(total).item() / world.world_size).hex()
         norms[state.step] = float(result.grad_norm if result.grad_norm is not None else -1.0).hex()
         assert result.skipped == to_be_skipped
+        if measuring:
+            for key, value in per_layer(engine, run, weights, result).items():
+                layers.setdefault(key, {})[state.step] = value.hex()
         if result.skipped:
             state.memories = memories
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
     checkpointer.finish()
-    return {"losses": losses, "norms": norms}
+    return {"losses": losses, "norms": norms, **layers}
+
+
+def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
+    """A copy of the master weights that this rank owns."""
+    return {(each.name, each.start): each.values["weight"].clone() for each in engine.fragments() if each.owned}
+
+
+def per_layer(
+    engine: Engine, run: RunConfig, before: dict[tuple[str, int], torch.Tensor], result: StepResult
+) -> dict[str, float]:
+    """What the engine measured, and beside it `seen_ratio/LAYER`, the update's ratio from the weights themselves."""
+    assert result.layers is not None
+    assert result.grad_norm is not None
+    names = result.layers.names
+    seen = torch.zeros(2, len(names), dtype=torch.float64)
+    for key, after in weights_of(engine).items():
+        pair = torch.stack([(after - before[key]).double().square().sum(), after.double().square().sum()])
+        seen[:, names.index(layer_of(key[0]))] += pair
+    moved, lengths = sum_over_ranks(seen).sqrt()
+    squares = sum_over_ranks(result.layers.squares_KG).flatten().tolist()
+    measured = numbers_of_layers(names, squares, float(result.grad_norm), run.optim.clip_norm)
+    return {**measured, **{f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)}}
 
 
 def bits_of(engine: Engine) -> dict[str, str]:

@@ -1,0 +1,93 @@
+"""LAMB under every ZeRO stage against plain torch on one process; norms per layer under both optimizers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_engines import (
+    STAGES,
+    TOLERANCE,
+    Results,
+    cell,
+    engine_settings,
+    largest_difference,
+    read_result,
+    train_cells,
+)
+
+STEPS, HALF = 12, 6
+LAMB: dict[str, Any] = {"optim": {"name": "lamb", "learning_rate": 0.01}}
+LAYERS = ("shared", "embedding", "layer.0", "layer.1", "output")
+ON_TWO = {
+    f"zero{stage}-{precision}{'-offload' if more else ''}": {**engine_settings(stage, precision, "none", 2), **more}
+    for stage in STAGES
+    for precision in ("fp32", "bf16")
+    for more in ({}, {"offload_optimizer": True})
+    if not more or (precision == "fp32" and stage in (1, 3))
+}
+
+
+def lamb_cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return cell(f"lamb-{name}", engine, **LAMB, **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more})
+
+
+def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
+    return {"name": f"adamw-{name}", "engine": engine, "until": 3, "save_at": [], "measure_at": [3]}
+
+
+@pytest.fixture(scope="module")
+def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Losses, norms and norms per layer by cell and step."""
+    output = tmp_path_factory.mktemp("optimizers")
+    on_two = [lamb_cell(name, settings) for name, settings in ON_TWO.items()]
+    on_two.append(lamb_cell("half", ON_TWO["zero1-fp32"], until=HALF, save_at=[HALF], measure_at=[]))
+    on_two += [adamw_cell(name, settings) for name, settings in ON_TWO.items()]
+    train_cells(tiny_corpus, output, on_two, num_ranks=2)
+    alone = {f"zero{stage}-alone": engine_settings(stage, "fp32", "none", 0) for stage in STAGES}
+    plain = {
+        f"torch-{precision}": {"kind": "torch", **engine_settings(1, precision, "none", 0)}
+        for precision in ("fp32", "bf16")
+    }
+    on_one = [make(name, settings) for make in (lamb_cell, adamw_cell) for name, settings in (alone | plain).items()]
+    on_one.append(lamb_cell("resumed", alone["zero3-alone"], resume="lamb-half"))
+    train_cells(tiny_corpus, output, on_one, num_ranks=1)
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ON_TWO, *(f"zero{stage}-alone" for stage in STAGES)])
+def test_lamb_agrees_with_plain_torch(results: Results, name: str) -> None:
+    precision = "bf16" if "bf16" in name else "fp32"
+    found, plain = results[f"lamb-{name}"], results[f"lamb-torch-{precision}"]
+    assert len(found["losses"]) == STEPS
+    assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE[precision]
+    assert found["losses"][STEPS] < found["losses"][1] - 0.1
+
+
+@pytest.mark.slow
+def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: Results) -> None:
+    resumed, whole = results["lamb-resumed"], results["lamb-zero1-fp32"]
+    assert sorted(resumed["losses"]) == list(range(HALF + 1, STEPS + 1))
+    assert largest_difference(resumed["losses"], whole["losses"]) < TOLERANCE["fp32"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", [*ON_TWO, *(f"zero{stage}-alone" for stage in STAGES), "torch-fp32", "torch-bf16"])
+def test_norms_per_layer_are_those_of_all_ranks_together(results: Results, optimizer: str, name: str) -> None:
+    """Their squares add up to the global norm's, their ratios are those of the weights before and after the update."""
+    found = results[f"{optimizer}-{name}"]
+    step = max(found["losses"])
+    is_rounded = "bf16" in name
+    squares = sum(found[f"grad_norm/{layer}"][step] ** 2 for layer in LAYERS)
+    assert math.sqrt(squares) == pytest.approx(found["norms"][step], rel=1e-5)
+    plain = results[f"{optimizer}-torch-{'bf16' if is_rounded else 'fp32'}"]
+    for layer in LAYERS:
+        seen = found[f"seen_ratio/{layer}"][step]
+        assert found[f"update_ratio/{layer}"][step] == pytest.approx(seen, rel=1e-4)
+        expected = plain[f"grad_norm/{layer}"][step]
+        assert found[f"grad_norm/{layer}"][step] == pytest.approx(expected, rel=1e-2 if is_rounded else 1e-4)
