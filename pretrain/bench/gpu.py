@@ -22,7 +22,7 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw
+from pretrain.optim import build_optimizer
 
 FLASH_GOALS = {128: 1 / 2.0, 64: 1 / 2.2}  # head width -> how fast compared with flash, which has no relative term
 PLAIN_GOAL = 5.0
@@ -179,7 +179,7 @@ def large_run(lanes: int = 4) -> RunConfig:
 def training_step(run: RunConfig, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
     """One step with memory, gradient clipping and fused Adam; activations of the layers are recomputed."""
     model = TransformerXL(run.model, "full", "auto", head_chunk_tokens=2048).to(device, dtype)
-    optimizer = build_adamw(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig())
     shape = (run.data.lanes, run.data.segment_length + 1)
     tokens_BT = torch.randint(run.model.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(device)
     memory: list[Memory | None] = [None]

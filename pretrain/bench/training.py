@@ -12,7 +12,7 @@ from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import build_adamw
+from pretrain.optim import build_optimizer
 from pretrain.scaling.costs import cost_of
 
 LANES = 8
@@ -59,7 +59,7 @@ def _built_at_first_call(build: Callable[[], Callable[[], object]]) -> Callable[
 
 def _ours(run: RunConfig, tokens_BT: Tensor) -> Callable[[], Tensor]:
     model = TransformerXL(run.model)
-    optimizer = build_adamw(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig())
     memory: list[Memory | None] = [None]
 
     def work() -> Tensor:
