@@ -14,6 +14,7 @@ from data_pipeline.lane_check import check_lanes
 from data_pipeline.lane_plan import LanePlan, LaneWalk, Run
 from data_pipeline.lane_tokens import check_range, plan_of
 from data_pipeline.mixture import Mixture
+from data_pipeline.segment_lengths import SegmentLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ def audit_steps(
     corpus: Corpus | Mixture,
     num_lanes: int,
     seed: int,
-    segment_length: int,
+    lengths: SegmentLengths,
     steps: range,
     lanes: range | None = None,
 ) -> Iterator[Piece]:
-    """What each of `lanes` (all) reads in each of `steps`, in the order of steps and lanes; step 0 is a run's first.
+    """What each of `lanes` (all) reads in each of `steps`, in the order of steps and lanes; step 0 is the lanes' first.
 
     DataError when the lanes do not suit the corpus. Finding the first step takes a few binary searches per epoch.
     """
@@ -46,10 +47,11 @@ def audit_steps(
     check_lanes(plan, corpus.manifest.longest_document)
     lanes = lanes or range(num_lanes)
     check_range(lanes, num_lanes)
-    walks = [plan.walk(lane, *plan.locate(lane, steps.start * segment_length)) for lane in lanes]
+    first_token = lengths.tokens_before(steps.start)
+    walks = [plan.walk(lane, *plan.locate(lane, first_token)) for lane in lanes]
     for step in steps:
         for walk in walks:
-            for run in walk.take(segment_length):
+            for run in walk.take(lengths.at(step)):
                 yield from _pieces(corpus, step, walk.lane, run)
 
 
@@ -58,7 +60,7 @@ def find_document(
     document: str,
     num_lanes: int,
     seed: int,
-    segment_length: int,
+    lengths: SegmentLengths,
     epochs: int | None = None,
     steps: range | None = None,
 ) -> Iterator[Piece]:
@@ -76,13 +78,13 @@ def find_document(
         )
     token_begins = [0] * num_lanes  # of the epoch, in each lane's stream since the run began
     for epoch in itertools.count() if epochs is None and steps else range(epochs or 1):
-        if steps and min(token_begins) >= steps.stop * segment_length:
+        if steps and min(token_begins) >= lengths.tokens_before(steps.stop):
             return
         lane_begins = [plan.lane_begin(epoch, lane) for lane in range(num_lanes + 1)]
         for place in sorted(begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)):
             lane = int(np.searchsorted(lane_begins, place, "right")) - 1
             walk = plan.walk(lane, epoch, place - lane_begins[lane])
-            pieces = _reading(corpus, walk, token_begins[lane] + walk.position, segment_length)
+            pieces = _reading(corpus, walk, token_begins[lane] + walk.position, lengths)
             yield from (piece for piece in pieces if steps is None or piece.step in steps)
         token_begins = [token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane] for lane in range(num_lanes)]
 
@@ -100,15 +102,16 @@ def _stream_places(plan: LanePlan, epoch: int, unit: int, index: int) -> list[in
     return (begins[np.flatnonzero(units == unit)] + inside).tolist()
 
 
-def _reading(corpus: Corpus | Mixture, walk: LaneWalk, token: int, segment_length: int) -> Iterator[Piece]:
+def _reading(corpus: Corpus | Mixture, walk: LaneWalk, token: int, lengths: SegmentLengths) -> Iterator[Piece]:
     """The pieces of the document that begins at the walk's place, which is token number `token` of the lane."""
     first = walk.take(1)[0]
     remaining = int(corpus.document_lengths(first.unit)[first.documents[0]])
     offset = 0
     while remaining:
-        count = min(remaining, segment_length - token % segment_length)
+        step = lengths.step_of(token)
+        count = min(remaining, lengths.tokens_before(step + 1) - token)
         run = replace(first, offsets=np.array([offset]), lengths=np.array([count]))
-        yield from _pieces(corpus, token // segment_length, walk.lane, run)
+        yield from _pieces(corpus, step, walk.lane, run)
         token, offset, remaining = token + count, offset + count, remaining - count
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.command_flags import check_positive
 from data_pipeline.errors import ConfigError
+from data_pipeline.segment_lengths import SegmentLengths
 from data_pipeline.store_command import near
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 def add_audit_arguments(audit: argparse.ArgumentParser) -> None:
     """The command line of `audit`, beside the corpus, the lanes and the seed."""
     audit.add_argument("--segment-length", type=int, default=64)
+    then = "another segment length from a step of the run on, where a phase changes that alone"
+    audit.add_argument("--then", type=_step_and_length, action="append", default=[], metavar="STEP=LENGTH", help=then)
     audit.add_argument("--steps", type=_steps, metavar="FIRST:END", help="END is left out; without it, the first step")
-    audit.add_argument(
-        "--first-step", type=int, default=0, metavar="STEP", help="of the run's phase: where lanes began"
-    )
+    audit.add_argument("--first-step", type=int, default=0, metavar="STEP", help="of the run: where the lanes began")
     audit.add_argument("--lane", type=int, help="of this lane alone")
     audit.add_argument("--document", metavar="ID", help="when this document is read: in --epochs, or in --steps")
     audit.add_argument("--epochs", type=int, help="how far --document looks, 1 unless --steps say it")
@@ -51,6 +52,14 @@ def _steps(text: str) -> range:
     return steps
 
 
+def _step_and_length(text: str) -> tuple[int, int]:
+    step, _, length = text.partition("=")
+    try:
+        return int(step), int(length)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected STEP=LENGTH such as 1000=128") from None
+
+
 def _audit(options: argparse.Namespace) -> int:
     check_positive(options, "lanes", "segment_length", "ranks", *(["epochs"] if options.epochs is not None else []))
     if options.lanes % options.ranks:
@@ -61,7 +70,7 @@ def _audit(options: argparse.Namespace) -> int:
         options.steps = options.steps or range(options.first_step, options.first_step + 1)
     if options.steps is not None and not 0 <= options.first_step <= options.steps.start:
         raise ConfigError(
-            f"--steps begin at {options.steps.start}, before the phase at --first-step={options.first_step}; "
+            f"--steps begin at {options.steps.start}, before the lanes did at --first-step={options.first_step}; "
             "audit the phase before with its own lanes and seed"
         )
     pieces = (replace(piece, step=piece.step + options.first_step) for piece in _audited_pieces(options))
@@ -82,7 +91,8 @@ def _audited_pieces(options: argparse.Namespace) -> Iterator[Piece]:
     from data_pipeline.audit import audit_steps, find_document
 
     data = _audited_data(options)
-    settings = (options.lanes, options.seed, options.segment_length)
+    changes = [(step - options.first_step, length) for step, length in options.then]
+    settings = (options.lanes, options.seed, SegmentLengths(options.segment_length, changes))
     steps = options.steps and range(options.steps.start - options.first_step, options.steps.stop - options.first_step)
     if options.document is None:
         lanes = None if options.lane is None else range(options.lane, options.lane + 1)

@@ -11,9 +11,9 @@ from launcher.cluster import ClusterConfig, seconds_of
 from launcher.sbatch import NodeRange
 from launcher.slurm import Partition
 from pretrain.config import RunConfig, accumulation_steps
-from pretrain.describe import DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.scaling.costs import flops_of
-from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
+from pretrain.describe import DEVICES, GIB, GPU_MFU, USABLE, flops_of_step
+from pretrain.phases import runs_of_phases
+from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
 
 
 def check_run(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path) -> list[str]:
@@ -53,7 +53,8 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
     """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly; 0 if there is none."""
     for count in range(nodes, 0, -1):
         try:
-            accumulation_steps(config, count * ranks_per_node)
+            for phase in runs_of_phases(config):
+                accumulation_steps(phase, count * ranks_per_node)
             return count
         except ConfigError:
             continue
@@ -62,6 +63,7 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     room = USABLE * DEVICES[cluster.gpu].memory
+    config = largest_phase(config, ranks)
     needed = total_bytes(memory_parts(config, ranks))
     if needed > room:
         micro = largest_micro_batch(config, ranks, room)
@@ -96,10 +98,8 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
 def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
     if not cluster.gpu:
         return []
-    slots = accumulation_steps(config, ranks)
-    flops = flops_of(config.model, config.data.segment_length, config.data.lanes // ranks // slots)
-    per_step = config.tokens_per_step * flops.training / (ranks * GPU_MFU * DEVICES[cluster.gpu].flops)
-    between = config.checkpoint.interval * per_step
+    rate = ranks * GPU_MFU * DEVICES[cluster.gpu].flops
+    between = config.checkpoint.interval * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config)) / rate
     if between <= seconds_of(cluster.time_limit) - cluster.warning_seconds:
         return []
     return [

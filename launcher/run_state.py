@@ -16,7 +16,7 @@ from launcher.snapshot import Snapshot
 from launcher.verdict import Evidence, goodput, judge
 from pretrain.checkpoint_files import MARKER, step_directory, steps_on_disk
 from pretrain.config import RunConfig
-from pretrain.phases import runs_of_phases
+from pretrain.phases import tokens_of_steps
 from pretrain.run_dir import RunDir
 
 LOCKS = ("launcher.lock", "train.lock")
@@ -68,7 +68,7 @@ def read_state(path: Path) -> RunState:
     state, why = judge(evidence)
     speed, left = evidence.measured.tokens_per_second, None
     if speed and state == "running":
-        left = tokens_left(config, evidence.newest_step) / speed
+        left = tokens_of_steps(config, range(evidence.newest_step, config.optim.steps)) / speed
     failure = last_failure(evidence.ledger)
     return RunState(
         name=config.name,
@@ -90,14 +90,6 @@ def read_state(path: Path) -> RunState:
         last_failure=failure[0] if failure else "",
         last_failure_age=evidence.now - failure[1] if failure else None,
     )
-
-
-def tokens_left(config: RunConfig, step: int) -> int:
-    """How many tokens the run reads after `step` updates, each phase with its own number of lanes."""
-    steps = config.optim.steps
-    ends = [*(min(phase.from_step, steps) for phase in config.data.phases), steps]
-    spans = zip(runs_of_phases(config), [0, *ends], ends, strict=False)
-    return sum(max(0, end - max(begin, step)) * phase.tokens_per_step for phase, begin, end in spans)
 
 
 def config_of_run(path: Path) -> RunConfig:

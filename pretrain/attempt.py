@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from pretrain.checkpoint import Checkpointer
 from pretrain.code_version import code_version
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed import World, from_main_rank, raise_together, sum_over_ranks
+from pretrain.engine import Engine
 from pretrain.evaluate import training_evaluator
 from pretrain.faults import Fault, fault_from_environment
 from pretrain.fence import VARIABLE, Fence
@@ -30,7 +33,7 @@ from pretrain.heartbeat import Heartbeat
 from pretrain.initial_weights import check_initial_weights, load_initial_weights
 from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.metrics import Metrics
-from pretrain.phases import begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
+from pretrain.phases import begins_lanes, begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
 from pretrain.preemption import StopRequest
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
@@ -38,6 +41,19 @@ from pretrain.stragglers import ForwardClock
 from pretrain.train import build_engine, ranks_here, train
 
 SHARDS_BESIDE_LANES = 5  # that a rank may have open: two used last in each split, and the one it turns to
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of this process as a rank: what stays as it is however often the run begins over in here."""
+
+    config: RunConfig  # with all its phases, as the user wrote it
+    run_dir: RunDir
+    world: World
+    fence: Fence
+    stop: StopRequest
+    fault: Fault
+    heartbeat: Heartbeat
 
 
 def train_in(config: RunConfig, directory: Path, world: World) -> int:
@@ -62,90 +78,67 @@ def train_in(config: RunConfig, directory: Path, world: World) -> int:
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
         heartbeat = stack.enter_context(Heartbeat(run_dir.heartbeats, world.rank, config.engine.hang_seconds))
-        for number in range(10**6):
-            name = f"{fence.token}.{number}" if number else fence.token
-            status = _attempt(config, run_dir, world, name, fence, stop, fault, heartbeat)
+        start = Start(config, run_dir, world, fence, stop, fault, heartbeat)
+        for number in itertools.count():
+            status = _attempt(start, f"{fence.token}.{number}" if number else fence.token)
             if status is not None:
                 return status
             gc.collect()  # the engine that was left holds on to itself
-        raise AssertionError("attempts are counted without end")
+    raise AssertionError("attempts are counted without end")
 
 
-def _attempt(
-    config: RunConfig,
-    run_dir: RunDir,
-    world: World,
-    attempt: str,
-    fence: Fence,
-    stop: StopRequest,
-    fault: Fault,
-    heartbeat: Heartbeat,
-) -> int | None:
-    """Train from the newest checkpoint on; the exit status, or None when this process has to start over from there."""
+def _attempt(start: Start, attempt: str) -> int | None:
+    """Train from the newest checkpoint on; the exit status, or None when this process has to begin over from there."""
+    run_dir, world = start.run_dir, start.world
     ledger = from_main_rank(run_dir.read_ledger() if world.is_main else [])
-    fitted = fitting(run_at(config, _step_to_go_on_from(config, run_dir, world)), world.world_size, ledger)
+    config = fitting(run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger)
     try:
-        ending = _train_from_newest(fitted, run_dir, world, attempt, fence, stop, fault, heartbeat)
+        return _train_from_newest(start, config, attempt)
     except SpikeFound as found:
         spike = found.spike
     except torch.OutOfMemoryError as error:
         # A rank that finds no memory leaves the others waiting for it, so together they can only start again.
-        _note_out_of_memory(fitted, run_dir, world, str(error))
+        _note_out_of_memory(config, run_dir, world, str(error))
         return None if world.world_size == 1 else EXIT_OUT_OF_MEMORY
-    else:
-        return ending
-    rewind(config, run_dir, world, spike)
+    rewind(start.config, run_dir, world, spike)
     return None
 
 
-def _train_from_newest(
-    config: RunConfig,
-    run_dir: RunDir,
-    world: World,
-    attempt: str,
-    fence: Fence,
-    stop: StopRequest,
-    fault: Fault,
-    heartbeat: Heartbeat,
-) -> int | None:
-    """As `_attempt`, of a run in the phase that the newest checkpoint begins or is in."""
-    engine = fault.planted_in(build_engine(config, world))
+def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | None:
+    """As `_attempt`; `config` is the run in the phase that the newest checkpoint begins or is in."""
+    run_dir, world, fence = start.run_dir, start.world, start.fence
+    engine = start.fault.planted_in(build_engine(config, world))
     checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
-    num_slots = accumulation_steps(config, world.world_size)
     state = checkpointer.restore_latest(engine)
     if state is None:
-        state = TrainState.fresh(num_slots)
+        state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
         run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})
-    corpus = open_training_data(config.data.path, config.data.mixture, config.data.cache)
-    lanes = lanes_of_rank(config, world.rank, world.world_size)
-    corpus.check_room(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
-    name_suspects(config, run_dir, engine, corpus, state, lanes)
-    seed = lane_seed_at(config, state.step)
-    stream = LaneStream(corpus, config.data.lanes, seed, config.data.segment_length, lanes, state.cursor)
-    if stream.advice and world.is_main:
-        print(stream.advice, flush=True)
+    lane_seed = lane_seed_at(config, state.step)
+    stream = _open_lanes(start, config, engine, state, lane_seed)
     windows = from_main_rank(windows_passed_over(run_dir.read_ledger()) if world.is_main else [])
     batches = passing_over(stream, segments_behind(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
-        heartbeat.beat(state.step, "train")
+        start.heartbeat.beat(state.step, "train")
         clock = ForwardClock(engine.module, world.device)
         metrics = Metrics(config, run_dir, world, state, prefetcher, clock, fence.check)
         healer = Healer(config, run_dir, world, state)
         evaluate = training_evaluator(config, engine)
         try:
             finished = train(
-                config, engine, prefetcher, state, checkpointer, metrics, evaluate, healer, stop, fault, heartbeat
-            )
+                config, engine, prefetcher, state, checkpointer, metrics, evaluate, healer,
+                start.stop, start.fault, start.heartbeat,
+            )  # fmt: skip
         except SpikeFound:
             checkpointer.finish()  # it may be the one to go back to
             raise
-        goes_on = begins_phase(config, state.step) and not finished and not stop.requested_on_any_rank()
+        goes_on = begins_phase(config, state.step) and not finished and not start.stop.requested_on_any_rank()
         metrics.close(finished, goes_on)
     name = "finish" if finished else "phase ended" if goes_on else "stop"
-    event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": seed}
+    event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": lane_seed}
+    event["segment_length"] = config.data.segment_length
     event["tokens_of_corpora"] = _tokens_of_corpora(stream, state, world)
     if world.is_main:
         run_dir.append_ledger({"event": name, **event})
@@ -156,10 +149,24 @@ def _train_from_newest(
     return 0 if finished else EXIT_STOPPED
 
 
-def _step_to_go_on_from(config: RunConfig, run_dir: RunDir, world: World) -> int:
+def _open_lanes(start: Start, config: RunConfig, engine: Engine, state: TrainState, seed: int) -> LaneStream:
+    """The lanes of this rank where the state left them, after the suspects of a rewind were named."""
+    world, data = start.world, config.data
+    corpus = open_training_data(data.path, data.mixture, data.cache)
+    lanes = lanes_of_rank(config, world.rank, world.world_size)
+    corpus.check_room(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
+    name_suspects(start.config, start.run_dir, engine, corpus, state, lanes)
+    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
+    if stream.advice and world.is_main:
+        print(stream.advice, flush=True)
+    return stream
+
+
+def _step_to_go_on_from(start: Start) -> int:
     """The step of the newest good checkpoint, where it matters."""
-    if not config.data.phases:
+    if not start.config.data.phases:
         return 0
+    run_dir, world = start.run_dir, start.world
     with raise_together():
         good = files.newest_good(run_dir.checkpoints, lambda text: None, run_dir.identity.id) if world.is_main else None
     return from_main_rank(good.index["step"] if good else 0)
@@ -168,7 +175,9 @@ def _step_to_go_on_from(config: RunConfig, run_dir: RunDir, world: World) -> int
 def _say_what_changes(config: RunConfig, step: int) -> None:
     before, after = config.data, run_at(config, step).data
     memory = "memories go on" if before.lanes == after.lanes else "memories begin empty"
-    print(f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes begin anew; {memory}", flush=True)
+    lanes = "begin anew" if begins_lanes(config, step) else "go on"
+    length = f", segments of {after.segment_length}" if before.segment_length != after.segment_length else ""
+    print(f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes {lanes}{length}; {memory}", flush=True)
 
 
 def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error: str) -> None:
@@ -192,7 +201,7 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
 
 
 def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
-    """How many tokens of each corpus all lanes have read since the phase began, by directory."""
+    """How many tokens of each corpus all lanes have read since they began, by directory."""
     counts = stream.tokens_read(state.cursor)
     totals = sum_over_ranks(torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device))
     return dict(zip(counts, totals.tolist(), strict=True))

@@ -23,7 +23,7 @@ from pretrain.checkpoint_save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed import World, from_main_rank, gather_errors, sum_over_ranks
 from pretrain.engine import Engine, Memory
-from pretrain.phases import begins_phase
+from pretrain.phases import begins_lanes
 from pretrain.state import TrainState
 
 INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
@@ -181,7 +181,7 @@ class Checkpointer:
         if found.index["world_size"] == world.world_size:
             restore_random_state(found.directory / files.rank_file("state", world.rank))
         cursor = None
-        if not begins_phase(self._run, found.index["step"]):
+        if not begins_lanes(self._run, found.index["step"]):
             cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
             cursor = LaneCursor.join(cursors).take(lanes)
         return TrainState(

@@ -22,18 +22,27 @@ AttentionKernel = Literal["auto", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """What changes from a step on. The lanes begin anew; what memory holds stays only if their number does."""
+    """What changes from a step on; what is not named stays. Lanes or a mixture: the lanes begin anew, and what memory
+    holds stays only if their number does. The segment length alone: every lane goes on where it is, with its memory."""
 
     from_step: int  # updates before the phase
     lanes: int = 0  # 0: as many as before
+    segment_length: int = 0  # 0: as long as before
     mixture: tuple[MixturePart, ...] = ()  # none: the same data as before
 
     def __post_init__(self) -> None:
-        if self.from_step < 1 or self.lanes < 0 or not (self.lanes or self.mixture):
+        changes = self.lanes or self.segment_length or self.mixture
+        if self.from_step < 1 or min(self.lanes, self.segment_length) < 0 or not changes:
             raise ConfigError(
-                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes} and "
-                f"{len(self.mixture)} corpora; expected from_step of 1 or more, and lanes or a mixture"
+                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes}, segment_length="
+                f"{self.segment_length} and {len(self.mixture)} corpora; expected from_step of 1 or more, and lanes, "
+                "a segment length or a mixture"
             )
+
+    @property
+    def begins_lanes(self) -> bool:
+        """Whether the lanes of the phase are other ones than those before."""
+        return bool(self.lanes or self.mixture)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.console import si
+from pretrain.phases import spans_of_phases
 from pretrain.scaling.costs import Flops, Parameters, flops_of, parameters_of
-from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
+from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
 
 GIB = 1 << 30
 USABLE = 0.92  # of a device's memory; the rest goes to the driver, communication buffers and fragmentation
@@ -78,9 +79,7 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None = None) -> RunConf
 def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
     """All lines of the description."""
     world_size = arguments.nodes * arguments.gpus_per_node
-    lanes = len(lanes_of_rank(config, 0, world_size)) // accumulation_steps(config, world_size)
     parameters = parameters_of(config.model)
-    flops = flops_of(config.model, config.data.segment_length, lanes)
     explain = bool(arguments.explain)
     return [
         f"{config.name}: {world_size} ranks ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
@@ -89,11 +88,11 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
         "",
         *_parameter_lines(parameters, explain),
         "",
-        *_flops_lines(flops, parameters, explain),
+        *_flops_lines(_flops(config, world_size), parameters, explain),
         "",
-        *_memory_lines(config, arguments, world_size),
+        *_memory_lines(largest_phase(config, world_size, arguments.gpu != "cpu"), arguments, world_size),
         "",
-        *_time_lines(config, arguments, world_size, flops.training),
+        *_time_lines(config, arguments, world_size),
     ]
 
 
@@ -159,25 +158,44 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
     ]
 
 
-def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int, flops_per_token: float) -> list[str]:
+def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
     mfu = DEFAULT_MFU.get(arguments.gpu, GPU_MFU) if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
-    tokens_per_second = world_size * DEVICES[arguments.gpu].flops * mfu / flops_per_token
-    tokens = config.optim.steps * config.tokens_per_step
-    seconds = tokens / tokens_per_second
+    flops_per_second = world_size * DEVICES[arguments.gpu].flops * mfu
+    spans = spans_of_phases(config, range(config.optim.steps))
+    flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
+    tokens = sum(count * phase.tokens_per_step for phase, count in spans)
+    seconds_of_step = [flops_of_step(phase, world_size) / flops_per_second for phase, _ in spans]
+    tokens_per_second, seconds = config.tokens_per_step / seconds_of_step[0], flops / flops_per_second
     hours = "core-hours" if arguments.gpu == "cpu" else "GPU-hours"
     formulas = [
         "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
-        "  step = data.lanes x data.segment_length tokens / tokens per second; run = optim.steps of them",
+        "  step = data.lanes x data.segment_length tokens / tokens per second; run = optim.steps of them, by phase",
     ]
     return [
         f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, {si(86400 * tokens_per_second)} tokens a day",
-        f"  step            {config.tokens_per_step / tokens_per_second:>18.3f} s  ({config.tokens_per_step:,} tokens)",
+        f"  step            {seconds_of_step[0]:>18.3f} s  ({config.tokens_per_step:,} tokens)",
+        *(
+            f"  phase {number:<10}{each:>18.3f} s  ({phase.data.lanes} lanes x {phase.data.segment_length} = "
+            f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
+            for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
+            if len(spans) > 1
+        ),
         f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
-        f"{si(flops_per_token * tokens)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
+        f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
         *(formulas if arguments.explain else ()),
     ]
+
+
+def _flops(run: RunConfig, world_size: int) -> Flops:
+    lanes = len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
+    return flops_of(run.model, run.data.segment_length, lanes)
+
+
+def flops_of_step(run: RunConfig, world_size: int) -> float:
+    """FLOPs of all ranks in a step of the phase that `run` describes."""
+    return run.tokens_per_step * _flops(run, world_size).training
 
 
 def _room(arguments: argparse.Namespace) -> float:

@@ -16,8 +16,16 @@ from pretrain import checkpoint_files as files
 from pretrain.config import RunConfig
 from pretrain.distributed import World, any_rank, from_main_rank, raise_together
 from pretrain.engine import Engine, Memory
-from pretrain.healing import REWIND, Spike, SpikeDetector, segments_behind, window_of, windows_passed_over
-from pretrain.phases import first_step_at, lane_seed_at
+from pretrain.healing import (
+    REWIND,
+    Spike,
+    SpikeDetector,
+    lane_lengths,
+    segments_behind,
+    window_of,
+    windows_passed_over,
+)
+from pretrain.phases import first_step_at, lane_seed_at, lanes_since, run_at
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
 
@@ -70,7 +78,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
         files.discard_from(run_dir.checkpoints, spike.first_step)
         step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-        window = window_of(spike, windows, run.healing, first_step_at(run, spike.first_step - 1))
+        window = window_of(spike, windows, run, step)
         run_dir.append_ledger(
             {
                 "event": REWIND,
@@ -92,7 +100,10 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
 def name_suspects(
     run: RunConfig, run_dir: RunDir, engine: Engine, corpus: Corpus | Mixture, state: TrainState, lanes: range
 ) -> None:
-    """After a rewind: write down which documents of the last window the good weights find hardest to predict."""
+    """After a rewind: write down which documents of the last window the good weights find hardest to predict.
+
+    `run` has all its phases, `corpus` and `lanes` are those of the state's.
+    """
     earlier, window = from_main_rank(_open_case(run_dir))
     if window is None:
         return
@@ -100,14 +111,15 @@ def name_suspects(
     window = range(max(window.start, phase.start), min(window.stop, phase.stop))
     if not window:
         return  # it lies in a later phase
-    data, seed = run.data, lane_seed_at(run, state.step)
+    data, seed = run_at(run, state.step).data, lane_seed_at(run, state.step)
     stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
     for _ in range(segments_behind(state.step, earlier), window.start):
         next(stream)
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     memories: list[Memory | None] = [None] * len(state.memories)
-    in_phase = range(window.start - phase.start, window.stop - phase.start)
-    pieces = audit_steps(corpus, data.lanes, seed, data.segment_length, in_phase, lanes)
+    lanes_begin = segments_behind(lanes_since(run, state.step), earlier)
+    since_then = range(window.start - lanes_begin, window.stop - lanes_begin)
+    pieces = audit_steps(corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes)
     for _ in window:
         losses = []
         for slot, part in enumerate(next(stream).split(len(memories))):

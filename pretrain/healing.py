@@ -8,6 +8,7 @@ anywhere reads the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.segment_lengths import SegmentLengths
 from pretrain.config import HealingConfig, RunConfig, lanes_of_rank
+from pretrain.phases import first_step_at, lanes_since, run_at
 
 if TYPE_CHECKING:
     from data_pipeline.lanes import SegmentBatch
@@ -93,13 +96,29 @@ def segments_behind(step: int, windows: Sequence[range]) -> int:
     return count
 
 
-def window_of(spike: Spike, windows: Sequence[range], settings: HealingConfig, phase_step: int = 0) -> range:
+def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
     """The segments to pass over: from one before the spike's first to `skip_margin` behind its last.
 
-    None of them lies before `phase_step`, where the lanes that the spike was met in began.
+    None of them lies before step `to_step`, to which the run goes back, or before the phase in which the spike began.
+    They are passed over in that phase, so that later ones with longer segments count for more.
     """
-    first = max(segments_behind(phase_step, windows), segments_behind(spike.first_step, windows) - 2)
-    return range(first, segments_behind(spike.last_step, windows) + settings.skip_margin)
+    first_phase = first_step_at(run, spike.first_step - 1)
+    kept = segments_behind(max(to_step, first_phase), windows)
+    length = run_at(run, first_phase).data.segment_length
+    lengths = [run_at(run, step - 1).data.segment_length for step in range(spike.first_step, spike.last_step + 1)]
+    more = max(0, math.ceil(sum(lengths) / length) - len(lengths))
+    stop = segments_behind(spike.last_step, windows) + more + run.healing.skip_margin
+    return range(max(kept, segments_behind(spike.first_step, windows) - 2), stop)
+
+
+def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> SegmentLengths:
+    """How long the segments of the lanes of `step` are, by their number since these lanes began."""
+    begin = lanes_since(run, step)
+    lengths = {
+        segments_behind(start, windows) - segments_behind(begin, windows): run_at(run, start).data.segment_length
+        for start in (begin, *(phase.from_step for phase in run.data.phases if begin < phase.from_step <= step))
+    }
+    return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
 def passing_over(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequence[range]) -> Iterator[SegmentBatch]:
@@ -151,5 +170,6 @@ def memory_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         "activation_checkpointing": engine.activation_checkpointing,
         "checkpoint_every": engine.checkpoint_every,
         "offload_optimizer": engine.offload_optimizer,
+        "segment_length": config.data.segment_length,
         "head_chunk_tokens": engine.head_chunk_tokens,
     }

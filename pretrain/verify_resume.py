@@ -22,6 +22,7 @@ from pretrain import checkpoint_files as files
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.local_ranks import RankGroup, failure_in_words
+from pretrain.phases import runs_of_phases
 from pretrain.run_dir import RunDir
 
 EXIT_DIFFERENT = 1
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}")
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
-        accumulation_steps(config, ranks)  # refused here rather than by every rank
+        for phase in runs_of_phases(config):
+            accumulation_steps(phase, ranks)  # refused here rather than by every rank
     if _is_elastic(arguments) and config.engine.precision != "fp32":
         raise ConfigError(
             f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero losses are compared to "

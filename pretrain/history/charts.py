@@ -103,15 +103,21 @@ def overlaid_losses(axes: Axes, histories: Sequence[History], colours: Colours) 
     """Smoothed training losses over tokens, and validation as dots, a colour per run."""
     for number, history in enumerate(histories):
         colour = RUN_COLOURS[number % len(RUN_COLOURS)]
-        per_step = history.config.tokens_per_step
         steps_X, losses_X = history.smooth_loss
-        axes.plot(steps_X * per_step, losses_X, color=colour, linewidth=1.6, label=history.name)
+        axes.plot(_tokens_at(steps_X, history), losses_X, color=colour, linewidth=1.6, label=history.name)
         if history.evaluations:
             steps_X, losses_X = history.series("loss", history.evaluations)
-            axes.plot(steps_X * per_step, losses_X, "o", color=colour, markersize=3.5)
+            axes.plot(_tokens_at(steps_X, history), losses_X, "o", color=colour, markersize=3.5)
     trained = np.concatenate([history.smooth_loss[1] for history in histories])
     validated = np.concatenate([history.series("loss", history.evaluations)[1] for history in histories])
     _without_the_beginning(axes, trained, validated)
+
+
+def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
+    """How many tokens the run had read after each of the steps."""
+    return np.interp(
+        steps_X, [0, *(line["step"] for line in history.train)], [0, *(line["tokens"] for line in history.train)]
+    )
 
 
 def overlaid_speeds(axes: Axes, histories: Sequence[History], colours: Colours) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
+from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
 from pretrain.scaling.csv_files import csv_rows
@@ -71,19 +72,26 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
         run_dir = RunDir(runs / cell.name)
         if cell.holdout or not run_dir.exists():
             continue
-        cost = cost_of(run_dir.config)
+        parameters = cost_of(config := run_dir.config).parameters
         steps = [
             item for item in run_dir.read_metrics() if item.get("kind") == "train" and _is_finite(item.get("loss"))
         ]
         if len(steps) < 2:
             continue
         count += 1
+        flops = flops_after(config, [item["step"] for item in steps])
         for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
-            tokens = np.mean([steps[i]["tokens"] for i in part])
             loss = np.mean([steps[i]["loss"] for i in part])
-            lines.append(f"{cell.name},{cost.parameters},{tokens * cost.flops_per_token:.8g},{loss:.8g}")
+            lines.append(f"{cell.name},{parameters},{np.mean(flops[part]):.8g},{loss:.8g}")
     write_text(path, "\n".join(lines) + "\n")
     return count
+
+
+def flops_after(config: RunConfig, steps: Sequence[int]) -> Array:
+    """The FLOPs of the run after each of `steps`: they grow evenly from one phase's begin to the next one's."""
+    last = max(steps)
+    borders = [0, *(phase.from_step for phase in config.data.phases if phase.from_step < last), last]
+    return np.interp(steps, borders, [cost_of(config, border).flops for border in borders])
 
 
 def read_curves(path: Path) -> dict[str, Array]:
@@ -110,23 +118,22 @@ def row_of(cell: Cell, directory: Path) -> Row:
     run_dir = RunDir(directory)
     if not run_dir.exists():
         return Row(name=cell.name, budget=budget, holdout=holdout, excluded="never started: there is no run directory")
-    try:
-        config = run_dir.config
-        cost = cost_of(config)
-    except ConfigError as error:
-        return Row(name=cell.name, budget=budget, holdout=holdout, excluded=f"its config.yaml cannot be read: {error}")
     measured = run_dir.read_metrics()
     step = max((item["step"] for item in measured), default=0)
+    try:
+        config = run_dir.config
+        cost = cost_of(config, step)
+    except ConfigError as error:
+        return Row(name=cell.name, budget=budget, holdout=holdout, excluded=f"its config.yaml cannot be read: {error}")
     evaluations = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
     loss = evaluations[-1].get("loss") if evaluations else None
-    tokens = step * cost.tokens_per_step
     return Row(
         name=cell.name,
         N=cost.parameters,
         N_body=cost.body_parameters,
-        D=tokens,
-        C=cost.flops_per_token * tokens,
-        C_6ND=6.0 * cost.parameters * tokens,
+        D=cost.tokens,
+        C=cost.flops,
+        C_6ND=6.0 * cost.parameters * cost.tokens,
         loss=float(loss) if loss is not None and _is_finite(loss) else "",
         budget=budget,
         seed=config.seed,

@@ -15,7 +15,7 @@ from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.scaling.costs import RunCost, cost_of
 from pretrain.scaling.plan import overrides_between
-from pretrain.scaling.recipe import refuse_undecayed, with_steps
+from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep
 
 
@@ -35,7 +35,7 @@ def plan_contexts(base: RunConfig, segments: Sequence[int], memories: Sequence[i
 
     Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for too few steps.
     """
-    refuse_undecayed(base)
+    refuse_unsuited(base)
     if not segments or not memories or min(segments) < 1 or min(memories) < 0:
         raise ConfigError("--segments must be positive and --memories 0 or more")
     if len({*segments}) * len({*memories}) < 2:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from data_pipeline.errors import ConfigError
 from pretrain.config import ModelConfig, RunConfig
+from pretrain.phases import spans_of_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +62,38 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """Parameters, and FLOPs of training (forward and backward) per token."""
+    """Parameters; tokens and FLOPs of training (forward and backward): of a run's first phase, and of all its steps."""
 
     parameters: int
     body_parameters: int  # without the embedding and output matrices
     flops_per_token: float
     tokens_per_step: int
     steps: int
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.tokens_per_step
-
-    @property
-    def flops(self) -> float:
-        return self.flops_per_token * self.tokens
+    tokens: int  # of all steps, each phase with its own lanes and segments
+    flops: float
 
 
-def cost_of(run: RunConfig) -> RunCost:
-    """The cost of a run of one rank without accumulation; ConfigError when the vocabulary is not known."""
+def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
+    """The cost of a run, or of its first `steps`, on one rank without accumulation.
+
+    ConfigError when the vocabulary is not known.
+    """
     parameters = parameters_of(run.model)
+    counted = range(run.optim.steps if steps is None else steps)
+    spans = [(phase.tokens_per_step * count, _flops_per_token(phase)) for phase, count in spans_of_phases(run, counted)]
     return RunCost(
         parameters=parameters.total,
         body_parameters=parameters.body,
-        flops_per_token=flops_of(run.model, run.data.segment_length, run.data.lanes).training,
+        flops_per_token=_flops_per_token(run),
         tokens_per_step=run.tokens_per_step,
-        steps=run.optim.steps,
+        steps=len(counted),
+        tokens=sum(tokens for tokens, _ in spans),
+        flops=sum(tokens * flops_per_token for tokens, flops_per_token in spans),
     )
+
+
+def _flops_per_token(run: RunConfig) -> float:
+    return flops_of(run.model, run.data.segment_length, run.data.lanes).training
 
 
 def parameters_of(model: ModelConfig) -> Parameters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.phases import runs_of_phases
 from pretrain.scaling.activations import LayerActivations
 from pretrain.scaling.costs import bins_of, parameters_of
 
@@ -40,6 +41,11 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
         _activations(run, world_size, on_gpu, logits, gradients.bytes),
         Part("logits", logits, f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B"),
     ]
+
+
+def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
+    """The run in the phase whose ranks hold the most."""
+    return max(runs_of_phases(run), key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu)))
 
 
 def total_bytes(parts: list[Part]) -> float:

@@ -13,7 +13,7 @@ from data_pipeline.corpus import SPLITS, Corpus
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.config import RunConfig
 from pretrain.scaling.costs import RunCost, cost_of
-from pretrain.scaling.recipe import Rule, refuse_undecayed, with_budget
+from pretrain.scaling.recipe import Rule, refuse_unsuited, with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep
 
@@ -48,7 +48,7 @@ def plan_runs(
 
     Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole steps.
     """
-    refuse_undecayed(base)
+    refuse_unsuited(base)
     if num_sizes < 1 or spread <= 1 or not budgets or min((*budgets, *holdouts)) <= 0 or not seeds:
         raise ConfigError("a plan needs positive budgets, at least one size and seed, and a spread above 1")
     runs: list[PlannedRun] = []

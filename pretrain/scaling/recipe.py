@@ -30,8 +30,14 @@ def step_law(body_parameters: float, tokens: float) -> tuple[float, float]:
     return min(rate, HIGHEST_LEARNING_RATE), 0.58 * tokens**0.571
 
 
-def refuse_undecayed(base: RunConfig) -> None:
-    """ConfigError for a schedule that leaves the rate high: such losses are mid-schedule points."""
+def refuse_unsuited(base: RunConfig) -> None:
+    """ConfigError for a schedule that leaves the rate high, since such losses are mid-schedule points; and for phases,
+    which begin at steps of their own whatever the length of a run."""
+    if base.data.phases:
+        raise ConfigError(
+            f"{base.name} has {len(base.data.phases)} phases (data.phases), and a plan counts every step alike; "
+            "take them out of the base"
+        )
     schedule = base.optim.schedule
     if schedule.shape in ("constant", "inverse_sqrt") or schedule.final_fraction > DECAYED:
         raise ConfigError(

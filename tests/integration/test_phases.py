@@ -1,4 +1,4 @@
-"""A run in three phases: another mixture, then more lanes; undisturbed, and killed in the last phase."""
+"""Runs in three phases: another mixture, then more lanes; longer and longer segments. Undisturbed, and killed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from data_pipeline.config_loader import load_config
 from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneStream
+from data_pipeline.lanes import LaneCursor, LaneStream
 from data_pipeline.mixture import Mixture
+from pretrain import checkpoint_files as files
 from pretrain.compare import differing_losses
+from pretrain.config import RunConfig
+from pretrain.distributed import init_world, leave_world
+from pretrain.engine import Memory
 from pretrain.faults import VARIABLE
 from pretrain.run_dir import RunDir
+from pretrain.schedule import learning_rate_at
+from pretrain.train import build_engine, resolve
 from tests.helpers.corpora import make_tiny_corpus
 
 SEED, LENGTH = 4, 16
@@ -103,3 +111,66 @@ def test_lanes_of_a_later_phase_that_do_not_fit_are_refused_at_once(experiment, 
     refused = train(experiment, RunDir(tmp_path / "run"), phases, "engine.micro_batch_lanes=4")
     assert refused.returncode == 2
     assert "engine.micro_batch_lanes=4 does not divide the 6 lanes" in refused.stderr
+
+
+LENGTHS = (16, 32, 64)
+WARM_UP = (
+    f"data.phases=[{{from_step: 6, segment_length: {LENGTHS[1]}}}, {{from_step: 12, segment_length: {LENGTHS[2]}}}]",
+    "engine.micro_batch_lanes=2",
+    "checkpoint.asynchronous=false",  # so that step 10 is there when the kill comes
+)
+
+
+@pytest.fixture
+def world():
+    yield init_world()
+    leave_world()
+
+
+def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(corpora, experiment, world):
+    """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses two borders."""
+    run_dir = RunDir(experiment.with_name("warm-up"))
+    assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9
+    ended = train(experiment, run_dir, *WARM_UP)
+    assert ended.returncode == 0, ended.stderr
+    assert "going on from" in ended.stdout
+    assert "step-00000010" in ended.stdout
+    assert "phase 2 from step 12: 4 lanes go on, segments of 64; memories go on" in ended.stdout
+
+    config = resolve(load_config(RunConfig, experiment, WARM_UP))
+    engine, corpus = build_engine(config, world), Corpus.open(corpora[0] / "train")
+    memories: list[Memory | None] = [None, None]
+    losses, cursor, stream = [], None, None
+    for step in range(config.optim.steps):
+        if step % 6 == 0:
+            stream = LaneStream(corpus, 4, SEED, LENGTHS[step // 6], range(4), cursor)
+        assert stream is not None
+        batch = next(stream)
+        found = []
+        for slot, part in enumerate(batch.split(2)):
+            loss, memories[slot] = engine.forward_backward(part, memories[slot], step)
+            found.append(loss.item())
+        engine.step(learning_rate_at(config.optim, step))
+        losses.append(sum(found) / 2)
+        cursor = batch.cursor
+    measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+    assert [line["loss"] for line in measured] == losses
+    assert measured[-1]["tokens"] == 6 * 4 * sum(LENGTHS)
+    report = next(files.rank_reports(files.verify(run_dir.checkpoints / "step-00000018").index))
+    assert LaneCursor.from_tree(report["cursor"]) == cursor
+    assert next(memory for memory in memories if memory)[0].shape[1] == config.model.memory_length
+
+
+def test_the_lanes_of_all_phases_read_one_stream_without_a_gap(corpora):
+    corpus = Corpus.open(corpora[0] / "train")
+    whole = next(LaneStream(corpus, 4, SEED, 6 * sum(LENGTHS), range(4)))
+    parts, cursor = [], None
+    for length in LENGTHS:
+        stream = LaneStream(corpus, 4, SEED, length, range(4), cursor)
+        batches = [next(stream) for _ in range(6)]
+        parts += [batch.tokens_BL for batch in batches]
+        cursor = batches[-1].cursor
+    assert np.array_equal(np.concatenate(parts, axis=1), whole.tokens_BL)
+    assert cursor is not None
+    assert (cursor.positions_B == whole.cursor.positions_B).all()
+    assert (cursor.epochs_B == whole.cursor.epochs_B).all()

@@ -136,7 +136,7 @@ def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
     found = audited(capsys, corpus, f"--document={name}", "--seed=8", "--first-step=100")
     assert since_phase[0]["step"] + 100 in {piece["step"] for piece in found}
     assert main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
-    assert "--steps begin at 5, before the phase at --first-step=100" in capsys.readouterr().err
+    assert "--steps begin at 5, before the lanes did at --first-step=100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [range(40, 90), range(300)])
@@ -179,3 +179,27 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert "found a weight of 0" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "a"), f"--mix={tmp_path / 'b'}=nan"]) == 2
     assert "a repeat of nan is none or too small" in capsys.readouterr().err
+
+
+def test_segments_that_grow_on_the_way_are_those_that_the_lanes_read(corpus, capsys):
+    grown = ["--steps=100:150", "--first-step=100", "--then=120=32", "--then=140=64"]
+    pieces = audited(capsys, corpus, *grown)
+    read = [piece for piece in audited(capsys, corpus, "--steps=0:200") if piece["step"] < (20 + 40 + 40)]
+    by_lane = [
+        [
+            (piece["lane"], piece["document"], piece["offset"] + token)
+            for piece in listed
+            for token in range(piece["tokens"])
+        ]
+        for listed in (pieces, read)
+    ]
+    assert sorted(by_lane[0]) == sorted(by_lane[1]), "the same tokens, in segments of other lengths"
+    sums = dict.fromkeys(range(100, 150), 0)
+    for piece in pieces:
+        sums[piece["step"]] += piece["tokens"]
+    assert set(sums.values()) == {NUM_LANES * 16, NUM_LANES * 32, NUM_LANES * 64}
+    late = next(piece["document"] for piece in pieces if piece["step"] == 125)
+    found = audited(capsys, corpus, f"--document={late}", *grown[1:])
+    assert found == [piece for piece in pieces if piece["document"] == late and piece["epoch"] == 0]
+    assert main(["audit", str(corpus.directory), "--lanes=2", "--then=9=8", "--then=7=8"]) == 2
+    assert "each change at a later step than the one before" in capsys.readouterr().err

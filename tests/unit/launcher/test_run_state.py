@@ -4,15 +4,14 @@ import datetime
 import json
 import os
 import socket
-from dataclasses import replace
 
 import pytest
 
 from launcher.journal import last_failure, last_job, num_attempts, without_refused_jobs
-from launcher.run_state import read_state, tokens_left
+from launcher.run_state import read_state
 from launcher.signs import Beat, Lock, Measured, read_beats, read_lock, read_measured
 from launcher.verdict import SILENT_SECONDS, Evidence, goodput, judge
-from pretrain.config import DataConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
 
 NOW = 1_700_000_000.0
@@ -181,15 +180,6 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     foreign = read_lock(path)
     assert foreign is not None
     assert (foreign.host, foreign.is_held) == ("another-host", None)
-
-
-def test_the_tokens_left_follow_the_lanes_of_each_phase():
-    data = DataConfig(lanes=4, segment_length=10, phases=(PhaseConfig(from_step=60, lanes=8),))
-    config = RunConfig(data=data, optim=OptimConfig(steps=100))
-    assert tokens_left(config, 50) == 10 * 40 + 40 * 80
-    assert tokens_left(config, 90) == 10 * 80
-    assert tokens_left(config, 100) == 0
-    assert tokens_left(replace(config, optim=OptimConfig(steps=50)), 40) == 10 * 40  # the phase never comes
 
 
 def test_a_directory_is_read_as_a_whole(tmp_path):

@@ -57,6 +57,20 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
     assert error.count("\n") == 1
 
 
+def test_every_phase_is_reckoned_with(capsys):
+    command = ["describe", str(MODELS / "enwik8-base.yaml"), "optim.steps=30", "data.lanes=4", "data.segment_length=16"]
+    assert main([*command, "data.phases=[{from_step: 10, segment_length: 32}, {from_step: 20, lanes: 8}]"]) == 0
+    said = capsys.readouterr().out
+    assert "phase 1 " in said
+    assert "(4 lanes x 32 = 128 tokens, 10 steps)" in said
+    assert "(30 steps, 4.48 k tokens" in said
+    memory = next(line for line in said.splitlines() if line.startswith("memory per rank"))
+    main([*command[:-2], "data.lanes=8", "data.segment_length=32"])
+    assert memory in capsys.readouterr().out, "the largest phase's"
+    assert main([*command, "--gpus-per-node=4", "data.phases=[{from_step: 20, lanes: 6}]"]) == 2
+    assert "data.lanes=6 does not divide over 4 ranks" in capsys.readouterr().err
+
+
 def test_describing_imports_no_torch():
     code = (
         "import sys; from pretrain.cli import main\n"

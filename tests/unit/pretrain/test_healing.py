@@ -94,9 +94,17 @@ def test_after_a_gap_every_lane_begins_a_document():
 
 
 def test_the_window_goes_from_before_the_spike_to_the_margin_behind_it_in_segments():
-    spike = Spike(41, 43, 9.0, 3.0)
-    assert window_of(spike, [], SETTINGS) == range(39, 47)  # step 41 reads segment 40
-    assert window_of(spike, [range(10, 15)], SETTINGS) == range(44, 52)
+    spike, run = Spike(41, 43, 9.0, 3.0), RunConfig(healing=SETTINGS)
+    assert window_of(spike, [], run, to_step=30) == range(39, 47)  # step 41 reads segment 40
+    assert window_of(spike, [range(10, 15)], run, to_step=30) == range(44, 52)
+
+
+def test_a_run_that_goes_back_to_the_step_before_the_spike_passes_over_its_data():
+    spike, to_step = Spike(41, 43, 9.0, 3.0), 40
+    window = window_of(spike, [], RunConfig(healing=SETTINGS), to_step)
+    batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(to_step, 60)]
+    read = passing_over(batches, segments_behind(to_step, [window]), [window])
+    assert next(read).number == 47
 
 
 RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))

@@ -6,16 +6,41 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.mixture_part import MixturePart
+from data_pipeline.segment_lengths import SegmentLengths
 from pretrain.config import DataConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.healing import Spike, segments_behind, window_of
-from pretrain.phases import begins_phase, first_step_at, lane_seed_at, phase_at, run_at, runs_of_phases
+from pretrain.healing import Spike, lane_lengths, segments_behind, window_of
+from pretrain.phases import (
+    begins_lanes,
+    begins_phase,
+    first_step_at,
+    lane_seed_at,
+    lanes_since,
+    phase_at,
+    run_at,
+    runs_of_phases,
+    tokens_of_steps,
+)
 from pretrain.run_dir import RunDir
 from tests.unit.pretrain.test_healing import SETTINGS
 
+AT_40 = PhaseConfig(from_step=40, lanes=4)
 BOOKS = (MixturePart(path="books"),)  # type: ignore[arg-type]
 RUN = RunConfig(
     seed=7,
     data=DataConfig(lanes=4, phases=(PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8))),
+)
+WARM_UP = RunConfig(
+    seed=7,
+    data=DataConfig(
+        lanes=4,
+        segment_length=16,
+        phases=(
+            PhaseConfig(from_step=10, segment_length=32),
+            PhaseConfig(from_step=30, segment_length=64),
+            PhaseConfig(from_step=50, lanes=8),
+        ),
+    ),
+    healing=SETTINGS,
 )
 
 
@@ -31,7 +56,7 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
 
 
 def test_phases_that_change_nothing_or_are_out_of_order_are_refused():
-    with pytest.raises(ConfigError, match="expected from_step of 1 or more, and lanes or a mixture"):
+    with pytest.raises(ConfigError, match="expected from_step of 1 or more, and lanes, a segment"):
         PhaseConfig(from_step=5)
     with pytest.raises(ConfigError, match=r"begin at the steps \[30, 30\], expected each"):
         replace(RUN.data, phases=(RUN.data.phases[1],) * 2)
@@ -48,8 +73,37 @@ def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
     run_dir.refuse_other_run(replace(RUN, optim=OptimConfig(steps=2000)))
 
 
+def test_a_phase_of_another_segment_length_alone_goes_on_in_its_lanes():
+    assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [16, 16, 32, 64, 64]
+    assert [step for step in range(60) if begins_phase(WARM_UP, step)] == [10, 30, 50]
+    assert [step for step in range(60) if begins_lanes(WARM_UP, step)] == [50]
+    assert [lanes_since(WARM_UP, step) for step in (9, 10, 49, 50)] == [0, 0, 0, 50]
+    assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
+
+
+def test_tokens_are_counted_by_the_lanes_and_segments_of_each_phase():
+    assert tokens_of_steps(WARM_UP, range(60)) == 4 * (10 * 16 + 20 * 32 + 20 * 64) + 10 * 8 * 64
+    assert tokens_of_steps(WARM_UP, range(45, 52)) == 5 * 4 * 64 + 2 * 8 * 64
+    assert tokens_of_steps(WARM_UP, range(5)) == 5 * 4 * 16
+    assert tokens_of_steps(WARM_UP, range(60, 60)) == 0
+
+
 def test_data_passed_over_is_of_the_phase_in_which_the_spike_was_met():
     spike = Spike(41, 43, 9.0, 3.0)
-    assert window_of(spike, [], SETTINGS, phase_step=0).start == 39
-    assert window_of(spike, [], SETTINGS, phase_step=40).start == 40
-    assert window_of(spike, [range(10, 15)], SETTINGS, phase_step=40).start == segments_behind(40, [range(10, 15)])
+    without, begun = (replace(RUN, data=DataConfig(phases=each), healing=SETTINGS) for each in ((), (AT_40,)))
+    assert window_of(spike, [], without, to_step=35).start == 39
+    assert window_of(spike, [], begun, to_step=35).start == 40
+    assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_behind(40, [range(10, 15)])
+
+
+def test_a_window_that_crosses_into_longer_segments_counts_their_tokens():
+    # Steps 29 and 30 read 32 tokens of a lane each, 31 and 32 read 64: as much as six segments of 32.
+    window = window_of(Spike(29, 32, 9.0, 3.0), [], WARM_UP, to_step=20)
+    assert window == range(27, 28 + 6 + SETTINGS.skip_margin)
+    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(30, 33 + SETTINGS.skip_margin)
+
+
+def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
+    lengths = lane_lengths(WARM_UP, 40, [range(5, 8)])
+    assert (lengths.first, *lengths.changes) == (16, (13, 32), (33, 64))
+    assert lane_lengths(WARM_UP, 55, [range(5, 8)]) == SegmentLengths(64)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
-from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig, ScheduleConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.memory import checkpoint_bytes
@@ -55,6 +55,12 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
         (BASE, [32, 32], [8], "compares nothing"),
         (BASE, [0], [8, 16], "--segments must be positive"),
         (replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))), [32], [8, 16], "does not decay"),
+        (
+            replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
+            [32],
+            [8],
+            "has 1 phases",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(base, segments, memories, said):

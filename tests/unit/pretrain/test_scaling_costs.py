@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.config_loader import load_config
-from pretrain.config import ModelConfig, RunConfig
+from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.scaling.collect import flops_after
 from pretrain.scaling.costs import cost_of, flops_of, parameters_of, tail_shares
 from tests.helpers.shared import shared_path
 
@@ -66,6 +68,23 @@ def test_each_rung_of_the_ladder_has_the_size_of_its_name_and_sees_20_tokens_per
     assert parameters == pytest.approx(LADDER[rung], rel=0.03)
     assert f"{parameters:,} parameters; {run.tokens_per_step:,} tokens a step" in path.read_text().splitlines()[0]
     assert cost_of(run).tokens == pytest.approx(20 * parameters, rel=0.02)
+
+
+def test_a_run_costs_what_its_phases_cost_together():
+    model = ModelConfig(vocab_size=50, num_layers=2, d_model=16, num_heads=2, memory_length=8)
+    data = DataConfig(lanes=2, segment_length=8)
+    longer = replace(data, segment_length=16)
+    phase = PhaseConfig(from_step=10, segment_length=16)
+    run = RunConfig(model=model, data=replace(data, phases=(phase,)), optim=OptimConfig(steps=15))
+    first, second = (
+        cost_of(RunConfig(model=model, data=each, optim=OptimConfig(steps=steps)))
+        for each, steps in ((data, 10), (longer, 5))
+    )
+    assert cost_of(run).tokens == first.tokens + second.tokens == 10 * 16 + 5 * 32
+    assert cost_of(run).flops == first.flops + second.flops
+    assert cost_of(run, 10).flops == first.flops
+    after = flops_after(run, [5, 10, 15])
+    assert after.tolist() == pytest.approx([first.flops / 2, first.flops, first.flops + second.flops])
 
 
 def test_every_rung_of_the_ladder_is_tested():
