@@ -156,7 +156,8 @@ def _write_splits(
     for writer in writers.values():
         writer.flush()
     if not may_be_empty:
-        _refuse_empty(writers, config, rejects)
+        documents = {split: sum(s.info.documents for s in writer.shards) for split, writer in writers.items()}
+        refuse_empty(config, documents, rejects.example)
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)
@@ -219,6 +220,12 @@ class _RejectList:
         self.count = 0
         self.first: Reject | None = None
 
+    @property
+    def example(self) -> str:
+        """The tail of an error message, where there are any."""
+        first = self.first
+        return f"; the first of {self.count} unusable records is {first.source}: {first.reason}" if first else ""
+
     def add(self, reject: Reject) -> None:
         self.count += 1
         self.first = self.first or reject
@@ -232,14 +239,13 @@ class _RejectList:
             )
 
 
-def _refuse_empty(writers: dict[str, SplitWriter], config: CorpusConfig, rejects: _RejectList) -> None:
-    empty = [split for split, writer in writers.items() if not writer.shards]
-    if "train" in empty:
-        example = f"; the first of {rejects.count} unusable records is {rejects.first}" if rejects.first else ""
-        raise DataError(f"no documents for the training split in {', '.join(map(str, config.input))}{example}")
-    if empty:
-        documents = sum(shard.info.documents for shard in writers["train"].shards)
+def refuse_empty(config: CorpusConfig, documents: dict[str, int], hint: str = "") -> None:
+    """DataError if a split that has to be has no documents."""
+    if not documents["train"]:
+        raise DataError(f"no documents for the training split in {', '.join(map(str, config.input))}{hint}")
+    if not documents.get("validation", 1):
         raise DataError(
-            f"no documents for the validation split: validation_fraction={config.validation_fraction} of {documents} "
-            "documents; raise it, set it to 0 for none, or give validation_input"
+            f"no documents for the validation split: validation_fraction={config.validation_fraction} of "
+            f"{documents['train']} documents; raise it, set it to 0 for none, or give validation_input, and remove the "
+            "unfinished build"
         )

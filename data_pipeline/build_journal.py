@@ -18,6 +18,7 @@ from data_pipeline.manifest import MANIFEST_NAME, ShardInfo
 
 BUILD_DIRECTORY = ".build"  # gone when the build is finished
 DONE_DIRECTORY = ".build-done"
+JOURNAL_NAME = "journal.jsonl"
 RECIPE_NAME = "build.json"  # how a finished corpus was made
 
 
@@ -38,7 +39,7 @@ class BuildJournal:
         self.output = output
         self.directory = output / BUILD_DIRECTORY
         self.shards: list[FinishedShard] = []
-        self._path = self.directory / "journal.jsonl"
+        self._path = self.directory / JOURNAL_NAME
         self._recipe = recipe
         self._header = {"recipe": recipe, "modified": modified}
         if self._path.exists():
@@ -102,11 +103,8 @@ class BuildJournal:
 @contextlib.contextmanager
 def claimed_output(output: Path) -> Iterator[Path]:
     """`output`, which exists and which no other build writes to meanwhile; ConfigError if it holds other things."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output {output} is a file; give a directory")
+    check_is_free(output)
     directory = output / BUILD_DIRECTORY
-    if output.exists() and any(output.iterdir()) and not directory.exists() and not is_finished(output):
-        raise ConfigError(f"output {output} is not empty and holds no corpus; choose a new directory")
     if is_finished(output):
         shutil.rmtree(output / DONE_DIRECTORY, ignore_errors=True)
         yield output
@@ -129,6 +127,15 @@ def claimed_output(output: Path) -> Iterator[Path]:
             raise
 
 
+def check_is_free(output: Path) -> None:
+    """ConfigError if `output` is no directory, or holds other things than a corpus or a begun build of one."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output {output} is a file; give a directory")
+    has_build = (output / BUILD_DIRECTORY).exists() or is_finished(output)
+    if output.exists() and any(output.iterdir()) and not has_build:
+        raise ConfigError(f"output {output} is not empty and holds no corpus; choose a new directory")
+
+
 def remove_leftovers(directory: Path) -> None:
     """Files that a kill left half-written beside their final names."""
     for path in directory.rglob(".*.tmp"):
@@ -142,6 +149,11 @@ def is_finished(output: Path) -> bool:
         and (output / RECIPE_NAME).exists()
         and not (output / BUILD_DIRECTORY).exists()
     )
+
+
+def has_begun(output: Path) -> bool:
+    """Whether a build in `output` has noted what it is made of, and is not finished."""
+    return (output / BUILD_DIRECTORY / JOURNAL_NAME).exists()
 
 
 def check_recipe(output: Path, recipe: dict[str, Any]) -> None:

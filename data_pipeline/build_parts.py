@@ -11,6 +11,7 @@ import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.build import (
     REJECTS_NAME,
@@ -18,10 +19,18 @@ from data_pipeline.build import (
     build_sources,
     list_all_sources,
     recipe_of,
+    refuse_empty,
     result_of,
     splits_of_build,
 )
-from data_pipeline.build_journal import BuildJournal, check_recipe, claimed_output, is_finished
+from data_pipeline.build_journal import (
+    BuildJournal,
+    check_is_free,
+    check_recipe,
+    claimed_output,
+    has_begun,
+    is_finished,
+)
 from data_pipeline.build_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY, check_shard
@@ -57,9 +66,21 @@ def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report =
             "such as that of a corpus built from a sample of the text"
         )
     refuse_deduplication(config)
-    part_config, sources = _part(config, part, num_parts)
-    part_config.output.parent.mkdir(parents=True, exist_ok=True)
-    return build_sources(part_config, sources, report, is_part=True)
+    sources = list_all_sources(config)
+    if is_finished(config.output):  # as a task of an array job finds it that is begun again after the merge
+        check_recipe(config.output, _merged_recipe(config, sources, num_parts))
+        return result_of(config.output, was_finished=True)
+    check_output(config, sources, num_parts)
+    parts_directory(config).mkdir(parents=True, exist_ok=True)
+    part_config = replace(config, output=_directory(config, part, num_parts))
+    return build_sources(part_config, _shares(sources, num_parts)[part - 1], report, is_part=True)
+
+
+def check_output(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> None:
+    """ConfigError, before hours of work, if the parts could not be merged into the output."""
+    check_is_free(config.output)
+    if has_begun(config.output):
+        BuildJournal(config.output, _merged_recipe(config, sources, num_parts), modified=0)
 
 
 def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
@@ -67,15 +88,15 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
 
     DataError when a part is not finished, or the text holds nothing for a split.
     """
-    recipe = {**recipe_of(config, list_all_sources(config)), "parts": num_parts}
+    sources = list_all_sources(config)
+    recipe = _merged_recipe(config, sources, num_parts)
     if is_finished(config.output):
         check_recipe(config.output, recipe)
         _remove_parts(config)
         return result_of(config.output, was_finished=True)
-    results = _finished_parts(config, num_parts)
-    for split in splits_of_build(config):
-        if not any(result.manifests[split].shards for result in results):
-            raise DataError(f"no documents for the {split} split in all {num_parts} parts; give more text")
+    results = _finished_parts(config, sources, num_parts)
+    documents = {split: sum(r.manifests[split].documents for r in results) for split in splits_of_build(config)}
+    refuse_empty(config, documents)
     directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
@@ -91,33 +112,36 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
     return result_of(config.output)
 
 
-def _part(config: CorpusConfig, part: int, num_parts: int) -> tuple[CorpusConfig, list[tuple[str, SourceFile]]]:
-    """The settings of a part and its files: those whose first byte lies in the part's share of all bytes."""
-    sources = list_all_sources(config)
-    total, place, chosen = sum(source.size for _, source in sources), 0, []
+def _merged_recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> dict[str, Any]:
+    return {**recipe_of(config, sources), "parts": num_parts}
+
+
+def _shares(sources: list[tuple[str, SourceFile]], num_parts: int) -> list[list[tuple[str, SourceFile]]]:
+    """The files of each part: those whose first byte lies in the part's share of all bytes."""
+    total, place = sum(source.size for _, source in sources), 0
+    shares: list[list[tuple[str, SourceFile]]] = [[] for _ in range(num_parts)]
     for split, source in sources:
         share = place * num_parts // max(total, 1)
-        if min(share, num_parts - 1) == part - 1:  # empty files at the end belong to the last part
-            chosen.append((split, source))
+        shares[min(share, num_parts - 1)].append((split, source))  # empty files at the end belong to the last part
         place += source.size
-    return replace(config, output=_directory(config, part, num_parts)), chosen
+    return shares
 
 
 def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
     return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
 
 
-def _finished_parts(config: CorpusConfig, num_parts: int) -> list[BuildResult]:
+def _finished_parts(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> list[BuildResult]:
     trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
     if needs_training(config.tokenizer) and trained.exists():
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
     results = []
-    for part in range(1, num_parts + 1):
-        part_config, sources = _part(config, part, num_parts)
-        if not is_finished(part_config.output):
+    for part, share in enumerate(_shares(sources, num_parts), 1):
+        directory = _directory(config, part, num_parts)
+        if not is_finished(directory):
             raise DataError(f"part {part} of {num_parts} is not finished; run `build --part {part}/{num_parts}` first")
-        check_recipe(part_config.output, recipe_of(part_config, sources))
-        results.append(result_of(part_config.output))
+        check_recipe(directory, recipe_of(config, share))
+        results.append(result_of(directory))
     return results
 
 

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 
 from data_pipeline.build import BuildResult, list_all_sources, recipe_of, tokenizer_plan, youngest
 from data_pipeline.build_journal import BuildJournal, claimed_output, is_finished
-from data_pipeline.build_parts import build_part, merge_parts, refuse_deduplication, shared_directory
+from data_pipeline.build_parts import build_part, check_output, merge_parts, refuse_deduplication, shared_directory
 from data_pipeline.build_tokenizer import needs_training, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY
@@ -33,6 +33,7 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
     num_parts = min(processes, len(sources))
     if is_finished(config.output):
         return merge_parts(config, num_parts)
+    check_output(config, sources, num_parts)
     shared = shared_directory(config, num_parts)
     with claimed_output(shared):
         BuildJournal(shared, recipe_of(config, sources), youngest(sources))  # refuses parts of other text or settings

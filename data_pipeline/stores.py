@@ -180,7 +180,7 @@ def _sdk_uploader(url: str, directory: Path) -> Any:
         return CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
     except Exception as error:  # of many SDKs, which have no base in common
         reason = _sdk_reason(error)[0]
-        raise DataError(f"{url} cannot be opened ({reason}); check the bucket and your rights") from error
+        raise DataError(f"{url} cannot be opened ({reason}); check the bucket, the endpoint and your rights") from error
 
 
 def _sdk_reason(error: Exception) -> tuple[str, bool]:

@@ -129,7 +129,9 @@ def fingerprint_of(kind: str, model: bytes) -> str:
 
 def _load_foreign(path: Path) -> Tokenizer:
     try:
-        tokenizer = Tokenizer("unigram", path.read_bytes())
+        if not (model := path.read_bytes()):
+            raise DataError(f"{path} is no SentencePiece model (it is empty)")
+        tokenizer = Tokenizer("unigram", model)
     except (RuntimeError, OSError) as error:
         raise DataError(f"{path} is no SentencePiece model ({error})") from None
     if tokenizer.end_id < 0:

@@ -19,6 +19,8 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.verify import verify_split
 from tests.helpers.corpora import contents, some_texts
 
+BPE = TokenizerConfig(kind="bpe", vocab_size=350)
+
 
 def folder_config(tmp_path: Path, **settings) -> CorpusConfig:
     folder = tmp_path / "in"
@@ -51,7 +53,7 @@ def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_pat
 
 
 def test_processes_killed_in_the_middle_go_on_to_the_bytes_of_the_undisturbed_build(tmp_path):
-    config = folder_config(tmp_path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=350))
+    config = folder_config(tmp_path, tokenizer=BPE)
     told = []
     build_in_processes(config, 2, told.append)
     assert "300 documents" in str(told[-2])
@@ -137,7 +139,7 @@ class Stopped(BaseException):
 
 
 def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_path, monkeypatch):
-    config = folder_config(tmp_path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=350))
+    config = folder_config(tmp_path, tokenizer=BPE)
 
     def stop(*arguments):
         raise Stopped
@@ -186,3 +188,35 @@ def test_a_build_takes_nothing_that_it_writes_for_text(tmp_path, monkeypatch):
     (tmp_path / "text.parts").mkdir()
     with pytest.raises(ConfigError, match=r"is where a build to .* writes"):
         build_corpus(replace(config, input=(tmp_path / "text.parts",), output=tmp_path / "text"))
+
+
+def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_are_built(tmp_path):
+    config = folder_config(tmp_path)
+    for build in (lambda config: build_in_processes(config, 2), lambda config: build_part(config, 1, 2)):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "file").touch()
+        with pytest.raises(ConfigError, match="is a file; give a directory"):
+            build(replace(config, output=tmp_path / "other" / "file"))
+        with pytest.raises(ConfigError, match="holds no corpus; choose a new directory"):
+            build(replace(config, output=tmp_path / "other"))
+        begun = replace(config, output=tmp_path / "begun")
+        with pytest.raises(DataError, match=r"max_rejects=0"):  # a build by one process, which is not finished
+            build_corpus(replace(begun, max_document_bytes=100, max_rejects=0, tokenizer=BPE))
+        with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
+            build(begun)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_a_part_that_is_begun_again_after_the_merge_finds_everything_done(tmp_path):
+    config = folder_config(tmp_path)
+    build_in_processes(config, 2)
+    assert build_part(config, 1, 2).was_finished
+    with pytest.raises(ConfigError, match="another number of parts"):
+        build_part(config, 1, 3)
+    assert not parts_directory(config).exists()
+
+
+def test_a_split_that_is_empty_in_all_parts_is_refused_with_what_to_change(tmp_path):
+    config = folder_config(tmp_path, validation_fraction=0.0001)
+    with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 300 documents; raise it"):
+        build_in_processes(config, 2)
