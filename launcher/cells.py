@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.errors import UserError
 from launcher.run_state import RunState, is_run
 from launcher.status import read_states
 from pretrain.config import RunConfig
+from pretrain.describe import with_vocabulary
+from pretrain.scaling.costs import cost_of
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
 
 GOES_ON = ("running", "queued", "requeued", "preempted")
@@ -46,6 +49,22 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
         state = known.get(path) or RunState(name=cell.name, path=str(path), state="new", steps=config.optim.steps)
         cells.append(CellRun(index=index, cell=cell, config=config, path=path, state=state))
     return cells
+
+
+def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
+    """The cells that have most training FLOPs left first; in the order of the file where that is equal or unknown.
+
+    With several cells at a time, a long one that is begun last would be left to run alone.
+    """
+    return sorted(cells, key=_flops_left, reverse=True)
+
+
+def _flops_left(cell: CellRun) -> float:
+    try:
+        config = with_vocabulary(cell.config)
+    except UserError:  # the corpus, and with it the vocabulary, is not there; the cell itself will say so
+        return 0.0
+    return cost_of(config).flops - cost_of(config, min(cell.state.step, config.optim.steps)).flops
 
 
 def in_words(cells: Sequence[CellRun]) -> str:

@@ -11,7 +11,8 @@ from launcher.cluster import ClusterConfig, seconds_of
 from launcher.sbatch import NodeRange
 from launcher.slurm import Partition
 from pretrain.config import RunConfig, accumulation_steps
-from pretrain.describe import DEVICES, GIB, GPU_MFU, USABLE, flops_of_step
+from pretrain.describe import flops_of_step
+from pretrain.devices import DEVICES, GIB, GPU_MFU, USABLE
 from pretrain.phases import runs_of_phases
 from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
 
@@ -63,10 +64,10 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     room = USABLE * DEVICES[cluster.gpu].memory
-    config = largest_phase(config, ranks)
-    needed = total_bytes(memory_parts(config, ranks))
+    config = largest_phase(config, ranks, on_gpu=True)
+    needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
     if needed > room:
-        micro = largest_micro_batch(config, ranks, room)
+        micro = largest_micro_batch(config, ranks, room, on_gpu=True)
         advice = f"set engine.micro_batch_lanes={micro}" if micro else "use more nodes or a higher engine.zero_stage"
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves {room / GIB:.1f} GiB; {advice} "
@@ -98,7 +99,7 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
 def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
     if not cluster.gpu:
         return []
-    rate = ranks * GPU_MFU * DEVICES[cluster.gpu].flops
+    rate = ranks * GPU_MFU * DEVICES[cluster.gpu].peak(config.engine.precision)
     between = config.checkpoint.interval * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config)) / rate
     if between <= seconds_of(cluster.time_limit) - cluster.warning_seconds:
         return []

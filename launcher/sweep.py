@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
-from launcher.cells import CellRun, in_words, read_cells
+from launcher.cells import CellRun, in_words, longest_first, read_cells
 from launcher.cluster import load_cluster
 from launcher.sbatch import parse_nodes
 from launcher.supervisor import StopSignals
@@ -96,7 +96,8 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
     runs.mkdir(parents=True, exist_ok=True)
     waiting = [cell for cell in cells if cell.is_waiting]
     with StopSignals() as stop, RunDir(runs).locked("sweep"):
-        failed = run_cells(waiting, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
+        order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
+        failed = run_cells(order, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
         if stop.requests:
             print("stopped on request; the same command goes on")
             return EXIT_STOPPED

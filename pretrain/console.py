@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
+
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
     """An interval's measurements: the mean loss of its steps that were not skipped, everything else at its end."""
@@ -53,12 +55,23 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def prefixed(value: float) -> tuple[float, str]:
+    """The number below 1000 and the prefix that together are `value`; beyond Q the number grows."""
+    index = 0
+    while index < len(PREFIXES) - 1 and abs(float(f"{value:.3g}")) >= 1000 and math.isfinite(value):
+        value, index = value / 1000, index + 1
+    return value, PREFIXES[index]
+
+
 def si(value: float) -> str:
     """A number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g} "
+    number, prefix = prefixed(value)
+    return f"{number:.3g} {prefix}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 rank`, `8 ranks`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:

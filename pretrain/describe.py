@@ -6,37 +6,16 @@ import argparse
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.console import si
+from pretrain.console import counted, si
+from pretrain.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
 from pretrain.phases import spans_of_phases
 from pretrain.scaling.costs import Flops, Parameters, flops_of, parameters_of
 from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
-
-GIB = 1 << 30
-USABLE = 0.92  # of a device's memory; the rest goes to the driver, communication buffers and fragmentation
-DEFAULT_MFU = {"cpu": 0.25}
-GPU_MFU = 0.35
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one rank runs on: dense matrix-product peak in bf16 (fp32 on a CPU) and memory."""
-
-    flops: float
-    memory: float
-
-
-DEVICES = {
-    "H200": Device(989e12, 141e9),
-    "H100": Device(989e12, 80e9),
-    "A100": Device(312e12, 80e9),
-    "cpu": Device(100e9, 0.0),  # a core's order of magnitude; its memory is this machine's
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +61,7 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
     parameters = parameters_of(config.model)
     explain = bool(arguments.explain)
     return [
-        f"{config.name}: {world_size} ranks ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
+        f"{config.name}: {counted(world_size, 'rank')} ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
         f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}"
         + (f" of every {config.engine.checkpoint_every} layers one" if config.engine.checkpoint_every > 1 else ""),
         "",
@@ -93,6 +72,7 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
         *_memory_lines(largest_phase(config, world_size, arguments.gpu != "cpu"), arguments, world_size),
         "",
         *_time_lines(config, arguments, world_size),
+        *(["", *_letter_lines(config, world_size)] if explain else ()),
     ]
 
 
@@ -147,22 +127,26 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
     total = total_bytes(parts)
     verdict = "fits" if total <= room else "DOES NOT FIT"
     micro = largest_micro_batch(config, world_size, room, on_gpu)
-    advice = f"the largest micro-batch that fits is {micro} lanes" if micro else "not even one lane at a time fits"
+    largest = f"the largest micro-batch that fits is {counted(micro, 'lane')}"
+    advice = largest if micro else "not even one lane at a time fits"
+    per_parameter = 16 if config.optim.average_decay else 12
     return [
         f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
         f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
         f"({saved.keep_last} kept, one being written: {_gib((saved.keep_last + 1) * checkpoint_bytes(config))} of disk)"
-        + ("  12 P + (M + compressed) (L d b + 4) for every lane" if explain else ""),
+        + (f"  {per_parameter} P + M (L d b + 4) for every lane" if explain else ""),
         *([_row("copy", _gib(checkpoint_bytes(config) / world_size), copy, True)] if saved.asynchronous else []),
     ]
 
 
 def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
-    mfu = DEFAULT_MFU.get(arguments.gpu, GPU_MFU) if arguments.mfu is None else arguments.mfu
+    device, precision = DEVICES[arguments.gpu], config.engine.precision
+    usual = CPU_MFU if arguments.gpu == "cpu" else GPU_MFU
+    mfu = usual if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
-    flops_per_second = world_size * DEVICES[arguments.gpu].flops * mfu
+    flops_per_second = world_size * device.peak(precision) * mfu
     spans = spans_of_phases(config, range(config.optim.steps))
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
     tokens = sum(count * phase.tokens_per_step for phase, count in spans)
@@ -184,18 +168,47 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
         ),
         f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
         f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
+        f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.peak_in_words(precision)})",
         *(formulas if arguments.explain else ()),
     ]
 
 
+def _lanes_of_pass(run: RunConfig, world_size: int) -> int:
+    return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
+
+
 def _flops(run: RunConfig, world_size: int) -> Flops:
-    lanes = len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
-    return flops_of(run.model, run.data.segment_length, lanes)
+    return flops_of(run.model, run.data.segment_length, _lanes_of_pass(run, world_size))
 
 
 def flops_of_step(run: RunConfig, world_size: int) -> float:
     """FLOPs of all ranks in a step of the phase that `run` describes."""
     return run.tokens_per_step * _flops(run, world_size).training
+
+
+def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
+    """What the formulas' letters stand for, with their values in this run."""
+    model, segment = config.model, config.data.segment_length
+    memory = model.memory_length + model.compressed_length
+    letters: dict[str, tuple[str, int]] = {
+        "L": ("layers", model.num_layers),
+        "d": ("model.d_model", model.d_model),
+        "h": ("heads times head width", model.num_heads * model.head_width),
+        "k": ("key heads times head width", model.key_heads * model.head_width),
+        "f": ("inner width of the feed-forward part", model.inner_width),
+        "V": ("vocabulary, in bins where the softmax is adaptive", model.vocab_size),
+        "c": ("compression rate of a compressed memory", model.compression_rate),
+        "T": ("segment length", segment),
+        "M": ("memory length, compressed rows among them", memory),
+        "K": ("keys, T + M", segment + memory),
+        "B": ("lanes of one forward pass on a rank", _lanes_of_pass(config, world_size)),
+        "R": ("ranks", world_size),
+        "P": ("parameters", parameters_of(model).total),
+        "b": ("bytes of an activation", 2 if config.engine.precision == "bf16" else 4),
+    }
+    rows = [_row(letter, f"{value:,}", meaning, True) for letter, (meaning, value) in letters.items()]
+    heading = "letters" + (", with their values in the first phase" if config.data.phases else "")
+    return [heading, *rows, "  u and v are the two learned biases of relative attention"]
 
 
 def _room(arguments: argparse.Namespace) -> float:

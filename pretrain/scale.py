@@ -61,7 +61,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ROLE=NAME",
-        help="where a column has another name: parameters, tokens, loss, flops, budget, seed, name, progress, holdout",
+        help="where a column has another name: parameters, tokens, loss, flops, budget, name, progress, "
+        "holdout, excluded",
     )
     parser.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
     parser.add_argument("--exclude", action="append", default=[], metavar="COLUMN=VALUE: REASON", help="leave rows out")

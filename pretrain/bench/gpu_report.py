@@ -11,7 +11,7 @@ import torch
 from data_pipeline.errors import UserError
 from pretrain.bench import gpu
 from pretrain.bench.compare import TOLERANCE, measure, table
-from pretrain.describe import DEVICES
+from pretrain.devices import DEVICES
 from pretrain.scaling.costs import cost_of
 from pretrain.throughput import measured_matmul_peak
 
@@ -37,7 +37,7 @@ def gpu_report() -> tuple[str, bool]:
 
 def promised_flops(device_name: str) -> float | None:
     """The data sheet's dense bf16 rate of a GPU of this name, if known."""
-    return next((device.flops for name, device in DEVICES.items() if name in device_name), None)
+    return next((device.bf16 for name, device in DEVICES.items() if name in device_name), None)
 
 
 def _parts(device: torch.device, dtype: torch.dtype, peak: float) -> Iterator[tuple[str, bool]]:

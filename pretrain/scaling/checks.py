@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,7 +12,14 @@ from pretrain.scaling.estimates import estimate
 from pretrain.scaling.isoflop import FEWEST_SIZES, fit_isoflop
 from pretrain.scaling.law import FlopsLaw, log_loss
 from pretrain.scaling.lines import Interval, LawLine, interval
-from pretrain.scaling.points import Points
+from pretrain.scaling.points import Array, Points
+
+Number = TypeVar("Number", float, Array)
+
+
+def relative_error(predicted: Number, measured: Number) -> Number:
+    """Predicted minus measured, as a part of the measured: positive where too much was predicted. So everywhere."""
+    return predicted / measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +35,8 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Relative: positive when the law promised less than was measured."""
-        return self.measured / self.predicted.value - 1
+        """See `relative_error`."""
+        return relative_error(self.predicted.value, self.measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +44,9 @@ class LeftOut:
     """What the runs below the largest budget would have predicted for it."""
 
     budget: float
-    law_error: float | None  # mean |relative error| of approach 3 over that budget's runs
+    law_error: float | None  # mean |relative error| of approach 3 over that budget's runs; None without approach 3
     optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
+    unavailable: dict[str, str]  # approach -> why those runs do not allow it
     measured: tuple[float, float] | None  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
 
 
@@ -56,9 +65,14 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
     law_error = None
     if estimates.parametric:
         predicted_P = estimates.parametric.law.loss(last.parameters_P, last.tokens_P)
-        law_error = float(np.abs(last.loss_P / predicted_P - 1).mean())
-    measured = _measured_optimum(points, last)
-    return LeftOut(budget=float(budgets[-1]), law_error=law_error, optimum=optimum, measured=measured)
+        law_error = float(np.abs(relative_error(predicted_P, last.loss_P)).mean())
+    return LeftOut(
+        budget=float(budgets[-1]),
+        law_error=law_error,
+        optimum=optimum,
+        unavailable=estimates.unavailable,
+        measured=_measured_optimum(points, last),
+    )
 
 
 def seed_spread(points: Points) -> float | None:

@@ -83,6 +83,7 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
         for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
             loss = np.mean([steps[i]["loss"] for i in part])
             lines.append(f"{cell.name},{parameters},{np.mean(flops[part]):.8g},{loss:.8g}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(lines) + "\n")
     return count
 

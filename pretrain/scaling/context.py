@@ -6,17 +6,13 @@ equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.scaling.costs import RunCost, cost_of
-from pretrain.scaling.plan import overrides_between
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
-from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +24,19 @@ class ContextRun:
     cost: RunCost
     same_tokens: bool
     same_flops: bool
+    holdout: bool = False  # every context is compared
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What is noted beside the cell."""
+        return {
+            "segment_length": self.run.data.segment_length,
+            "memory_length": self.run.model.memory_length,
+            "same_tokens": int(self.same_tokens),
+            "same_flops": int(self.same_flops),
+            "tokens": self.cost.tokens,
+            "flops": self.cost.flops,
+        }
 
 
 def plan_contexts(base: RunConfig, segments: Sequence[int], memories: Sequence[int]) -> list[ContextRun]:
@@ -45,30 +54,6 @@ def plan_contexts(base: RunConfig, segments: Sequence[int], memories: Sequence[i
         for memory in sorted({*memories}):
             runs += _runs_of(base, _with_context(base, segment, memory), f"t{segment}-m{memory}")
     return runs
-
-
-def context_sweep(
-    name: str, experiment: Path, plain: RunConfig, runs: Sequence[ContextRun], directory: Path, notes: Sequence[str]
-) -> Sweep:
-    """The runs as a sweep whose file will lie in `directory`; `plain` is what `experiment` says."""
-    relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
-    cells = tuple(
-        Cell(
-            name=item.name,
-            experiment=relative,
-            overrides=tuple(overrides_between(plain, item.run)),
-            facts={
-                "segment_length": item.run.data.segment_length,
-                "memory_length": item.run.model.memory_length,
-                "same_tokens": int(item.same_tokens),
-                "same_flops": int(item.same_flops),
-                "tokens": item.cost.tokens,
-                "flops": item.cost.flops,
-            },
-        )
-        for item in runs
-    )
-    return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=cells)
 
 
 def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.config import RunConfig
-from pretrain.scaling.context import context_sweep, plan_contexts
+from pretrain.console import counted
+from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.context_table import Evaluate, context_rows, read_context
-from pretrain.scaling.plan import as_written, corpus_tokens, refuse_more_tokens, with_vocabulary
-from pretrain.scaling.summary import aligned, number
-from pretrain.scaling.sweep_file import read_sweep, write_sweep
+from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
+from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
+from pretrain.scaling.summary import aligned
+from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.wording import amount
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,31 +26,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     base = load_config(RunConfig, arguments.experiment, arguments.set)
+    name = arguments.name or f"{base.name}-context"
+    refuse_no_file("--out", sweep_path(arguments, name), f"{name}.yaml")
     runs = plan_contexts(with_vocabulary(base), arguments.segments, arguments.memories)
-    available = corpus_tokens(base)
-    if available is not None:
-        refuse_more_tokens({item.name: item.cost.tokens for item in runs}, available)
+    unchecked = check_tokens(base, runs)
     heads = ["cell", "segment", "memory", "lanes", "steps", "D", "C"]
     rows = [
         [
             item.name,
             *(str(value) for value in (item.run.data.segment_length, item.run.model.memory_length)),
             *(str(value) for value in (item.run.data.lanes, item.cost.steps)),
-            number(item.cost.tokens, prefix=True),
+            amount(item.cost.tokens),
             f"{item.cost.flops:.3e}",
         ]
         for item in runs
     ]
     print("\n".join(aligned(heads, rows)))
-    total = f"{len(runs)} runs of {number(runs[0].cost.parameters, prefix=True)} parameters, "
+    total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
-    print(f"total: {total}")
-    name = arguments.name or f"{base.name}-context"
-    path = arguments.out or Path("configs/sweeps") / f"{name}.yaml"
-    plain = load_config(RunConfig, arguments.experiment)
-    written = [replace(item, run=as_written(item.run, base)) for item in runs]
-    write_sweep(path, context_sweep(name, arguments.experiment, plain, written, path.parent, [total]))
-    print(f"sweep: {path} ({len(runs)} cells)")
+    print("\n".join([f"total: {total}", *unchecked]))
+    write_plan(arguments, name, base, runs, [total])
     return 0
 
 
@@ -60,6 +57,7 @@ def _collect(arguments: argparse.Namespace) -> int:
         raise DataError(f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories")
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
+    refuse_no_file("--out", arguments.out, "context.csv")
     rows = context_rows(sweep, arguments.runs_dir, _evaluator(arguments.max_tokens))
     write_rows(arguments.out, rows)
     left_out = [row for row in rows if row.excluded]
@@ -72,6 +70,7 @@ def _collect(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from pretrain.scaling.context_report import write_context_report
 
+    refuse_no_directory("--out", arguments.out)
     print(f"report: {write_context_report(read_context(arguments.table), arguments.out, arguments.title)}")
     return 0
 

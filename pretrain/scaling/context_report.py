@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.files import replacing, write_text
 from pretrain.report import Card, chart_html, page, paragraph, section, table
-from pretrain.scaling import charts, context_charts
+from pretrain.scaling import context_charts
+from pretrain.scaling.chart_parts import PAGE, PRINT, Palette
 from pretrain.scaling.context_table import ContextRow
 from pretrain.scaling.report import PNG_DPI
-from pretrain.scaling.summary import number
+from pretrain.scaling.wording import amount
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = {  # attribute of a row -> title, what is equal in words
-    "same_tokens": ("Equal tokens", "the same model and tokens; a longer context costs more FLOPs"),
-    "same_flops": ("Equal FLOPs", "the same model and FLOPs; a longer context reads fewer tokens"),
+    "same_tokens": ("Equal tokens", "All runs: the same model and tokens; a longer context costs more FLOPs"),
+    "same_flops": ("Equal FLOPs", "All runs: the same model and FLOPs; a longer context reads fewer tokens"),
 }
 
 
@@ -29,7 +30,7 @@ def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str
     sections.append(_evaluated(rows, directory))
     sizes = sorted({int(row.N) for row in rows})
     lead = (
-        f"{len({row.name for row in rows})} runs of {' and '.join(number(size, prefix=True) for size in sizes)} "
+        f"{len({row.name for row in rows})} runs of {' and '.join(amount(size) for size in sizes)} "
         "parameters that differ in segment and memory length only, evaluated with memories of 0 to 8 times their own."
     )
     path = directory / "report.html"
@@ -41,9 +42,9 @@ def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str
 def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
     title, words = SERIES[name]
     mine = _trained(rows, name)
-    caption = f"Loss over memory length, one line per segment length: {words}"
+    caption = f"Loss over memory length, one line per segment length. {words}"
     cells = [
-        [str(row.segment_length), str(row.memory_length), number(float(row.D), prefix=True), f"{row.C:.3g}",
+        [str(row.segment_length), str(row.memory_length), amount(float(row.D)), f"{row.C:.3g}",
          f"{row.loss:.4f}"]
         for row in sorted(mine, key=lambda row: float(row.loss))
     ]  # fmt: skip
@@ -60,19 +61,27 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
     names = list(dict.fromkeys(row.name for row in shown))
     losses = {(row.name, float(row.times)): f"{row.loss:.4f}" for row in shown}
     cells = [[name, *(losses.get((name, value), "") for value in times)] for name in names]
-    caption = "Loss over the memory of evaluation; for runs trained without memory in multiples of their segment"
+    caption = (
+        "Loss of trained models when they are evaluated with other memory lengths than they were trained with (rings). "
+        "One panel per segment length, one line per memory length in training"
+    )
+    columns = (
+        "The same as numbers; columns say how many times the memory of training was used in evaluation. For runs "
+        "trained without memory (m0) it is how many times their segment length"
+    )
     draw = lambda palette: context_charts.loss_by_evaluated_memory(shown, palette)  # noqa: E731
     return section(
         "Other memory than in training",
         _drawn(directory / "evaluated.png", draw, caption),
+        paragraph(columns + "."),
         table(["run", *(f"{value:g}x" for value in times)], cells, "named"),
     )
 
 
-def _drawn(png: Path, draw: Callable[[charts.Palette], Figure], caption: str) -> str:
+def _drawn(png: Path, draw: Callable[[Palette], Figure], caption: str) -> str:
     with replacing(png) as file:
-        draw(charts.PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
-    return chart_html(draw(charts.PAGE), caption) + paragraph(caption + ".")
+        draw(PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return chart_html(draw(PAGE), caption) + paragraph(caption + ".")
 
 
 def _cards(rows: Sequence[ContextRow]) -> list[Card]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError, UserError
 from pretrain.scaling.collect import row_of
-from pretrain.scaling.csv_files import csv_rows
+from pretrain.scaling.csv_files import csv_rows, flag
 from pretrain.scaling.sweep_file import Cell, Sweep
 
 TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the memory in training; of the segment for runs trained without memory
@@ -101,10 +101,13 @@ def _parsed(row: dict[str, str], where: str) -> ContextRow:
             values[name] = math.nan
         if not math.isfinite(values[name]) or values[name] < 0:
             raise DataError(f"{where}: {name}={row[name]!r}, expected a number of 0 or more; collect again")
+    for name in ("same_tokens", "same_flops"):
+        if flag(row[name]) is None:
+            raise DataError(f"{where}: {name}={row[name]!r}, expected yes or nothing; collect again")
     return ContextRow(
         name=row["name"],
-        same_tokens=row["same_tokens"],
-        same_flops=row["same_flops"],
+        same_tokens="yes" if flag(row["same_tokens"]) else "",
+        same_flops="yes" if flag(row["same_flops"]) else "",
         segment_length=int(values["segment_length"]),
         memory_length=int(values["memory_length"]),
         N=int(values["N"]),

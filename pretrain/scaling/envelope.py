@@ -58,8 +58,8 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
     winners = np.unique(n_KG[np.isfinite(n_KG)])
     if len(winners) < 2:
         raise DataError(
-            f"{points.source}: {len(winners)} sizes are lowest at some FLOPs with a smaller and a larger beside "
-            "them, approach 1 needs two; add sizes or budgets"
+            f"{points.source}: approach 1 needs two sizes that are lowest at some FLOPs with a smaller and a larger "
+            f"beside them, and found {len(winners) or 'none'}; add sizes or budgets"
         )
     warnings = [KINDS[curves.kind]]
     if len(winners) < GOOD_WINNERS:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
+from pretrain.console import counted
+from pretrain.scaling import agreement
 from pretrain.scaling.bootstrap import parametric_draws
 from pretrain.scaling.checks import LeftOut, Prediction, leave_largest_out, predict_holdouts
 from pretrain.scaling.envelope import envelope_draws
@@ -15,12 +17,10 @@ from pretrain.scaling.estimates import TITLES, Estimates, estimate
 from pretrain.scaling.isoflop import isoflop_draws
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
 from pretrain.scaling.lines import Approach, LawLine
-from pretrain.scaling.points import Array, Points, usable
+from pretrain.scaling.points import HELD_OUT, Array, Points, usable
 
 DEFAULT_DRAWS = 1000
 ROUGH_FLOPS_LAW = 0.03
-DISAGREEMENT = 1.5  # between the approaches' N* at the largest budget, above which it is said
-BEYOND = 10.0  # disagreement is also measured at this multiple of the largest budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,12 @@ class Fit:
     warnings: tuple[str, ...]
     num_draws: int
     seed: int
+
+    @property
+    def num_unpredicted(self) -> int:
+        """How many runs were held out in vain: only approach 3 predicts single runs."""
+        held_out = sum(item.reason == HELD_OUT for item in self.points.excluded)
+        return held_out - len(self.holdouts)
 
     def approach(self, key: str) -> Approach | None:
         """The approach of that key, if these runs allow it."""
@@ -105,23 +111,19 @@ def refuse_single_budget(points: Points) -> None:
         )
 
 
-def disagreement(approaches: tuple[Approach, ...], log_flops: float) -> float:
-    """The largest N* over the smallest that the approaches name at C FLOPs."""
-    sizes = np.array([float(approach.line.log_parameters(log_flops)) for approach in approaches])
-    return float(np.exp(np.ptp(sizes[np.isfinite(sizes)])))
-
-
 def _warnings(fit: Fit) -> list[str]:
     found: list[str] = []
     mid_schedule = [item.name for item in fit.points.excluded if item.reason.startswith("mid-schedule")]
     if mid_schedule:
         found.append(
-            f"{len(mid_schedule)} mid-schedule points left out ({mid_schedule[0]}, ...): their losses are too high"
+            f"{counted(len(mid_schedule), 'mid-schedule point')} left out ({mid_schedule[0]}"
+            f"{', ...' if len(mid_schedule) > 1 else ''}): such losses are too high"
         )
     repeated = len(fit.points) - len(set(fit.points.names))
     if repeated:
         found.append(
-            f"{repeated} rows share a run's name: if they are points along one run, all but the last are mid-schedule"
+            f"{counted(repeated, 'row')} with the name of an earlier run: if they are points along one run, all "
+            "but the last are mid-schedule"
         )
     if fit.flops_law.largest_error > ROUGH_FLOPS_LAW:
         found.append(
@@ -130,11 +132,7 @@ def _warnings(fit: Fit) -> list[str]:
         )
     if len(fit.points.budgets) == 2:
         found.append("two budgets: no budget is left to check the fit on")
-    largest = float(np.log(fit.points.flops_P.max()))
-    for log_flops, where in ((largest, "the largest budget"), (largest + np.log(BEYOND), f"{BEYOND:.0f} times that")):
-        ratio = disagreement(fit.approaches, log_flops)
-        if ratio > DISAGREEMENT:
-            found.append(f"the approaches' optimal sizes differ {ratio:.2f}x at {where}")
+    found += agreement.warnings_of(fit.approaches, float(fit.points.budgets[-1]))
     return found
 
 

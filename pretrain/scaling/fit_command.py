@@ -7,8 +7,10 @@ from dataclasses import fields
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
+from pretrain.console import counted
 from pretrain.scale import named_values
 from pretrain.scaling.fit import Fit, fit_all
+from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.summary import fit_lines, fit_tree
 
@@ -37,17 +39,20 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
+    refuse_no_file("--json", arguments.json, "fit.json")
     fit = fit_of(arguments)
     print("\n".join(fit_lines(fit)))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(arguments.json, fit_tree(fit))
+        print(f"written: {arguments.json}")
     return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from pretrain.scaling.report import write_report
 
+    refuse_no_directory("--out", arguments.out)
     path = write_report(fit_of(arguments), arguments.out, arguments.title)
     print(f"report: {path}")
     return 0
@@ -60,6 +65,8 @@ def _collect(arguments: argparse.Namespace) -> int:
     sweep = read_sweep(arguments.sweep)
     if not arguments.runs_dir.is_dir():
         raise DataError(f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories")
+    refuse_no_file("--out", arguments.out, "runs.csv")
+    refuse_no_file("--curves-out", arguments.curves_out, "curves.csv")
     rows = collect_rows(sweep, arguments.runs_dir)
     write_rows(arguments.out, rows)
     left_out = [row for row in rows if row.excluded]
@@ -70,7 +77,6 @@ def _collect(arguments: argparse.Namespace) -> int:
     if len(versions) > 1:
         print(f"note: {len(versions)} versions of the code trained these cells; column code says which")
     if arguments.curves_out:
-        print(
-            f"{arguments.curves_out}: {write_curves(arguments.curves_out, sweep, arguments.runs_dir)} training curves"
-        )
+        count = write_curves(arguments.curves_out, sweep, arguments.runs_dir)
+        print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
     return 0

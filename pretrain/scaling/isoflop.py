@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
+from pretrain.console import counted
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
 from pretrain.scaling.points import Array, Points
 
@@ -127,7 +128,7 @@ def _valley(points: Points, budget: float) -> Valley:
     smallest, largest = float(mine.parameters_P.min()), float(mine.parameters_P.max())
     valley = Valley(budget=float(budget), num_sizes=num_sizes, smallest=smallest, largest=largest)
     if num_sizes < FEWEST_SIZES:
-        return replace(valley, reason=f"{num_sizes} sizes, a parabola needs {FEWEST_SIZES}")
+        return replace(valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}")
     center, half = _frame(x_S)
     vertex, bottom, bend = (float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None]))
     if not bend > 0:

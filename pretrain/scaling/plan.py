@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from data_pipeline.config_loader import differences, to_tree
-from data_pipeline.corpus import SPLITS, Corpus
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.scaling.costs import RunCost, cost_of
 from pretrain.scaling.recipe import Rule, refuse_unsuited, with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
-from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
@@ -29,6 +24,20 @@ class PlannedRun:
     cost: RunCost
     budget: float
     holdout: bool
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What is noted beside the cell."""
+        return {
+            "budget": self.budget,
+            "flops": self.cost.flops,
+            "parameters": self.cost.parameters,
+            "body_parameters": self.cost.body_parameters,
+            "tokens": self.cost.tokens,
+            "steps": self.cost.steps,
+            "learning_rate": self.run.optim.learning_rate,
+            "tokens_per_step": self.cost.tokens_per_step,
+        }
 
 
 def plan_runs(
@@ -87,62 +96,6 @@ def optimum_at_ratio(
     return optimum
 
 
-def corpus_tokens(base: RunConfig) -> int | None:
-    """Tokens of the training split; None where the corpus is not on this machine."""
-    directory = base.data.directory() / SPLITS[0]
-    return Corpus.open(directory, check_hashes=False).num_tokens if directory.is_dir() else None
-
-
-def with_vocabulary(base: RunConfig) -> RunConfig:
-    """The base with its corpus' vocabulary where it sets none; ConfigError when neither is known."""
-    if base.model.vocab_size:
-        return base
-    directory = base.data.directory() / SPLITS[0]
-    if not directory.is_dir():
-        raise ConfigError(f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it")
-    manifest = Corpus.open(directory, check_hashes=False).manifest
-    return replace(base, model=replace(base.model, vocab_size=manifest.vocab_size))
-
-
-def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
-    """DataError when a cell (name -> tokens) would read more than one epoch: repeated tokens are worth less."""
-    greedy = [name for name, count in tokens.items() if count > available]
-    if greedy:
-        worst = max(greedy, key=tokens.__getitem__)
-        raise DataError(
-            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has ({available:,}); {worst} "
-            f"needs {tokens[worst]:,}: use smaller budgets, larger sizes or more text"
-        )
-
-
-def make_sweep(
-    name: str, experiment: Path, plain: RunConfig, runs: Sequence[PlannedRun], directory: Path, notes: Sequence[str]
-) -> Sweep:
-    """The plan as a sweep whose file will lie in `directory`; `plain` is what `experiment` says."""
-    relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
-    cells = tuple(
-        Cell(
-            name=planned.name,
-            experiment=relative,
-            overrides=tuple(overrides_between(plain, planned.run)),
-            facts=_facts(planned),
-            holdout=planned.holdout,
-        )
-        for planned in runs
-    )
-    return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=cells)
-
-
-def as_written(run: RunConfig, base: RunConfig) -> RunConfig:
-    """The run with the vocabulary as the experiment has it: unset stays unset, and the corpus decides when it runs."""
-    return replace(run, model=replace(run.model, vocab_size=base.model.vocab_size))
-
-
-def overrides_between(base: RunConfig, run: RunConfig) -> list[str]:
-    """What to add to the base's file to get the run."""
-    return [f"{key}={new}" for key, (_, new) in differences(to_tree(base), to_tree(run)).items()]
-
-
 def _planned(run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False) -> PlannedRun:
     name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
     run = replace(run, name=name, seed=seed, evaluation=replace(run.evaluation, interval=0))
@@ -152,17 +105,3 @@ def _planned(run: RunConfig, budget: float, seed: int, suffix: str, holdout: boo
 def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> float:
     cost = cost_of(nearest_shape(base, size, keep_layers))
     return cost.flops_per_token / cost.parameters
-
-
-def _facts(planned: PlannedRun) -> dict[str, float]:
-    cost = planned.cost
-    return {
-        "budget": planned.budget,
-        "flops": cost.flops,
-        "parameters": cost.parameters,
-        "body_parameters": cost.body_parameters,
-        "tokens": cost.tokens,
-        "steps": cost.steps,
-        "learning_rate": planned.run.optim.learning_rate,
-        "tokens_per_step": cost.tokens_per_step,
-    }

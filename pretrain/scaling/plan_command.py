@@ -5,26 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.scaling.plan import (
-    PlannedRun,
-    as_written,
-    corpus_tokens,
-    make_sweep,
-    optimum_at_ratio,
-    plan_runs,
-    refuse_more_tokens,
-    with_vocabulary,
-)
-from pretrain.scaling.summary import aligned, number
-from pretrain.scaling.sweep_file import write_sweep
+from pretrain.console import counted
+from pretrain.scaling.outputs import refuse_no_file
+from pretrain.scaling.plan import PlannedRun, optimum_at_ratio, plan_runs
+from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
+from pretrain.scaling.summary import aligned
+from pretrain.scaling.wording import amount
 
 PFLOPS_DAY = 86400e15
 
@@ -35,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is no positive number")
     base = load_config(RunConfig, arguments.experiment, arguments.set)
+    name = arguments.name or f"{base.name}-scaling"
+    refuse_no_file("--out", sweep_path(arguments, name), f"{name}.yaml")
     known = with_vocabulary(base)
     optimum, around = _centre(known, arguments)
     runs = plan_runs(
@@ -49,27 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
         lanes_multiple=arguments.lanes_multiple,
         keep_layers=arguments.keep_layers,
     )
-    available = corpus_tokens(base)
-    if available is not None:
-        refuse_more_tokens({item.name: item.cost.tokens for item in runs}, available)
+    unchecked = check_tokens(base, runs)
     print("\n".join(aligned(*_table(runs))))
     totals = _totals(runs, arguments.speed)
-    print(totals)
-    if available is None:
-        print(f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens")
-    name = arguments.name or f"{base.name}-scaling"
-    path = arguments.out or Path("configs/sweeps") / f"{name}.yaml"
-    notes = [
-        f"centred on {around}, {arguments.sizes} sizes {arguments.spread:g}x apart",
-        f"rule {arguments.rule}",
-        totals,
-    ]
-    # The sweep's cells start from the experiment's file, so what was read from the corpus or --set is an override.
-    plain = load_config(RunConfig, arguments.experiment)
-    written = [replace(item, run=as_written(item.run, base)) for item in runs]
-    sweep = make_sweep(name, arguments.experiment, plain, written, path.parent, notes)
-    write_sweep(path, sweep)
-    print(f"sweep: {path} ({len(runs)} cells)")
+    print("\n".join([totals, *unchecked]))
+    sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
+    notes = [f"centred on {around}, {sizes}", f"rule {arguments.rule}", totals]
+    write_plan(arguments, name, base, runs, notes)
     return 0
 
 
@@ -116,7 +96,7 @@ def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
             [
                 item.name,
                 *(str(value) for value in (model.num_layers, model.d_model, model.num_heads)),
-                *(number(value, prefix=True) for value in (cost.parameters, cost.body_parameters, cost.tokens)),
+                *(amount(value) for value in (cost.parameters, cost.body_parameters, cost.tokens)),
                 f"{cost.tokens / cost.parameters:.1f}",
                 *(str(value) for value in (item.run.data.lanes, cost.steps)),
                 f"{item.run.optim.learning_rate:.2e}",
@@ -131,5 +111,5 @@ def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
 def _totals(runs: list[PlannedRun], speed: float) -> str:
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
     days = f"{flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} PFLOP/s-days)"
-    text = f"total: {len(runs)} runs, {days}, {number(tokens, prefix=True)} tokens"
+    text = f"total: {counted(len(runs), 'run')}, {days}, {amount(tokens)} tokens"
     return f"{text}, {flops / speed / 3600:.3g} hours at {speed:.3g} FLOPs per second" if speed > 0 else text

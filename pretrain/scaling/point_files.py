@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.yaml_files import did_you_mean
-from pretrain.scaling.csv_files import csv_rows, text_of
+from pretrain.console import counted
+from pretrain.scaling.csv_files import csv_rows, flag, text_of
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
 
 Row = Mapping[str, Any]
@@ -31,7 +32,6 @@ class Columns:
     loss: str = "loss"
     flops: str = "C"  # training FLOPs of the whole run; absent: 6 N D
     budget: str = "budget"  # the FLOPs a group of runs was planned for; absent: runs of about equal FLOPs are grouped
-    seed: str = "seed"
     name: str = "name"
     progress: str = "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
     holdout: str = "holdout"  # true: predicted, never fitted
@@ -53,13 +53,15 @@ def read_points(
     """
     columns = columns or Columns()
     rows = _rows_of(Path(path))
+    _refuse_absent(rows, columns, path)
     rows = [row for row in rows if all(_matches(row, condition, path) for condition in where)]
     if not rows:
         raise DataError(f"{path} holds no runs{' that match ' + ' and '.join(where) if where else ''}; check the file")
     kept: list[Row] = []
     excluded: list[Exclusion] = []
     for row in rows:
-        reasons = [str(row[columns.excluded])] if row.get(columns.excluded) else []
+        own = _reason_in(row, columns.excluded)
+        reasons = [own] if own else []
         reasons += [item.partition(":")[2].strip() for item in exclude if _matches(row, item.partition(":")[0], path)]
         if reasons:
             excluded.append(Exclusion(_name(row, columns), reasons[0] or "excluded by hand"))
@@ -98,12 +100,22 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
         flops_P=flops_P,
         loss_P=loss_P,
         budget_P=budget_P,
-        seed_P=np.array([_integer(row.get(columns.seed)) for row in rows]),
         progress_P=_progress(rows, columns.progress, path),
-        holdout_P=np.array([str(row.get(columns.holdout) or "").lower() in ("1", "true", "yes") for row in rows]),
+        holdout_P=_holdout(rows, columns.holdout, path),
         notes=tuple(notes),
         source=str(path),
     )
+
+
+def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:
+    """DataError for a column that was named by hand and is not there: what it holds would be silently ignored."""
+    present = _column_names(rows[0]) if rows else []
+    for field in fields(columns):
+        column = getattr(columns, field.name)
+        if rows and column != field.default and not any(column in row for row in rows):
+            raise DataError(
+                f"{path}: no column {column!r} for --column {field.name}={column}{did_you_mean(column, present)}"
+            )
 
 
 def _rows_of(path: Path) -> list[Row]:
@@ -139,20 +151,49 @@ def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
         )
     values = [_number(row.get(column)) for row in rows]
     for is_bad, wish in ((lambda v: not math.isfinite(v), "a finite number"), (lambda v: v <= 0, "a positive number")):
-        bad = [index for index, value in enumerate(values) if is_bad(value)]
-        if bad:
-            row = rows[bad[0]]
-            others = f" (and {len(bad) - 1} more such rows)" if len(bad) > 1 else ""
-            raise DataError(
-                f"{path}: row {row['_line']}: {column}={row.get(column)!r}{others}, expected {wish}; "
-                "correct it or leave it out with --exclude 'COLUMN=VALUE: reason'"
-            )
+        _refuse_where([is_bad(value) for value in values], rows, column, wish, path)
     return np.array(values)
 
 
+def _refuse_where(is_bad_P: Sequence[bool], rows: Sequence[Row], column: str, wish: str, path: Path) -> None:
+    """DataError that counts the bad rows and shows the first; none without any."""
+    bad = [row for row, is_bad in zip(rows, is_bad_P, strict=True) if is_bad]
+    if bad:
+        others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
+        raise DataError(
+            f"{path}: row {bad[0]['_line']}: {column}={bad[0].get(column)!r}{others}, expected {wish}; "
+            "correct it or leave it out with --exclude 'COLUMN=VALUE: reason'"
+        )
+
+
 def _progress(rows: Sequence[Row], column: str, path: Path) -> Array:
-    filled = [{**row, column: 1.0} if row.get(column) in (None, "") else row for row in rows]
-    return _numbers(filled, column, "progress", path)
+    values = [1.0 if row.get(column) in (None, "") else _number(row[column]) for row in rows]
+    _refuse_where(
+        [not 0 <= value <= 1 for value in values],
+        rows,
+        column,
+        "a part of the schedule from 0 to 1 (0.4 for 40 %), or nothing for all of it",
+        path,
+    )
+    return np.array(values)
+
+
+def _holdout(rows: Sequence[Row], column: str, path: Path) -> Array:
+    values = [flag(row.get(column)) for row in rows]
+    _refuse_where(
+        [value is None for value in values],
+        rows,
+        column,
+        "1, true or yes for a run to predict, 0, false, no or nothing for one to fit",
+        path,
+    )
+    return np.array(values, bool)
+
+
+def _reason_in(row: Row, column: str) -> str:
+    """Why the file itself leaves the row out; empty when it does not."""
+    said = flag(row.get(column))
+    return str(row[column]) if said is None else "excluded in the file" if said else ""
 
 
 def _number(value: Any) -> float:
@@ -160,11 +201,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def _integer(value: Any) -> int:
-    number = _number(value)
-    return int(number) if math.isfinite(number) else 0
 
 
 def _column_names(row: Row) -> list[str]:

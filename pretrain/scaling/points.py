@@ -13,6 +13,8 @@ import numpy as np
 SAME_BUDGET = 1.1  # without a budget column, runs whose FLOPs lie within this factor share a budget
 FINISHED = 0.999  # a run counts as finished from this fraction of its schedule on
 
+HELD_OUT = "held out: predicted, not fitted"  # why a run is not among those fitted
+
 Array = np.ndarray
 
 
@@ -34,7 +36,6 @@ class Points:
     flops_P: Array
     loss_P: Array
     budget_P: Array
-    seed_P: Array
     progress_P: Array
     holdout_P: Array
     excluded: tuple[Exclusion, ...] = ()
@@ -61,7 +62,7 @@ class Points:
         return np.unique(self.budget_P)
 
 
-_ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "seed_P", "progress_P", "holdout_P")
+_ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "progress_P", "holdout_P")
 
 
 def make_points(
@@ -85,7 +86,6 @@ def make_points(
         flops_P=flops_P,
         loss_P=loss_P,
         budget_P=grouped_budgets(flops_P) if budget is None else np.asarray(budget, float),
-        seed_P=np.zeros(count, int),
         progress_P=np.ones(count),
         holdout_P=np.zeros(count, bool),
         source=source,
@@ -110,7 +110,7 @@ def grouped_budgets(flops_P: Array) -> Array:
 
 def usable(points: Points) -> Points:
     """The points a fit of final losses may use: finished runs that are not held out; the others get their reason."""
-    points = points.without(points.holdout_P, lambda _: "held out: predicted, not fitted")
+    points = points.without(points.holdout_P, lambda _: HELD_OUT)
     return points.without(
         points.progress_P < FINISHED,
         lambda i: f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not yet decayed",

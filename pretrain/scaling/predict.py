@@ -10,11 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import did_you_mean
+from pretrain.scaling import wording
+from pretrain.scaling.agreement import disagreement
 from pretrain.scaling.checks import loss_interval
-from pretrain.scaling.fit import Fit, disagreement
+from pretrain.scaling.fit import Fit
 from pretrain.scaling.law import FlopsLaw, log_loss
 from pretrain.scaling.lines import Approach, Interval, LawLine, Line, interval
 from pretrain.scaling.points import Array
+from pretrain.scaling.wording import shown
 
 PREFERRED = ("parametric", "isoflop", "envelope")
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
@@ -36,6 +40,7 @@ class Forecast:
     parameters: Interval
     tokens: Interval
     loss: Interval
+    unanswered: float  # part of the draws that have no such optimum; the intervals are those of the others
 
 
 def forecast(
@@ -58,16 +63,22 @@ def forecast(
         parameters=interval(np.exp(n), np.exp(n_K)),
         tokens=interval(np.exp(d), np.exp(d_K)),
         loss=interval(loss, loss_K),
+        unanswered=float(np.mean(~np.isfinite(loss_K))),
     )
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
     """The approach of that key, or the most trusted; ConfigError when the runs do not allow the one asked for."""
+    refuse_unknown(key)
     if key and fit.approach(key) is None:
-        raise ConfigError(
-            f"approach {key!r} is not available for these runs: {fit.estimates.unavailable.get(key, 'unknown')}"
-        )
+        raise ConfigError(f"approach {key!r} is not available for these runs: {fit.estimates.unavailable[key]}")
     return next(approach for name in ((key,) if key else PREFERRED) if (approach := fit.approach(name)))
+
+
+def refuse_unknown(key: str) -> None:
+    """ConfigError for a key that is no approach's; none at all is one."""
+    if key and key not in PREFERRED:
+        raise ConfigError(f"--approach {key} is no approach{did_you_mean(key, PREFERRED)}")
 
 
 def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
@@ -79,7 +90,10 @@ def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
 
 
 def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float, float] | None:
-    """The smallest and the largest size whose loss at these FLOPs is within `band` of the least; None without a law."""
+    """The smallest and the largest size whose loss at these FLOPs is within `band` of the least.
+
+    None without a law, and where the law has no optimum.
+    """
     law = fit.approach("parametric")
     if law is None:
         return None
@@ -88,7 +102,7 @@ def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float
     n_X = n_star + np.linspace(-BAND_REACH, BAND_REACH, 8001)
     loss_X = np.exp(log_loss(law.line.theta, n_X, fit.flops_law.log_tokens(np.log(flops), n_X)))
     near = n_X[loss_X <= (1 + band) * float(law.line.loss(np.log(flops)))]
-    return float(np.exp(near[0])), float(np.exp(near[-1]))
+    return (float(np.exp(near[0])), float(np.exp(near[-1]))) if len(near) else None
 
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
@@ -96,16 +110,17 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
     found: list[str] = []
     low, high = float(fit.points.flops_P.min()), float(fit.points.flops_P.max())
     furthest = FURTHEST if len(fit.points.budgets) > 2 else FURTHEST_UNCHECKED
+    limit = f"with {len(fit.points.budgets)} budgets the limit is {furthest:.0f} times"
     if flops > furthest * high:
-        found.append(
-            f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}), over {furthest:.0f}"
-        )
+        found.append(f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}); {limit}")
     if flops < low / furthest:
-        found.append(f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest run fitted ({low:.3g})")
+        found.append(
+            f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest run fitted ({low:.3g}); {limit}"
+        )
     size = approach.parameters(float(np.log(flops)))
     if not size.width <= WIDEST:
         found.append(
-            f"the interval of N* by approach {approach.title} is {size.low:.3g}..{size.high:.3g}, beyond {WIDEST:.0f}x"
+            f"the interval of N* by approach {approach.title} is {shown(size, wording.size)}, over {WIDEST:.0f}x wide"
         )
     ratio = disagreement(fit.approaches, float(np.log(flops)))
     if ratio > LARGEST_DISAGREEMENT:
@@ -128,7 +143,7 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
             found.append(f"{value:.3g} {name} lie over {furthest:.0f}x outside those fitted ({low:.3g}..{high:.3g})")
     loss = loss_of_run(fit, parameters, tokens)
     if not loss.width <= WIDEST_LOSS:
-        found.append(f"the interval of the loss is {loss.low:.4g}..{loss.high:.4g}, beyond {WIDEST_LOSS - 1:.0%}")
+        found.append(f"the interval of the loss is {shown(loss, wording.loss)}, over {WIDEST_LOSS - 1:.0%} wide")
     return found
 
 
@@ -155,9 +170,9 @@ def _loss(line: Line, log_flops: Array) -> Array:
 
 
 def _log_flops_at(line: Line, flops_law: FlopsLaw, tokens: float, parameters: float) -> Array:
-    """ln C at which the line has these tokens or parameters."""
+    """ln C at which the line has these tokens or parameters; NaN where they do not grow with C."""
     start = line.log_parameters(0.0)
     power = line.log_parameters(1.0) - start
-    if parameters:
-        return (np.log(parameters) - start) / power
-    return (np.log(tokens) + np.log(flops_law.scale) + flops_law.power * start) / (1 - flops_law.power * power)
+    if tokens:
+        start, power = -np.log(flops_law.scale) - flops_law.power * start, 1 - flops_law.power * power
+    return (np.log(tokens or parameters) - start) / np.where(power > 0, power, np.nan)

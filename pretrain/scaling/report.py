@@ -7,12 +7,18 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.files import replacing, write_json, write_text
+from pretrain.console import counted
 from pretrain.report import Card, chart_html, page, paragraph, section, table
-from pretrain.scaling import charts
-from pretrain.scaling.fit import BEYOND, Fit, disagreement
+from pretrain.scaling import charts, cloud_charts, wording
+from pretrain.scaling.agreement import beyond, disagreement
+from pretrain.scaling.chart_parts import PAGE, PRINT
+from pretrain.scaling.checks import relative_error
+from pretrain.scaling.estimates import TITLES
+from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LEVEL
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
-from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, number, shown
+from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, unavailable_lines
+from pretrain.scaling.wording import amount, shown
 
 PNG_DPI = 150
 MOST_ROWS = 60
@@ -23,9 +29,9 @@ def write_report(fit: Fit, directory: Path, title: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
     for name, (chart, caption) in _charts(fit).items():
-        drawn[name] = chart_html(chart(fit, charts.PAGE), caption) + paragraph(caption + ".")
+        drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
         with replacing(directory / f"{name}.png") as file:
-            chart(fit, charts.PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+            chart(fit, PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
     path = directory / "report.html"
     write_text(path, render(fit, title, drawn))
     write_json(directory / "fit.json", fit_tree(fit))
@@ -36,8 +42,9 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
     """The whole page; `drawn` holds the pictures by name."""
     points = fit.points
     lead = (
-        f"{len(points)} runs at {len(points.budgets)} budgets from {points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} training FLOPs. Every interval holds {LEVEL}% of {fit.num_draws} bootstrap draws."
+        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from {points.flops_P.min():.3g} to "
+        f"{points.flops_P.max():.3g} training FLOPs. Every interval holds {LEVEL} % of "
+        f"{counted(fit.num_draws, 'bootstrap draw')}."
     )
     sections = [
         _approaches(fit),
@@ -60,21 +67,37 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
 
 def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     """Name -> (drawing, what it shows in words); only those that these runs allow."""
+    _, where = beyond(float(fit.points.budgets[-1]))
+    bands = f"Bands hold {LEVEL} % of the bootstrap draws; right of the dashed line is extrapolation"
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
-            "Loss over parameters, one colour per budget; stars are the parabolas' lowest points",
+            "Final loss over parameters N, one colour per budget of training FLOPs: a dot is a run, a curve approach "
+            "2's parabola in ln N, a star its lowest point if that lies inside the sizes",
         ),
-        "frontier": (charts.frontier, "Loss over FLOPs: every run, and the least loss by each approach with its band"),
-        "sizes": (charts.optimal_sizes, "Optimal parameters over FLOPs by each approach with its band"),
-        "tokens": (charts.optimal_tokens, "Optimal tokens over FLOPs by each approach with its band"),
-        "optimum": (charts.optimum_cloud, f"Bootstrap draws of the optimum at {BEYOND:.0f} times the largest budget"),
+        "frontier": (charts.frontier, f"The least loss that C training FLOPs can buy, by each approach. {bands}"),
+        "sizes": (charts.optimal_sizes, f"The compute-optimal number of parameters N* at C FLOPs. {bands}"),
+        "tokens": (charts.optimal_tokens, f"The compute-optimal number of training tokens D* at C FLOPs. {bands}"),
+        "optimum": (
+            cloud_charts.optimum_cloud,
+            f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the fit (stars)",
+        ),
     }
     if fit.approach("parametric"):
-        found["residuals"] = (charts.residuals, "Relative error of approach 3 for every run")
-        found["exponents"] = (charts.exponent_cloud, "Bootstrap draws of the two exponents of approach 3")
+        found["residuals"] = (
+            charts.residuals,
+            "What approach 3's law predicts of every fitted run, minus what was measured, in per cent of the measured "
+            "loss. A trend with FLOPs or colour is something the law does not hold",
+        )
+        found["exponents"] = (
+            cloud_charts.exponent_cloud,
+            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta in every bootstrap draw",
+        )
     if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
-        found["envelope"] = (charts.envelope_curves, "Loss curves over FLOPs and their lower envelope")
+        found["envelope"] = (
+            charts.envelope_curves,
+            "The loss curves of approach 1 over FLOPs, and where the lowest one lies between smaller and larger sizes",
+        )
     return found
 
 
@@ -85,27 +108,26 @@ def _pictures(title: str, drawn: dict[str, str], *names: str) -> str:
 
 def _cards(fit: Fit) -> list[Card]:
     approach = preferred(fit)
-    beyond = float(np.log(fit.points.budgets[-1])) + float(np.log(BEYOND))
+    flops, where = beyond(float(fit.points.budgets[-1]))
+    log_flops = float(np.log(flops))
     a, _ = approach.powers(fit.flops_law)
-    size, tokens = approach.parameters(beyond), approach.tokens(beyond, fit.flops_law)
-    low, high = (number(value, prefix=True) for value in (size.low, size.high))
+    size, tokens = approach.parameters(log_flops), approach.tokens(log_flops, fit.flops_law)
+    low, high = (wording.size(value) for value in (size.low, size.high))
     cards = [
         Card(
-            number(size.value, prefix=True),
-            f"parameters ({low} to {high}) over {number(tokens.value, prefix=True)} tokens are optimal at "
-            f"{np.exp(beyond):.2g} FLOPs, {BEYOND:.0f} times the largest budget, by approach {approach.title}",
+            wording.size(size.value),
+            f"parameters ({low} to {high}) over {wording.size(tokens.value)} tokens are optimal at {where}, "
+            f"by approach {approach.title}",
         ),
-        Card(f"{a.value:.3f}", f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
+        Card(wording.power(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
     ]
     if fit.left_out and fit.left_out.law_error is not None:
-        words = (
-            f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on average"
-        )
-        cards.append(Card(f"{fit.left_out.law_error:.2%}", words))
+        words = f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on "
+        cards.append(Card(f"{fit.left_out.law_error:.2%}", words + "average and whatever the sign"))
     if fit.holdouts:
         furthest = max(fit.holdouts, key=lambda item: item.flops)
-        words = f"is by how much the run held out at {furthest.flops:.3g} FLOPs ended above (-: below) its prediction"
-        cards.append(Card(f"{furthest.error:+.2%}", words))
+        words = f"is by how much the loss of the run held out at {furthest.flops:.3g} FLOPs was predicted too high "
+        cards.append(Card(f"{furthest.error:+.2%}", words + "(-: too low)"))
     return cards
 
 
@@ -113,15 +135,16 @@ def _approaches(fit: Fit) -> str:
     heads, rows = approach_table(fit)
     transposed = [[head, *(row[index] for row in rows)] for index, head in enumerate(heads)]
     parts = [table(transposed[0], transposed[1:], "named")]
-    parts += [paragraph(f"Approach {key} is not available: {why}") for key, why in fit.estimates.unavailable.items()]
-    flops = float(fit.points.budgets[-1])
+    parts += [paragraph(f"Approach {line}") for line in unavailable_lines(fit)]
+    largest = float(fit.points.budgets[-1])
     if len(fit.approaches) > 1:
-        ratio = disagreement(fit.approaches, float(np.log(flops)) + float(np.log(BEYOND)))
-        parts.append(paragraph(f"At {BEYOND * flops:.3g} FLOPs their optimal sizes differ {ratio:.2f}x."))
-    if band := near_optimal_band(fit, flops):
-        low, high = (number(size, prefix=True) for size in band)
+        flops, where = beyond(largest)
+        ratio = disagreement(fit.approaches, float(np.log(flops)))
+        parts.append(paragraph(f"At {where}, the largest of these optimal sizes is {ratio:.2f}x the smallest."))
+    if band := near_optimal_band(fit, largest):
+        low, high = (wording.size(size) for size in band)
         parts.append(
-            paragraph(f"At {flops:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} of the loss.")
+            paragraph(f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} by approach 3.")
         )
     return section("Three approaches side by side", *parts)
 
@@ -132,7 +155,7 @@ def _law(fit: Fit, drawn: dict[str, str]) -> str:
         return ""
     assert fit.estimates.parametric
     words = f"L(N, D) = E + A/N^alpha + B/D^beta; mean error on its own runs {fit.estimates.parametric.mean_error:.3%}."
-    rows = [[name, f"{value.value:.4g}", f"{value.low:.4g}", f"{value.high:.4g}"] for name, value in law.items()]
+    rows = [[name, *map(wording.factor, (value.value, value.low, value.high))] for name, value in law.items()]
     return section(
         "Approach 3's law", paragraph(words), table(["", "estimate", "low", "high"], rows, "named"), drawn["residuals"]
     )
@@ -142,24 +165,27 @@ def _checks(fit: Fit) -> str:
     parts = []
     if (left := fit.left_out) and left.measured:
         size, loss = left.measured
-        rows = [["measured", number(size, prefix=True), f"{loss:.4f}", "", ""]]
+        rows = [["measured", wording.size(size), wording.loss(loss), "", ""]]
         rows += [
-            [key, number(n, prefix=True), f"{least:.4f}", f"{n / size - 1:+.0%}", f"{least / loss - 1:+.2%}"]
+            [TITLES[key], wording.size(n), wording.loss(least), f"{relative_error(n, size):+.0%}",
+             f"{relative_error(least, loss):+.2%}"]
             for key, (n, least) in left.optimum.items()
-        ]
+        ]  # fmt: skip
         parts.append(paragraph(f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that budget:"))
         parts.append(table(["", "N*", "loss", "error of N*", "error of the loss"], rows, "named"))
+        parts += [paragraph(f"{TITLES[key]} is not available there: {why}.") for key, why in left.unavailable.items()]
     if fit.holdouts:
         rows = [
-            [item.name, number(item.parameters, prefix=True), number(item.tokens, prefix=True), f"{item.measured:.4f}",
-             shown(item.predicted, 5), f"{item.error:+.2%}"]
+            [item.name, amount(item.parameters), amount(item.tokens), wording.loss(item.measured),
+             shown(item.predicted, wording.loss), f"{item.error:+.2%}"]
             for item in fit.holdouts
         ]  # fmt: skip
         parts.append(
             paragraph("Runs that were held out; the interval is the law's and holds no noise of a single run:")
         )
         parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
-    return section("Runs the fit did not see", *parts) if parts else ""
+    errors = paragraph(f"{wording.ERRORS[0].upper()}{wording.ERRORS[1:]}.")
+    return section("Runs the fit did not see", *parts, errors) if parts else ""
 
 
 def _costs(fit: Fit) -> str:
@@ -167,12 +193,11 @@ def _costs(fit: Fit) -> str:
     for budget in points.budgets[:MOST_ROWS]:
         mine = points.take(points.budget_P == budget)
         sizes, tokens = (
-            f"{number(values.min(), prefix=True)} to {number(values.max(), prefix=True)}"
-            for values in (mine.parameters_P, mine.tokens_P)
+            f"{amount(values.min())} to {amount(values.max())}" for values in (mine.parameters_P, mine.tokens_P)
         )
         share = mine.flops_P.sum() / points.flops_P.sum()
         rows.append([f"{budget:.3g}", str(len(mine)), sizes, tokens, f"{mine.flops_P.sum():.3g}", f"{share:.0%}"])
-    tokens = number(points.tokens_P.sum(), prefix=True)
+    tokens = amount(points.tokens_P.sum())
     rows.append(["all", str(len(points)), "", f"{tokens} in all", f"{points.flops_P.sum():.3g}", "100%"])
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
@@ -196,9 +221,9 @@ def _runs(fit: Fit) -> str:
     rows = [
         [
             points.names[i],
-            *(number(float(values[i]), prefix=True) for values in (points.parameters_P, points.tokens_P)),
+            *(amount(float(values[i])) for values in (points.parameters_P, points.tokens_P)),
             f"{points.flops_P[i]:.3g}",
-            f"{points.loss_P[i]:.4f}",
+            wording.loss(float(points.loss_P[i])),
         ]
         for i in order
     ]

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from pretrain.console import si
-from pretrain.scaling.checks import seed_spread
-from pretrain.scaling.fit import BEYOND, Fit, disagreement
+from pretrain.console import counted
+from pretrain.scaling import wording
+from pretrain.scaling.agreement import beyond, disagreement
+from pretrain.scaling.checks import LeftOut, relative_error, seed_spread
+from pretrain.scaling.estimates import TITLES
+from pretrain.scaling.fit import Fit
+from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.lines import LEVEL, Interval, LawLine, interval
 from pretrain.scaling.predict import Forecast
-
-
-def shown(value: Interval, digits: int = 3, prefix: bool = False) -> str:
-    """An interval as `value [low, high]`."""
-    texts = [number(item, digits, prefix) for item in (value.value, value.low, value.high)]
-    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
-
-
-def number(value: float, digits: int = 3, prefix: bool = False) -> str:
-    """A number with so many significant digits, with k, M, G, T where asked for; `-` for none."""
-    if not math.isfinite(value):
-        return "-"
-    return si(value).replace(" ", "") if prefix and 1e3 <= value < 1e15 else f"{value:.{digits}g}"
+from pretrain.scaling.wording import shown
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -39,20 +30,20 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: the approaches side by side, at the largest budget and beyond it."""
-    largest = float(np.log(fit.points.budgets[-1]))
+    largest = float(fit.points.budgets[-1])
+    places = (largest, beyond(largest)[0])
     heads = ["approach", "a: N* ~ C^a", "b: D* ~ C^b"]
-    for log_flops in (largest, largest + math.log(BEYOND)):
-        flops = f"{math.exp(log_flops):.2g}"
-        heads += [f"N* at {flops}", f"D* at {flops}", f"loss at {flops}"]
+    for flops in places:
+        heads += [f"{name} at {flops:.3g}" for name in ("N*", "D*", "loss")]
     rows = []
     for approach in fit.approaches:
         a, b = approach.powers(fit.flops_law)
-        row = [approach.title, shown(a), shown(b)]
-        for log_flops in (largest, largest + math.log(BEYOND)):
+        row = [approach.title, shown(a, wording.power), shown(b, wording.power)]
+        for log_flops in np.log(places):
             row += [
-                shown(approach.parameters(log_flops), prefix=True),
-                shown(approach.tokens(log_flops, fit.flops_law), prefix=True),
-                shown(approach.loss(log_flops), 4),
+                shown(approach.parameters(log_flops), wording.size),
+                shown(approach.tokens(log_flops, fit.flops_law), wording.size),
+                shown(approach.loss(log_flops), wording.loss),
             ]
         rows.append(row)
     return heads, rows
@@ -73,22 +64,20 @@ def fit_lines(fit: Fit) -> list[str]:
     """Everything a fit found, for the terminal."""
     points = fit.points
     lines = [
-        f"{len(points)} runs at {len(points.budgets)} budgets, {points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL} % of {fit.num_draws} bootstrap draws",
+        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')}, {points.flops_P.min():.3g} to "
+        f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL} % of {counted(fit.num_draws, 'bootstrap draw')}",
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}"
         + (f", within {fit.flops_law.largest_error:.2%}" if fit.flops_law.largest_error else ""),
         *(f"note: {note}" for note in points.notes),
         "",
         *aligned(*approach_table(fit)),
-        *(f"{key} is not available: {reason}" for key, reason in fit.estimates.unavailable.items()),
+        *unavailable_lines(fit),
     ]
     if law := law_intervals(fit):
         assert fit.estimates.parametric
-        lines += [
-            "",
-            "L(N, D) = E + A/N^alpha + B/D^beta: " + "  ".join(f"{name} {shown(law[name], 4)}" for name in law),
-        ]
-        lines.append(f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}")
+        numbers = "  ".join(f"{name} {shown(law[name], wording.factor)}" for name in law)
+        lines += ["", f"L(N, D) = E + A/N^alpha + B/D^beta: {numbers}"]
+        lines.append(f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}, whatever its sign")
     if (spread := seed_spread(points)) is not None:
         lines.append(f"losses that differ only by the seed spread by {spread:.3%} (standard deviation)")
     lines += check_lines(fit)
@@ -96,23 +85,47 @@ def fit_lines(fit: Fit) -> list[str]:
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)
 
 
+def unavailable_lines(fit: Fit) -> list[str]:
+    """Why an approach is missing from the table."""
+    return [f"{TITLES[key]} is not available: {reason}" for key, reason in fit.estimates.unavailable.items()]
+
+
 def check_lines(fit: Fit) -> list[str]:
     """What the fit says of runs it did not see."""
-    lines = ["", f"disagreement of N* at {BEYOND:.0f} times the largest budget: {_disagreement(fit):.2f}x"]
+    flops, where = beyond(float(fit.points.budgets[-1]))
+    ratio = disagreement(fit.approaches, float(np.log(flops)))
+    lines = ["", f"at {where}, the largest N* of an approach is {ratio:.2f}x the smallest"]
     if left := fit.left_out:
-        lines.append(f"without the largest budget ({left.budget:.3g}):")
-        if left.law_error is not None:
-            lines.append(f"  approach 3 misses its runs by {left.law_error:.2%} on average")
-        for key, (size, loss) in left.optimum.items() if left.measured else ():
-            assert left.measured
-            size_error, loss_error = size / left.measured[0] - 1, loss / left.measured[1] - 1
-            lines.append(
-                f"  {key}: N* {number(size, prefix=True)} ({size_error:+.0%}), loss {loss:.4f} ({loss_error:+.2%})"
-            )
+        lines += ["", f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {wording.ERRORS}"]
+        lines += [f"  {line}" for line in _left_out_lines(left)]
+    if fit.holdouts:
+        lines += ["", f"held-out runs; {wording.ERRORS}" if not fit.left_out else "held-out runs; errors as above"]
     for item in fit.holdouts:
-        predicted = shown(item.predicted, 5)
-        lines.append(f"held out {item.name}: measured {item.measured:.4f}, predicted {predicted} ({item.error:+.2%})")
+        predicted = shown(item.predicted, wording.loss)
+        lines.append(
+            f"  held out {item.name}: measured {wording.loss(item.measured)}, predicted {predicted} ({item.error:+.2%})"
+        )
+    if fit.num_unpredicted:
+        words = counted(fit.num_unpredicted, "held-out run")
+        lines.append(f"{words} not predicted: that takes approach 3, which is not available")
     return lines
+
+
+def _left_out_lines(left: LeftOut) -> list[str]:
+    lines = []
+    if left.law_error is not None:
+        lines.append(f"approach 3 misses its runs by {left.law_error:.2%} on average, whatever the sign")
+    if left.measured:
+        size, loss = left.measured
+        lines.append(f"measured: N* {wording.size(size)}, loss {wording.loss(loss)}")
+        lines += [
+            f"{TITLES[key]}: N* {wording.size(predicted_size)} ({relative_error(predicted_size, size):+.0%}), "
+            f"loss {wording.loss(predicted_loss)} ({relative_error(predicted_loss, loss):+.2%})"
+            for key, (predicted_size, predicted_loss) in left.optimum.items()
+        ]
+    else:
+        lines.append(f"N* and its loss cannot be compared: fewer than {FEWEST_SIZES} sizes at that budget")
+    return lines + [f"{TITLES[key]}: not available without that budget: {why}" for key, why in left.unavailable.items()]
 
 
 def warning_lines(fit: Fit) -> list[str]:
@@ -149,21 +162,17 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
     }
 
 
-def forecast_table(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of an optimum by every approach."""
-    heads = ["approach", "C", "N*", "D*", "loss"]
+def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of an optimum by every approach; what was `asked` for (flops, tokens, parameters) is no column."""
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "parameters": ("N*", wording.size),
+        "tokens": ("D*", wording.size),
+        "flops": ("C", wording.flops),
+        "loss": ("loss", wording.loss),
+    }
+    del columns[asked]
     rows = [
-        [
-            item.approach,
-            shown(item.flops),
-            shown(item.parameters, prefix=True),
-            shown(item.tokens, prefix=True),
-            shown(item.loss, 4),
-        ]
+        [item.approach, *(shown(getattr(item, name), text) for name, (_, text) in columns.items())]
         for item in forecasts
     ]
-    return heads, rows
-
-
-def _disagreement(fit: Fit) -> float:
-    return disagreement(fit.approaches, float(np.log(fit.points.budgets[-1])) + math.log(BEYOND))
+    return ["approach", *(head for head, _ in columns.values())], rows

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cells import CellRun, in_words, read_cells
+from launcher.cells import CellRun, in_words, longest_first, read_cells
 from launcher.cli import main
 from launcher.cluster import ClusterConfig
 from launcher.sbatch import NodeRange
 from launcher.sweep_jobs import array_of, classes
+from pretrain.config import DataConfig, ModelConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 
@@ -86,6 +87,18 @@ def test_cells_on_their_way_are_neither_done_nor_started_again(sweep):
         cells = cells_of(sweep)
     assert [cell.is_waiting for cell in cells] == [True, True, False]
     assert in_words(cells) == "0 of 3 cells are done, 1 on their way"
+
+
+def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_order(sweep):
+    first, odd, other = cells_of(sweep)  # odd has 3 lanes, so fewer FLOPs
+    assert longest_first([odd, first, other]) == [first, other, odd]
+    half_done = replace(first, state=replace(first.state, step=5))
+    nearly_done = replace(other, state=replace(other.state, step=9))
+    assert longest_first([nearly_done, odd, half_done]) == [half_done, odd, nearly_done]
+    unknown = replace(
+        first, config=replace(first.config, model=ModelConfig(), data=DataConfig(path=sweep.parent / "no"))
+    )
+    assert longest_first([unknown, odd]) == [odd, unknown]
 
 
 def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):

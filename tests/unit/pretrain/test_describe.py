@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config_loader import load_config
 from pretrain.cli import main
 from pretrain.config import DataConfig, EngineConfig, ModelConfig, RunConfig
-from pretrain.scaling.costs import parameters_of
+from pretrain.scaling.costs import flops_of, parameters_of
 from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -36,8 +38,45 @@ def test_formulas_are_shown_on_request_only(capsys):
     assert "L d (2 h + 2 k)" not in capsys.readouterr().out
     main(["describe", str(MODELS / "enwik8-base.yaml"), "--explain"])
     explained = capsys.readouterr().out
-    for formula in ("L d (2 h + 2 k)", "12 P + (M + compressed)", "tokens/s = ranks x peak FLOPs"):
+    for formula in ("L d (2 h + 2 k)", "12 P + M (L d b + 4)", "tokens/s = ranks x peak FLOPs"):
         assert formula in explained
+
+
+def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
+    settings = ["model.compression=conv", "model.compressed_length=8", "engine.activation_checkpointing=full"]
+    assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings, "--explain"]) == 0
+    formulas, legend = capsys.readouterr().out.split("\nletters\n")
+    explained = {line.split()[0]: line.split()[1] for line in legend.splitlines()[:-1]}
+    assert explained["L"] == "12"
+    assert explained["d"] == "512"
+    lines = [line[40:] for line in formulas.splitlines() if line.startswith(("  ", "checkpoint"))]
+    used = set(re.findall(r"(?<![\w'/-])[A-Za-z](?![\w'-])", "\n".join(lines)))
+    assert {"L", "K", "V", "P", "b"} <= used
+    others = {"a", "u", "v", "s", "x", "G"}  # the article, letters with a line of their own, a unit, times, a prefix
+    assert used <= {*explained, *others}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "peak", "words"),
+    [
+        ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
+        ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
+        ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
+        ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
+        ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
+        ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
+    ],
+)
+def test_time_follows_from_the_peak_of_the_precision_that_is_configured(capsys, gpu, precision, peak, words):
+    path = MODELS / "wt103-base.yaml"
+    assert main(["describe", str(path), "--gpu", gpu, "--mfu", "0.5", f"engine.precision={precision}"]) == 0
+    said = capsys.readouterr().out
+    assert words in said
+    config = load_config(RunConfig, path)
+    flops = flops_of(config.model, config.data.segment_length, config.data.lanes).training
+    speed = float(re.search(r"([\d,]+) tokens/s", said)[1].replace(",", ""))
+    assert speed == pytest.approx(0.5 * peak / flops, rel=0.01, abs=1)
+    assert f": 1 rank ({gpu})" in said.splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.prefetch import Prefetcher
 from pretrain.config import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.console import clock, perplexity, si
+from pretrain.console import clock, counted, perplexity, si
 from pretrain.distributed import init_world, leave_world
 from pretrain.engine import StepResult
 from pretrain.metrics import Metrics
@@ -205,4 +205,8 @@ def test_numbers_for_people():
     assert clock(3725) == "1:02:05"
     assert si(8.123e6) == "8.12 M"
     assert si(1.5) == "1.5 "
+    assert [si(5.04 * 1000**power) for power in range(5, 11)] == [f"5.04 {prefix}" for prefix in "PEZYRQ"]
+    assert si(5e34) == "5e+04 Q"
+    assert si(999.7e3) == "1 M"
+    assert [counted(count, "rank") for count in (0, 1, 2, 1000)] == ["0 ranks", "1 rank", "2 ranks", "1,000 ranks"]
     assert perplexity(0.0) == 1.0

@@ -111,7 +111,10 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
     said = capsys.readouterr().out
     assert "18 runs at 3 budgets" in said
     assert "1 envelope" in said
-    assert "without the largest budget (1e+16):" in said
+    assert (
+        "the largest budget (1e+16 FLOPs) as a fit without it predicts it; errors are predicted minus measured" in said
+    )
+    assert "at 1e+17 FLOPs, 10 times the largest budget, the largest N* of an approach is 1." in said
     assert re.search(r"left out: c1e17-\S+-holdout: held out: predicted, not fitted", said)
 
 
@@ -158,7 +161,7 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     run = load_config(RunConfig, written)
     cost = cost_of(run)
     assert cost.flops == pytest.approx(1e17, rel=0.01)
-    best = float(re.search(r"3 parametric +\S+ \S+ \S+ +([\d.]+)M", said)[1]) * 1e6
+    best = float(re.search(r"3 parametric +([\d.]+)M", said)[1]) * 1e6
     assert cost.parameters == pytest.approx(best, rel=0.1)
     assert written.read_text().startswith("# The optimum at 1e+17 FLOPs by approach 3 parametric: loss ")
 
@@ -235,6 +238,16 @@ def test_wrong_questions_take_one_line(collected, capsys):
     for arguments, said in (
         (("predict", runs), "give a positive --flops, --tokens or --params"),
         (("predict", runs, "--flops", "1e16", "--write", "x.yaml"), "--write needs --experiment"),
+        (
+            ("predict", runs, "--flops", "1e16", "--approach", "bogus"),
+            "--approach bogus is no approach; known here: env",
+        ),
+        (("predict", runs, "--flops", "1e16", "--experiment", collected), "is a directory; name a YAML file"),
+        (
+            ("predict", runs, "--params", "1e6", "--tokens", "1e8", "--approach", "isoflop"),
+            "--approach says nothing to --tokens with --params",
+        ),
+        (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
         (("fit", runs, "--draws", "5"), "--draws 5 is too few"),
         (("fit", runs, "--column", "size=N"), "expected NAME=COLUMN with one of the names parameters, tokens"),
         (("fit", runs, "--curves", collected / "none.csv"), "none.csv does not exist"),
@@ -244,6 +257,53 @@ def test_wrong_questions_take_one_line(collected, capsys):
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(collected, tmp_path, capsys):
+    runs, sweep, books = (collected / name for name in ("runs.csv", "sweep.yaml", "books.yaml"))
+    file = tmp_path / "file"
+    write_text(file, "kept")
+    draws = ("--draws", 20)
+    for arguments, said in (
+        (("fit", runs, *draws, "--json", tmp_path), f"--json {tmp_path} is a directory; name a file, such as"),
+        (("fit", runs, *draws, "--json", file / "fit.json"), f"{file} is a file, so nothing can lie in it"),
+        (("report", runs, *draws, "--out", file), f"--out {file} is a file; name a directory"),
+        (("report", runs, *draws, "--out", file / "report"), f"{file} is a file, so nothing can lie in it"),
+        (("context", "report", runs, "--out", file), f"--out {file} is a file; name a directory"),
+        (("collect", sweep, "--runs-dir", collected / "runs", "--out", tmp_path), "is a directory; name a file"),
+        (("collect", sweep, "--runs-dir", collected, "--curves-out", tmp_path), f"--curves-out {tmp_path} is a dir"),
+        (("plan", books, "--budgets", "1e15", "--out", tmp_path), f"--out {tmp_path} is a directory"),
+        (("predict", runs, "--flops", "1e16", "--experiment", books, "--write", tmp_path), "--write"),
+    ):
+        assert command(*arguments) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert printed.err.count("\n") == 1
+        assert not printed.out
+    assert file.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("question", "heads"),
+    [
+        (("--flops", "1e15"), ["approach", "N*", "D*", "loss"]),
+        (("--tokens", "1e8"), ["approach", "N*", "C", "loss"]),
+        (("--params", "5e6"), ["approach", "D*", "C", "loss"]),
+    ],
+)
+def test_predict_gives_an_interval_to_everything_but_what_was_asked(collected, capsys, question, heads):
+    assert command("predict", collected / "runs.csv", "--draws", 50, *question) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    asked = {"--flops": "at C = 1e+15 FLOPs", "--tokens": "that reads D = 100M tokens", "--params": "of N = 5M param"}
+    assert asked[question[0]] in first
+    assert "intervals hold 95 % of 50 bootstrap draws" in first
+    assert head.split() == heads
+    for row, title in zip(rows, ("1 envelope", "2 IsoFLOP", "3 parametric"), strict=False):
+        assert row.startswith(title)
+        cells = re.findall(r"(\S+) \[(\S+), (\S+)\]", row)
+        assert len(cells) == 3
+        assert all(re.fullmatch(r"\d\.\d{4}", loss) for loss in cells[-1])
 
 
 def test_others_data_are_fitted_with_their_own_column_names(capsys):

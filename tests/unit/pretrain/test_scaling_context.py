@@ -152,6 +152,7 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
         (None, "'pretrain scale context collect' writes it"),
         ("name,loss\na,1\n", "no column 'same_tokens'"),
         ("HEAD\na,yes,,8,8,100,100,1e9,8,1.0,nan,\n", "row 2: loss='nan', expected a number"),
+        ("HEAD\na,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n", "row 2: same_tokens='maybe', expected yes or nothing"),
         ("HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n", "holds no evaluated run"),
     ],
 )

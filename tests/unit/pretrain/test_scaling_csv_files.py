@@ -25,6 +25,12 @@ def test_every_table_is_refused_alike(read, raw: bytes, said: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("read", READERS)
+def test_a_directory_is_said_to_be_one(read, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a directory; name a file"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("read", READERS)
 def test_an_absent_table_is_named(read, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv does not exist"):
         read(tmp_path / "none.csv")

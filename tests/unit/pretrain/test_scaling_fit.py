@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from pretrain.scaling import charts
+from pretrain.scaling.agreement import contradictions, disagreement
 from pretrain.scaling.bootstrap import pair_weights
+from pretrain.scaling.chart_parts import PRINT
 from pretrain.scaling.checks import seed_spread
-from pretrain.scaling.fit import disagreement, fit_all
+from pretrain.scaling.fit import fit_all
 from pretrain.scaling.isoflop import fit_isoflop, isoflop_draws
 from pretrain.scaling.law import exponents, log_optimum
+from pretrain.scaling.lines import Interval
 from pretrain.scaling.parametric_draws import fit_draws
 from pretrain.scaling.points import make_points
+from pretrain.scaling.summary import check_lines
 from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
 
 LEVELS = (2.5, 97.5)
@@ -115,6 +121,48 @@ def test_a_law_that_changes_beyond_the_smaller_budgets_shows_in_the_error_of_the
     assert fit_all(broken, num_draws=20).left_out.law_error == pytest.approx(0.05, abs=0.01)
 
 
+def test_every_error_is_predicted_minus_measured():
+    points = simulated()
+    held = points.budget_P == points.budgets[-1]
+    # These runs end a tenth below what the law promises: too much was predicted.
+    lucky = replace(points, holdout_P=held, loss_P=np.where(held, points.loss_P / 1.1, points.loss_P))
+    fit = fit_all(lucky, num_draws=20)
+    assert [item.error for item in fit.holdouts] == pytest.approx([0.1] * 8, abs=1e-3)
+    assert re.search(r"held out point \d+: .* \(\+10\.\d\d%\)", "\n".join(check_lines(fit)))
+    left_out = fit_all(replace(lucky, holdout_P=np.zeros(len(points), bool)), num_draws=20)
+    said = "\n".join(check_lines(left_out))
+    assert left_out.left_out.law_error == pytest.approx(0.1, abs=1e-3)
+    assert re.search(r"3 parametric: N\* \S+ \(\S+\), loss \S+ \(\+10\.\d\d%\)", said)
+    assert "errors are predicted minus measured" in said
+    drawn = charts.residuals(left_out, PRINT).axes[0]
+    shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
+    law = left_out.estimates.parametric.law
+    assert shown_P == pytest.approx(100 * (law.loss(points.parameters_P, points.tokens_P) / lucky.loss_P - 1))
+    assert drawn.get_ylabel().startswith("(predicted - measured)")
+
+
+def test_an_approach_that_is_lost_with_the_largest_budget_says_why():
+    # The middle of three sizes is lowest at the first two budgets, the next one at the third: without it, one step.
+    size_P, budget_P = np.tile([1e6, 2e6, 4e6, 8e6], 3), np.repeat([1e16, 2e16, 8e16], 4)
+    loss_P = np.array([4.0, 3.8, 3.9, 4.1, 3.8, 3.6, 3.7, 3.9, 3.6, 3.3, 3.2, 3.4])
+    fit = fit_all(make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P), num_draws=20)
+    assert fit.approach("envelope")
+    assert "envelope" not in fit.left_out.optimum
+    said = "\n".join(check_lines(fit))
+    assert "  1 envelope: not available without that budget: approach 1 needs two sizes that are lowest" in said
+
+
+def test_held_out_runs_that_nothing_predicts_are_said_to_be():
+    size_P, tokens_P = np.repeat(np.geomspace(1e7, 1e9, 5), 30), np.tile(np.geomspace(1e8, 1e12, 30), 5)
+    loss_P = HOFFMANN.loss(size_P, tokens_P)
+    training = {"run": size_P.astype(str), "N": size_P, "C": 6 * size_P * tokens_P, "loss": loss_P}
+    few = make_points([1e7, 3e7, 1e7, 3e7, 1e8], [2e9, 7e8, 2e10, 7e9, 1e11], [4.0, 3.9, 3.7, 3.6, 3.0])
+    fit = fit_all(replace(few, holdout_P=few.parameters_P > 9e7), training=training, num_draws=20)
+    assert [approach.key for approach in fit.approaches] == ["envelope"]
+    said = "1 held-out run not predicted: that takes approach 3, which is not available"
+    assert check_lines(fit)[-1] == said
+
+
 def test_held_out_runs_are_predicted_and_never_fitted():
     points = simulated(noise=0.002)
     held = replace(points, holdout_P=points.budget_P == points.budgets[-1])
@@ -151,7 +199,28 @@ def test_approaches_that_disagree_are_said_to():
     fit = fit_all(make_points(size_P, tokens_P, loss_P, budget=simulated().budget_P), num_draws=20)
     ratio = disagreement(fit.approaches, FURTHER)
     assert ratio > 1.5
-    assert any(f"{ratio:.2f}x at 10 times that" in warning for warning in fit.warnings)
+    where = "at 1e+21 FLOPs, 10 times the largest budget"
+    assert f"{where}, the approaches' optimal sizes differ {ratio:.2f}x" in fit.warnings
+
+
+def test_losses_whose_intervals_do_not_overlap_are_named_with_both_intervals():
+    near, also_near, far = Interval(3.0, 2.9, 3.1), Interval(3.15, 3.05, 3.2), Interval(3.4, 3.3, 3.5)
+    assert contradictions({"1 envelope": near, "2 IsoFLOP": also_near}, "here") == []
+    (said,) = contradictions({"1 envelope": near, "2 IsoFLOP": also_near, "3 parametric": far}, "at 1e+21 FLOPs")
+    assert said.startswith("at 1e+21 FLOPs, the intervals of the loss do not overlap: ")
+    assert "1 envelope 3.0000 [2.9000, 3.1000] and 3 parametric 3.4000 [3.3000, 3.5000]; 2 IsoFLOP" in said
+    assert "1 envelope 3.0000 [2.9000, 3.1000] and 2 IsoFLOP" not in said
+    unknown = Interval(9.0, np.nan, np.nan)
+    assert contradictions({"1 envelope": near, "2 IsoFLOP": unknown}, "here") == []
+
+
+def test_a_fit_says_that_its_approaches_losses_contradict_each_other():
+    # Three budgets show approach 2 no floor: its loss falls below that of the law, which has one.
+    fit = fit_all(simulated(noise=1e-4, budgets=(1e18, 1e20, 3), seed=1), num_draws=50)
+    isoflop, law = (fit.approach(key).loss(FURTHER) for key in ("isoflop", "parametric"))
+    assert isoflop.high < law.low
+    said = [warning for warning in fit.warnings if "the intervals of the loss do not overlap" in warning]
+    assert any("1e+21 FLOPs, 10 times the largest budget" in warning for warning in said)
 
 
 def test_an_approach_these_runs_do_not_allow_is_a_reason_not_an_error():

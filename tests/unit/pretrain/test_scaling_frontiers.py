@@ -126,7 +126,7 @@ def test_envelope_of_one_run_per_size_is_said_to_be_only_the_lowest_run_of_each_
     assert "lowest run of each budget" in fit.warnings[0]
     assert fit.frontier.power == pytest.approx(A_TRUE, abs=0.02)
     lonely = simulated(num_sizes=1)
-    with pytest.raises(DataError, match="0 sizes are lowest"):
+    with pytest.raises(DataError, match="with a smaller and a larger beside them, and found none"):
         fit_envelope(replace(lonely, source="runs.csv"))
 
 

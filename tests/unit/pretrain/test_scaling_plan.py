@@ -12,13 +12,8 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from pretrain.scaling.costs import cost_of
-from pretrain.scaling.plan import (
-    make_sweep,
-    optimum_at_ratio,
-    plan_runs,
-    refuse_more_tokens,
-    with_vocabulary,
-)
+from pretrain.scaling.plan import optimum_at_ratio, plan_runs
+from pretrain.scaling.planned import make_sweep, refuse_more_tokens, with_vocabulary
 from pretrain.scaling.recipe import step_law, with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep

@@ -37,12 +37,16 @@ def test_tokens_follow_from_flops_where_there_is_no_column_of_tokens(tmp_path):
     ("text", "said"),
     [
         ("N,D,final\n1,2,3\n", "no column 'loss' (found: N, D, final); name it with --column loss=NAME"),
-        ("N,D,loss\n1,2,3\n1,3,nan\n2,2,nan\n", "row 3: loss='nan' (and 1 more such rows), expected a finite number"),
+        ("N,D,loss\n1,2,3\n1,3,nan\n2,2,nan\n", "row 3: loss='nan' (and 1 more such row), expected a finite number"),
         ("N,D,loss\n1,2,3\n1,3,\n", "row 3: loss='', expected a finite number"),
         ("N,D,loss\n1,2,3\n1,3,-2.5\n", "row 3: loss='-2.5', expected a positive number"),
         ("N,D,loss\n0,2,3\n", "row 2: N='0', expected a positive number"),
         ("N,loss\n1,2\n", "no column 'D' (found: N, loss); name it with --column tokens=NAME"),
-        ("N,D,loss,progress\n1,2,3,half\n", "row 2: progress='half', expected a finite number"),
+        ("N,D,loss,progress\n1,2,3,half\n", "row 2: progress='half', expected a part of the schedule from 0 to 1"),
+        ("N,D,loss,progress\n1,2,3,1\n1,3,3,40\n", "row 3: progress='40', expected a part of the schedule from 0 to 1"),
+        ("N,D,loss,progress\n1,2,3,-0.1\n", "row 2: progress='-0.1', expected a part of the schedule"),
+        ("N,D,loss,progress\n1,2,3,inf\n", "row 2: progress='inf', expected a part of the schedule"),
+        ("N,D,loss,holdout\n1,2,3,ja\n1,3,3,2\n", "row 2: holdout='ja' (and 1 more such row), expected 1, true or yes"),
         ("N,D,loss\n", "holds no runs"),
         ("N,D,loss\n1,2,3,4\n", "row 2 has more cells than the header names"),
     ],
@@ -54,6 +58,36 @@ def test_each_kind_of_bad_file_gets_one_line_that_says_what_to_do(tmp_path, text
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_hold_outs_are_marked_by_any_spelling_of_yes_and_no(tmp_path):
+    marks = ("1", "1.0", "true", "True", " YES ", "0", "0.0", "false", "FALSE", "no", "")
+    text = "N,D,loss,holdout\n" + "".join(f"1,{index + 2},3,{mark}\n" for index, mark in enumerate(marks))
+    assert read_points(written(tmp_path / "runs.csv", text)).holdout_P.tolist() == [True] * 5 + [False] * 6
+    values = (True, False, 1, 0, None)
+    rows = [{"N": 1, "D": index + 2, "loss": 3, "holdout": mark} for index, mark in enumerate(values)]
+    found = read_points(written(tmp_path / "runs.json", json.dumps(rows)))
+    assert found.holdout_P.tolist() == [True, False, True, False, False]
+
+
+def test_a_run_that_the_file_says_is_not_excluded_is_not(tmp_path):
+    text = "name,N,D,loss,excluded\na,1,2,3,no\nb,1,3,3,False\nc,1,4,3,\nd,1,5,3,yes\ne,1,6,3,diverged\n"
+    points = read_points(written(tmp_path / "runs.csv", text))
+    assert points.names == ("a", "b", "c")
+    assert {item.name: item.reason for item in points.excluded} == {"d": "excluded in the file", "e": "diverged"}
+
+
+def test_a_column_that_was_named_by_hand_must_be_there(tmp_path):
+    path = written(tmp_path / "runs.csv", "N,D,loss,held\n1,2,3,1\n")
+    assert read_points(path, Columns(holdout="held")).holdout_P.tolist() == [True]
+    for columns in (
+        Columns(holdout="heldd"),
+        Columns(progress="heldd"),
+        Columns(budget="heldd"),
+        Columns(flops="heldd"),
+    ):
+        with pytest.raises(DataError, match=r"no column 'heldd' for --column \w+=heldd; did you mean 'held'"):
+            read_points(path, columns)
 
 
 def test_a_spreadsheets_mark_is_read_over_and_other_encodings_are_refused(tmp_path):
