@@ -65,6 +65,36 @@ def gradient_norm(axes: Axes, history: History, colours: Colours) -> None:
     axes.plot(steps_X, np.maximum(norms_X, 1e-12), color=colours.second, linewidth=0.8)
     if clip := history.config.optim.clip_norm:
         axes.axhline(clip, color=colours.faint, linewidth=1.0, linestyle=(0, (4, 3)), label="clipped above")
+    _logarithmic(axes, colours)
+
+
+def norms_by_layer(axes: Axes, history: History, colours: Colours) -> None:
+    """The gradient's norm of each layer."""
+    _by_layer(axes, history, colours, "grad_norm")
+
+
+def updates_by_layer(axes: Axes, history: History, colours: Colours) -> None:
+    """How far each layer's weights move in a step, as a share of their length."""
+    _by_layer(axes, history, colours, "update_ratio")
+
+
+def _by_layer(axes: Axes, history: History, colours: Colours, kind: str) -> None:
+    """A line per layer, the deeper the darker; what is no layer stands out."""
+    others = {"embedding": colours.ink, "output": colours.alarm, "shared": colours.faint}
+    names = history.layers(kind)
+    layers = [name for name in names if name not in others]
+    for name in names:
+        steps_X, values_X = history.series(f"{kind}/{name}")
+        colour, alpha, label = others.get(name), 1.0, name
+        if name in layers:
+            number = layers.index(name)
+            colour, alpha = colours.second, 0.25 + 0.75 * (number + 1) / len(layers)
+            label = name.replace(".", " ") if number in (0, len(layers) - 1) else None
+        axes.plot(steps_X, np.maximum(values_X, 1e-12), color=colour, alpha=alpha, linewidth=1.2, label=label)
+    _logarithmic(axes, colours)
+
+
+def _logarithmic(axes: Axes, colours: Colours) -> None:
     axes.set_yscale("log")
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         ticks(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in "125" else "")

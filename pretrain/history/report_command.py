@@ -75,6 +75,9 @@ def _drawings(history: History) -> list[tuple[str, str, str, Draw]]:
         found.append(("Speed", "step", "tokens per second", charts.speed))
     if any(line.get("grad_norm") is not None for line in history.train):
         found.append(("Gradients", "step", "norm before clipping", charts.gradient_norm))
+    if history.layers("grad_norm"):
+        found.append(("Gradients by layer", "step", "norm before clipping", charts.norms_by_layer))
+        found.append(("Updates by layer", "step", "update / weights", charts.updates_by_layer))
     if any("time" in line for line in history.train):
         found.append(("Progress", "seconds since the first start", "step", charts.progress))
     return found

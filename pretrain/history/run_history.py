@@ -50,6 +50,11 @@ class History:
         steps_X, values_X = np.array(found, float).reshape(-1, 2).T
         return steps_X, values_X
 
+    def layers(self, kind: str) -> list[str]:
+        """The layers that a kind of norm was measured of, such as `layer.0`."""
+        measured = next((line for line in self.train if any(key.startswith(f"{kind}/") for key in line)), {})
+        return [key.removeprefix(f"{kind}/") for key in measured if key.startswith(f"{kind}/")]
+
     @cached_property
     def smooth_loss(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and the mean loss of the steps around them."""

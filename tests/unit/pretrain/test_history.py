@@ -43,6 +43,9 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
                 "tokens_per_second": 8.0,
                 "time": START.timestamp() + step + (40 if step > 10 else 0),
             }
+        if step % 10 == 0:
+            layers = ("embedding", "layer.0", "layer.1", "output")
+            line |= {f"{kind}/{layer}": 0.1 for kind in ("grad_norm", "update_ratio") for layer in layers}
         lines.append(line)
         if step % 10 == 0:
             lines.append({"kind": "evaluation", "step": step, "loss": 3.0, "loss_without_memory": 3.2})
@@ -92,7 +95,7 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
     assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
     for words in ("What memory is worth", "back to step 10, passing over segments 12 to 24", "57%", "ended by SIGKILL"):
         assert words in html
-    assert html.count("<svg") == 5
+    assert html.count("<svg") == 7
     assert not re.search("#0[1-7]0[1-7]0[1-7]", html), "every stand-in has become a name of the style sheet"
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
 

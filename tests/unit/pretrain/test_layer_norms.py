@@ -9,14 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_pipeline.corpus import Corpus
 from data_pipeline.lanes import LaneStream
-from pretrain.config import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.attempt import train_in
+from pretrain.config import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    HealingConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from pretrain.distributed import init_world, leave_world
 from pretrain.engine import StepResult
 from pretrain.layer_norms import layer_of, numbers_of_layers
-from pretrain.train import build_engine
+from pretrain.run_dir import RunDir
+from pretrain.train import build_engine, resolve
 from tests.helpers.corpora import make_tiny_corpus
 
 RATE = 1e-2
@@ -106,3 +119,25 @@ def test_every_parameter_counts_to_a_layer(name: str, layer: str) -> None:
 def test_a_layer_of_zeros_has_no_ratio() -> None:
     found = numbers_of_layers(["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0)
     assert found == {"grad_norm/a": pytest.approx(8.0, rel=1e-6), "grad_norm/b": 0.0, "update_ratio/a": 0.2}
+
+
+def test_a_run_writes_them_at_the_end_of_its_intervals_and_into_tensorboard(run: RunConfig, tmp_path: Path) -> None:
+    run = replace(
+        run,
+        optim=replace(run.optim, steps=6),
+        metrics=MetricsConfig(interval=2),
+        checkpoint=CheckpointConfig(interval=3),  # cuts an interval in two
+        evaluation=EvaluationConfig(interval=0, max_tokens=200),
+    )
+    assert train_in(resolve(run), tmp_path / "run", init_world()) == 0
+    run_dir = RunDir(tmp_path / "run")
+    lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+    measured = [line for line in lines if any("/" in key for key in line)]
+    assert [line["step"] for line in measured] == [2, 4, 6]
+    for line in measured:
+        squares = [line[f"grad_norm/{layer}"] ** 2 for layer in LAYERS]
+        assert math.sqrt(sum(squares)) == pytest.approx(line["grad_norm"], rel=1e-5)
+        assert all(0 < line[f"update_ratio/{layer}"] < 1 for layer in LAYERS - {"shared", "output"})
+    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/grad_norm/layer.0")]
+    assert shown == [(line["step"], pytest.approx(line["grad_norm/layer.0"])) for line in measured]
