@@ -96,8 +96,10 @@ def _by_layer(axes: Axes, history: History, colours: Colours, kind: str) -> None
 
 def _logarithmic(axes: Axes, colours: Colours) -> None:
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    labelled = "125" if high < 1e3 * low else "1"
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+        ticks(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in labelled else "")
     axes.tick_params(which="minor", colors=colours.faint, labelsize=8.5, length=0)
 
 
