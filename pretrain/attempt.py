@@ -34,6 +34,7 @@ from pretrain.initial_weights import check_initial_weights, load_initial_weights
 from pretrain.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.metrics import Metrics
 from pretrain.phases import begins_lanes, begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
+from pretrain.precision import check_precision
 from pretrain.preemption import StopRequest
 from pretrain.run_dir import RunDir
 from pretrain.state import TrainState
@@ -58,6 +59,7 @@ class Start:
 
 def train_in(config: RunConfig, directory: Path, world: World) -> int:
     """Train or resume the run of this directory; the exit status: 0 finished, 75 stopped, 76 out of memory."""
+    check_precision(config.engine.precision, world.device)
     for phase in runs_of_phases(config):
         lanes_of_rank(phase, world.rank, world.world_size)
         accumulation_steps(phase, world.world_size)

@@ -149,6 +149,7 @@ class Checkpointer:
             "step": state.step,
             "tokens_seen": state.tokens_seen,
             "optimizer_steps": engine.optimizer_step_count(),
+            "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
             "validation_loss": validation_loss,
             "world_size": self._world.world_size,
             "config": to_tree(self._run),

@@ -23,6 +23,9 @@ def load_engine(engine: Engine, found: files.Checkpoint) -> None:
             for kind, view in fragment.values.items():
                 reader.copy_into(view, fragment.name, fragment.start, kind)
     engine.after_load(found.index["optimizer_steps"])
+    loss_scale = found.index.get("loss_scale")  # None: the run had another precision
+    if engine.loss_scaler is not None and loss_scale is not None:
+        engine.loss_scaler.restore(loss_scale)
 
 
 class FragmentReader:

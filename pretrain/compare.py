@@ -46,7 +46,7 @@ def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
 
 def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
     """Where two checkpoints, of any numbers of ranks, disagree about steps, tokens or where each lane stands."""
-    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps"))
+    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale"))
     if _joined_cursor(left) != _joined_cursor(right):
         problems.append("lane cursors differ")
     return problems
@@ -54,7 +54,7 @@ def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[
 
 def differing_state(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
     """Where two checkpoints of the same world size disagree: tensors by name, cursors, counters."""
-    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "world_size"))
+    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale", "world_size"))
     cursors = [[report["cursor"] for report in files.rank_reports(found.index)] for found in (left, right)]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
@@ -73,9 +73,9 @@ def summary(problems: list[str]) -> str:
 
 def _differing_counters(left: files.Checkpoint, right: files.Checkpoint, keys: tuple[str, ...]) -> list[str]:
     return [
-        f"{key}: {left.index[key]!r} against {right.index[key]!r}"
+        f"{key}: {left.index.get(key)!r} against {right.index.get(key)!r}"
         for key in keys
-        if left.index[key] != right.index[key]
+        if left.index.get(key) != right.index.get(key)
     ]
 
 

@@ -5,6 +5,7 @@ Torch-free: the launcher reads these on a login node. What can be derived is a p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from data_pipeline.location import url_of
 from data_pipeline.mixture_part import MixturePart
 from pretrain.model_config import ModelConfig
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "plain"]
 
@@ -113,7 +114,9 @@ class EngineConfig:
 
     kind: Literal["deepspeed", "torch"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # of weights and activations; the optimizer's are fp32 always
+    initial_loss_scale: float = 65536.0  # fp16: what the loss is multiplied by at first; found anew as the run goes on
+    loss_scale_window: int = 1000  # fp16: updates without overflow after which it is doubled
     activation_checkpointing: ActivationCheckpointing = "none"  # selective: attention's scores and weights alone
     checkpoint_every: int = 1  # of so many layers one is checkpointed
     offload_optimizer: bool = False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
@@ -134,6 +137,12 @@ class EngineConfig:
                 f"engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
                 f"{self.kind} and {self.zero_stage}"
             )
+        if self.initial_loss_scale < 1 or math.frexp(self.initial_loss_scale)[0] != 0.5:
+            raise ConfigError(
+                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, 1 or more"
+            )
+        if self.loss_scale_window < 1:
+            raise ConfigError(f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more")
         if self.hang_seconds < 0:
             raise ConfigError(f"engine.hang_seconds={self.hang_seconds:g} must be 0 (wait for ever) or more")
 

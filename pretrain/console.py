@@ -28,7 +28,12 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
         f"mem {line['memory_gib']:.2f} GiB",
         f"left {clock((total_steps - line['step']) * seconds_per_step)}",
     ]
-    if skipped := len(lines) - len(losses):
+    if "loss_scale" in line:
+        parts.append(f"scale {line['loss_scale']:,.0f}")
+    overflowed = sum(bool(each.get("overflowed")) for each in lines)
+    if overflowed:
+        parts.append(f"overflow {overflowed}")
+    if skipped := len(lines) - len(losses) - overflowed:
         parts.append(f"SKIPPED {skipped}")
     return "  ".join(parts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ from pretrain.engine import (
     clip_gradients,
     dropout_stream,
     evaluate_module,
+    loss_scaler_of,
     replicated_fragment,
+    step_result,
 )
 from pretrain.fragments import Fragment, Placement, create_moments, fragment_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import build_optimizer, is_harmful
+from pretrain.partitioned_model import build_partitioned
+from pretrain.precision import DTYPES
 
 
 def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
@@ -52,33 +56,41 @@ def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -
         derived["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW is as fast there and needs no compiler
     if run.engine.precision == "bf16":
         derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if run.engine.zero_stage > 0:  # stage 0 cannot accumulate in another type than the weights'
-            derived["data_types"] = {"grad_accum_dtype": "fp32"}
-            derived["communication_data_type"] = "fp32"
+    if run.engine.precision == "fp16":
+        derived["fp16"] = {"enabled": True, "loss_scale": 1.0}  # constant to DeepSpeed: `LossScaler` sets it
+    if run.engine.precision != "fp32" and run.engine.zero_stage > 0:
+        # Stage 0 cannot accumulate in another type than the weights'.
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+        derived["communication_data_type"] = "fp32"
     return _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
 
 
 class DeepSpeedEngine:
     """The model under ZeRO (Rajbhandari et al. 2020): stage 1 shards the moments, 2 also gradients, 3 also weights."""
 
-    def __init__(self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int) -> None:
+    def __init__(
+        self, run: RunConfig, build: Callable[[], TransformerXL], world: World, accumulation_steps: int
+    ) -> None:
+        """`build` makes the model; under stage 3 its parameters are spread over the ranks while it does."""
         deepspeed = _import_deepspeed(world.device)
+        config = deepspeed_config(run, world.world_size, accumulation_steps)
         self.world = world
         self._run = run
         self._accumulation_steps = accumulation_steps
         self._slots_done = 0
-        initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        self.loss_scaler = loss_scaler_of(run)
+        module, initial = _built(build, run, world, deepspeed, config)
         optimizer = build_optimizer(module, run.optim)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=deepspeed_config(run, world.world_size, accumulation_steps)
-        )
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
         self.module: nn.Module = self._engine.module
         self.module.train()
         self._names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._start_from(initial)
         self._plain_norm: Tensor | None = None  # of the step in hand, where DeepSpeed does not compute it
         optimizer.refuses = self._gradients_are_harmful
-        optimizer.placement = Placement(self.fragments(), list(initial), is_sharded=run.engine.zero_stage > 0)
+        optimizer.placement = Placement(
+            self.fragments(), list(self._names.values()), is_sharded=run.engine.zero_stage > 0
+        )
         self._meter = optimizer.placement.meter
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
@@ -86,7 +98,7 @@ class DeepSpeedEngine:
         dropout = dropout_stream(self._run, slot, step)
         nll_BL, memory = self._engine(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
         loss = nll_BL.mean()
-        self._engine.backward(loss)
+        self._backward(loss)
         self._slots_done += 1
         if self._slots_done < self._accumulation_steps:
             self._engine.step()  # counts the micro-batch; updates nothing before the boundary
@@ -104,7 +116,7 @@ class DeepSpeedEngine:
         # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
         skipped = self._gradients_are_harmful()
         layers = self._meter.take() if measure_layers and not skipped else None
-        return StepResult(grad_norm=self._grad_norm(), skipped=skipped, layers=layers)
+        return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
@@ -129,18 +141,34 @@ class DeepSpeedEngine:
     def _base_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self._optimizer, "optimizer", self._optimizer)
 
+    def _backward(self, loss: Tensor) -> None:
+        if self.loss_scaler is not None:
+            self.loss_scaler.observe(loss)
+            self._optimizer.loss_scale = self.loss_scaler.scale
+            if self._run.engine.zero_stage == 0:  # there DeepSpeed only divides by the scale
+                loss = loss * self.loss_scaler.scale
+        self._engine.backward(loss)
+
     def _grad_norm(self) -> Tensor | float:
-        return self._plain_norm if self._plain_norm is not None else self._optimizer._global_grad_norm
+        if self._plain_norm is not None:
+            return self._plain_norm
+        norm = self._optimizer._global_grad_norm
+        scaled = self.loss_scaler is not None and self._run.engine.zero_stage == 0
+        return norm / self._optimizer.loss_scale if scaled else norm
 
     def _gradients_are_harmful(self) -> bool:
         return is_harmful(self._grad_norm(), self._run.healing.skip_norm)
 
     def _start_from(self, initial: Mapping[str, Tensor]) -> None:
-        """Give the fp32 masters the initial weights unrounded, and undo the step some stages take while they set up."""
+        """Give the fp32 masters the initial weights unrounded, and undo the step some stages take while they set up.
+
+        That step, at a learning rate of 0, leaves weights as they are.
+        """
         for fragment in self.fragments():
-            whole = initial[fragment.name].view(-1)
-            count = fragment.values["weight"].numel()
-            fragment.values["weight"].copy_(whole[fragment.start : fragment.start + count])
+            if fragment.name in initial:
+                drawn, count = initial[fragment.name].view(-1), fragment.values["weight"].numel()
+                start = 0 if self._run.engine.zero_stage == 3 else fragment.start  # there it is this rank's part alone
+                fragment.values["weight"].copy_(drawn[start : start + count])
             fragment.values["exp_avg"].zero_()
             fragment.values["exp_avg_sq"].zero_()
         self.after_load(step_count=0)
@@ -155,7 +183,7 @@ class DeepSpeedEngine:
             yield replicated_fragment(self._names[id(weight)], master, self._moments(master), self.world)
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Stage 0: in fp32 a parameter is its own master; in bf16 DeepSpeed keeps fp32 copies in the same order."""
+        """Stage 0: in fp32 a parameter is its own master; otherwise DeepSpeed keeps fp32 copies in the same order."""
         if _is_plain(self._run):
             for parameter in self.module.parameters():
                 yield parameter, parameter
@@ -215,6 +243,21 @@ class DeepSpeedEngine:
             for weight, piece in zip(optimizer.fp16_partitioned_groups[group], pieces, strict=True):
                 weight.data = piece.data
         optimizer.checkpoint_event_epilogue()
+
+
+def _built(
+    build: Callable[[], TransformerXL], run: RunConfig, world: World, deepspeed: Any, config: dict[str, Any]
+) -> tuple[TransformerXL, dict[str, Tensor]]:
+    """The model and, where the run rounds it, what was drawn: all of it, or under stage 3 this rank's part."""
+    if run.engine.zero_stage == 3:
+        # Not entered as a context: that would draw in the rounded type, which gives other numbers.
+        zero = deepspeed.zero.Init(config_dict_or_path=config)
+        dtype = DTYPES[run.engine.precision]
+        return build_partitioned(build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world)
+    module = build()
+    if run.engine.precision == "fp32":
+        return module, {}
+    return module, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def _is_plain(run: RunConfig) -> bool:

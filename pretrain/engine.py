@@ -16,9 +16,11 @@ from pretrain.config import OptimConfig, RunConfig
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.fragments import Fragment, Placement, create_moments, fragment_of
 from pretrain.layer_norms import LayerSquares
+from pretrain.loss_scale import LossScaler
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import build_optimizer, is_harmful
+from pretrain.precision import DTYPES
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
@@ -30,11 +32,14 @@ class StepResult:
     `skipped`: the gradients were no numbers or longer than `healing.skip_norm`; every weight, moment and counter is,
     bit for bit, what it was before. All ranks say the same, for the norm is that of all of them together.
     `layers` is there where it was asked for and the step was not skipped.
+    `overflowed`: it was skipped for no other reason than too large a loss scale, which is smaller from now on.
     """
 
     grad_norm: Tensor | float | None
     skipped: bool
     layers: LayerSquares | None = None
+    overflowed: bool = False
+    loss_scale: float | None = None  # that of this step, in fp16
 
 
 class Engine(Protocol):
@@ -42,6 +47,7 @@ class Engine(Protocol):
 
     world: World
     module: nn.Module
+    loss_scaler: LossScaler | None  # in fp16; part of a checkpoint
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
         """Add the gradient of the slot's mean loss; returns that loss, detached, and the next segment's memory."""
@@ -98,11 +104,29 @@ def evaluate_module(
     return nll_BL, memory
 
 
+def loss_scaler_of(run: RunConfig) -> LossScaler | None:
+    """A new loss scaler where the run's precision needs one."""
+    if run.engine.precision != "fp16":
+        return None
+    return LossScaler(run.engine.initial_loss_scale, run.engine.loss_scale_window)
+
+
+def step_result(
+    grad_norm: Tensor | float, skipped: bool, layers: LayerSquares | None, scaler: LossScaler | None
+) -> StepResult:
+    """What the update did, with the scaler set for the next one; all ranks call it together."""
+    if scaler is None:
+        return StepResult(grad_norm, skipped, layers)
+    loss_scale = scaler.scale
+    overflowed = scaler.adapt(grad_norm, applied=not skipped)
+    return StepResult(grad_norm, skipped, layers, overflowed, loss_scale)
+
+
 class TorchEngine:
     """Plain torch: whole model and optimizer on every rank, gradients averaged by one all-reduce per parameter.
 
-    It is the yardstick for the other engine and runs without DeepSpeed. In bf16 the master weights, the moments and the
-    accumulated gradients are fp32, as they are there.
+    It is the yardstick for the other engine and runs without DeepSpeed. In bf16 and fp16 the master weights, the
+    moments and the accumulated gradients are fp32, as they are there.
     """
 
     def __init__(self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int) -> None:
@@ -112,8 +136,9 @@ class TorchEngine:
         self._master = module.to(world.device)
         self._master.train()
         self.module: nn.Module = self._master
-        if run.engine.precision == "bf16":
-            self.module = copy.deepcopy(self._master).to(torch.bfloat16)
+        self.loss_scaler = loss_scaler_of(run)
+        if run.engine.precision != "fp32":
+            self.module = copy.deepcopy(self._master).to(DTYPES[run.engine.precision])
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
         names = [name for name, _ in self._master.named_parameters()]
@@ -125,16 +150,18 @@ class TorchEngine:
         dropout = dropout_stream(self._run, slot, step)
         nll_BL, memory = self.module(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
         loss = nll_BL.mean()
-        (loss / self._accumulation_steps).backward()
+        scale = 1.0
+        if self.loss_scaler is not None:
+            self.loss_scaler.observe(loss)
+            scale = self.loss_scaler.scale
+        (loss * scale / self._accumulation_steps).backward()
         if self.module is not self._master:
             self._move_gradients_to_master()
         assert memory is not None
         return loss.detach(), memory
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        for parameter in self._master.parameters():
-            if parameter.grad is not None and self.world.world_size > 1:
-                parameter.grad = sum_over_ranks(parameter.grad) / self.world.world_size
+        self._average_gradients()
         grad_norm = clip_gradients(self._master, self._run.optim)
         skipped = is_harmful(grad_norm, self._run.healing.skip_norm)
         for group in self._optimizer.param_groups:
@@ -146,7 +173,7 @@ class TorchEngine:
         if self.module is not self._master:
             self._copy_master_to_module()
         layers = self._meter.take() if measure_layers and not skipped else None
-        return StepResult(grad_norm=grad_norm, skipped=skipped, layers=layers)
+        return step_result(grad_norm, skipped, layers, self.loss_scaler)
 
     def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
@@ -163,6 +190,12 @@ class TorchEngine:
             state["step"].fill_(step_count)
         if self.module is not self._master:
             self._copy_master_to_module()
+
+    def _average_gradients(self) -> None:
+        divisor = self.world.world_size * (self.loss_scaler.scale if self.loss_scaler is not None else 1.0)
+        for parameter in self._master.parameters():
+            if parameter.grad is not None and divisor != 1.0:
+                parameter.grad = sum_over_ranks(parameter.grad) / divisor
 
     def _create_moments(self) -> None:
         for parameter in self._master.parameters():

@@ -5,6 +5,7 @@ PRETRAIN_FAULT is KIND@STEP or KIND:NUMBER@STEP:
     sigkill@7     every rank is killed right after step 7, before any checkpoint of that step: no handler runs and
                   nothing is flushed, as when a node loses power
     nan@7         one lane's hidden states are no numbers in step 7
+    inf@7         gradients are infinite in step 7, as those of too large a loss scale; the losses are not
     oom:2@7       from step 7 on a forward pass of more than 2 lanes finds no memory
     slow:0.5@7    from step 7 on every forward pass takes 0.5 seconds longer
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pretrain.engine import Engine, Memory
 
 VARIABLE = "PRETRAIN_FAULT"
-FORM = re.compile(r"(sigkill|nan|oom|slow)(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
+FORM = re.compile(r"(sigkill|nan|inf|oom|slow)(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class _FaultyEngine:
         if self._fault.kind == "nan" and number == self._fault.step:
             hidden_BLD = hidden_BLD.clone()
             hidden_BLD[0] = float("nan")
+        if self._fault.kind == "inf" and number == self._fault.step and hidden_BLD.requires_grad:
+            hidden_BLD.register_hook(lambda gradient: gradient * float("inf"))
         return hidden_BLD
 
 
@@ -91,8 +94,8 @@ def fault_from_environment() -> Fault:
     match = FORM.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{VARIABLE}={text!r} is not of the form KIND@STEP or KIND:NUMBER@STEP with KIND sigkill, nan, oom or slow "
-            "and STEP of 1 or more"
+            f"{VARIABLE}={text!r} is not of the form KIND@STEP or KIND:NUMBER@STEP with KIND sigkill, nan, inf, oom or "
+            "slow and STEP of 1 or more"
         )
     kind, number, step = match.groups()
     return Fault(step=int(step), kind=kind, number=float(number or 0.0))

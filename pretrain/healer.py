@@ -60,6 +60,8 @@ class Healer:
     def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
         found = None
         for line in lines:
+            if line.get("overflowed"):
+                continue  # the loss scale was too large, which says nothing about data or weights
             found = self._detector.observe(line["step"], None if line["skipped"] else line["loss"]) or found
         return found
 

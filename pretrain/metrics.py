@@ -5,7 +5,8 @@ Losses stay on the device until the interval's end. There the ranks exchange one
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
         loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
         1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
-        of several ranks "slowest_rank" and "straggler_ratio"; at full intervals norms per layer (`layer_norms`)
+        of several ranks "slowest_rank" and "straggler_ratio"; at full intervals norms per layer (`layer_norms`); in
+        fp16 "loss_scale", and every line has "overflowed"
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
 A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
@@ -31,14 +32,13 @@ from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
 from pretrain.layer_norms import numbers_of_layers
 from pretrain.metrics_files import MetricsFiles
+from pretrain.precision import DTYPES
 from pretrain.profiling import StepProfiler
 from pretrain.run_dir import RunDir
 from pretrain.scaling.costs import cost_of
 from pretrain.state import TrainState
 from pretrain.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.throughput import measured_matmul_peak, memory_in_use_gib
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ class Metrics:
             lines = [_line(step, loss / num_ranks / step.num_slots) for step, loss in zip(steps, losses, strict=True)]
             lines[-1] |= self._rates(len(steps), seconds, waited / num_ranks, memory_gib / num_ranks)
             lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
+            if steps[-1].result.loss_scale is not None:
+                lines[-1]["loss_scale"] = steps[-1].result.loss_scale
             lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
             self._files.append(lines)
             print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
@@ -227,6 +229,7 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "learning_rate": step.learning_rate,
         "grad_norm": None if norm is None else _finite(float(norm)),
         "skipped": step.result.skipped,
+        **({} if step.result.loss_scale is None else {"overflowed": step.result.overflowed}),
     }
 
 

@@ -24,7 +24,8 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     """Matrices decay; vectors, and whatever has `bias` or `norm` in its name (u, v and T5's table too), do not."""
     decayed, kept = [], []
     for name, parameter in module.named_parameters():
-        (decayed if decays(name, parameter.ndim) else kept).append(parameter)
+        whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves a vector in the parameter's place
+        (decayed if decays(name, len(whole_shape)) else kept).append(parameter)
     groups = [
         {"params": decayed, "decays": True, "weight_decay": optim.weight_decay},
         {"params": kept, "decays": False, "weight_decay": 0.0},

@@ -39,6 +39,8 @@ MAY_CHANGE = (
     "healing.*",
     "engine.zero_stage",
     "engine.precision",
+    "engine.initial_loss_scale",
+    "engine.loss_scale_window",
     "engine.activation_checkpointing",
     "engine.checkpoint_every",
     "engine.offload_optimizer",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -159,14 +160,15 @@ def build_engine(config: RunConfig, world: World) -> Engine:
 
     torch.manual_seed(config.seed)
     engine = config.engine
-    module = TransformerXL(
+    build = partial(
+        TransformerXL,
         config.model,
         engine.activation_checkpointing,
         engine.attention_kernel,
         engine.head_chunk_tokens,
         engine.checkpoint_every,
     )
-    built = _engine_of_kind(config, module, world)
+    built = _engine_of_kind(config, build, world)
     if not config.optim.average_decay:
         return built
     from pretrain.averaging import AveragingEngine
@@ -174,12 +176,12 @@ def build_engine(config: RunConfig, world: World) -> Engine:
     return cast("Engine", AveragingEngine(built, config.optim.average_decay))
 
 
-def _engine_of_kind(config: RunConfig, module: TransformerXL, world: World) -> Engine:
+def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:
     slots = accumulation_steps(config, world.world_size)
     if config.engine.kind == "torch":
         from pretrain.engine import TorchEngine
 
-        return TorchEngine(config, module, world, slots)
+        return TorchEngine(config, build(), world, slots)
     from pretrain.deepspeed_engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(config, module, world, slots)
+    return DeepSpeedEngine(config, build, world, slots)

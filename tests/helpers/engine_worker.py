@@ -96,13 +96,14 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         Corpus.open(corpus / "train"), run.data.lanes, run.seed, run.data.segment_length, lanes, state.cursor
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
-    losses, norms, layers = {}, {}, {}
+    losses, norms, scales, layers = {}, {}, {}, {}
     if state.step in cell["save_at"]:
         checkpointer.save(engine, state)
     while state.step < cell["until"]:
         batch = next(stream)
         to_be_skipped = state.step + 1 in cell.get("skips", [])
-        memories, before = list(state.memories), bits_of(engine) if to_be_skipped else {}
+        may_be_skipped = to_be_skipped or engine.loss_scaler is not None
+        memories, before = list(state.memories), bits_of(engine) if may_be_skipped else {}
         total = torch.zeros((), dtype=torch.float64)
         for slot, part in enumerate(batch.split(num_slots)):
             loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
@@ -115,7 +116,9 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         state.cursor = batch.cursor
         losses[state.step] = (sum_over_ranks(total).item() / world.world_size).hex()
         norms[state.step] = float(result.grad_norm if result.grad_norm is not None else -1.0).hex()
-        assert result.skipped == to_be_skipped
+        if result.loss_scale is not None:
+            scales[state.step] = result.loss_scale.hex()
+        assert result.skipped == (to_be_skipped or result.overflowed)
         if measuring:
             for key, value in per_layer(engine, run, weights, result).items():
                 layers.setdefault(key, {})[state.step] = value.hex()
@@ -125,7 +128,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
     checkpointer.finish()
-    return {"losses": losses, "norms": norms, **layers}
+    return {"losses": losses, "norms": norms, "scales": scales, **layers}
 
 
 def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:

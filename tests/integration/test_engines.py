@@ -5,9 +5,7 @@ All cells train in one group of two ranks, then three more on one rank go on fro
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +15,24 @@ import torch
 from pretrain import checkpoint_files as files
 from pretrain.checkpoint_reader import load_weights
 from pretrain.compare import differing_state, summary
-from pretrain.local_ranks import RankGroup, failure_in_words
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model_config import ModelConfig
+from tests.helpers.engine_cells import (
+    STAGES,
+    STEPS,
+    Results,
+    assert_resumed_bitwise,
+    cell,
+    engine_settings,
+    largest_difference,
+    read_result,
+    train_cells,
+    whole_and_resumed,
+)
 from tests.helpers.engine_worker import MODEL
 
-STEPS = 20
-HALF = 10
-STAGES = (0, 1, 2, 3)
 # bf16: the two engines round gradients at different places (DeepSpeed sums them over ranks in fp32 from bf16 values).
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
-
-Results = dict[str, dict[str, dict[int, float]]]
-
-
-def engine_settings(stage: int, precision: str, checkpointing: str, micro: int = 4) -> dict[str, Any]:
-    return {
-        "zero_stage": stage,
-        "precision": precision,
-        "activation_checkpointing": checkpointing,
-        "micro_batch_lanes": micro,
-    }
-
-
-def cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"name": name, "engine": engine, "until": STEPS, "save_at": [STEPS], **more}
-
-
-def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    """The same run twice: in one go, and to the half, then on from the checkpoint there."""
-    return [
-        cell(f"{name}-whole", engine, **more),
-        cell(f"{name}-half", engine, **{**more, "until": HALF, "save_at": [HALF]}),
-        cell(f"{name}-resumed", engine, resume=f"{name}-half", **more),
-    ]
 
 
 def further_cells(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,15 +84,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 AVERAGED: dict[str, Any] = {"optim": {"average_decay": 0.9}}
 
 
-def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
-    path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
-    path.write_text(json.dumps(cells))
-    command = [sys.executable, "-m", "tests.helpers.engine_worker", str(corpus), str(output), str(path)]
-    with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
-        statuses = group.wait(timeout=280)
-    assert not any(statuses), failure_in_words(statuses, group.logs)
-
-
 @pytest.fixture(scope="session")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
@@ -145,16 +118,6 @@ def further(results: Results, tiny_corpus: Path, output: Path) -> Results:
     ]
     train_cells(tiny_corpus, output, cells, num_ranks=2)
     return {**results, **{each["name"]: read_result(output / f"{each['name']}.json") for each in cells}}
-
-
-def read_result(path: Path) -> dict[str, dict[int, float]]:
-    tree = json.loads(path.read_text())
-    return {key: {int(step): float.fromhex(value) for step, value in steps.items()} for key, steps in tree.items()}
-
-
-def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
-    assert left.keys() <= right.keys()
-    return max(abs(left[step] - right[step]) for step in left)
 
 
 @pytest.mark.slow
@@ -205,15 +168,6 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: 
 @pytest.mark.parametrize("name", [name for name in FURTHER if "offload" in name])
 def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(further: Results, output: Path, name: str) -> None:
     assert_resumed_bitwise(further, output, name)
-
-
-def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
-    whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
-    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
-    assert {**half["norms"], **resumed["norms"]} == whole["norms"]
-    ends = [files.verify(files.step_directory(output / f"{name}-{part}", STEPS)) for part in ("whole", "resumed")]
-    problems = differing_state(*ends)
-    assert not problems, summary(problems)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""Cells of the engine tests: what each trains, one group of ranks for all of them, and what may be said of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pretrain import checkpoint_files as files
+from pretrain.compare import differing_state, summary
+from pretrain.local_ranks import RankGroup, failure_in_words
+
+STEPS = 20
+HALF = 10
+STAGES = (0, 1, 2, 3)
+
+Results = dict[str, dict[str, dict[int, float]]]
+
+
+def engine_settings(stage: int, precision: str, checkpointing: str, micro: int = 4) -> dict[str, Any]:
+    return {
+        "zero_stage": stage,
+        "precision": precision,
+        "activation_checkpointing": checkpointing,
+        "micro_batch_lanes": micro,
+    }
+
+
+def cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "engine": engine, "until": STEPS, "save_at": [STEPS], **more}
+
+
+def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """The same run twice: in one go, and to the half, then on from the checkpoint there."""
+    return [
+        cell(f"{name}-whole", engine, **more),
+        cell(f"{name}-half", engine, **{**more, "until": HALF, "save_at": [HALF]}),
+        cell(f"{name}-resumed", engine, resume=f"{name}-half", **more),
+    ]
+
+
+def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
+    path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
+    path.write_text(json.dumps(cells))
+    command = [sys.executable, "-m", "tests.helpers.engine_worker", str(corpus), str(output), str(path)]
+    with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
+        statuses = group.wait(timeout=280)
+    assert not any(statuses), failure_in_words(statuses, group.logs)
+
+
+def read_result(path: Path) -> dict[str, dict[int, float]]:
+    tree = json.loads(path.read_text())
+    return {key: {int(step): float.fromhex(value) for step, value in steps.items()} for key, steps in tree.items()}
+
+
+def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
+    assert left.keys() <= right.keys()
+    return max(abs(left[step] - right[step]) for step in left)
+
+
+def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
+    whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
+    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
+    assert {**half["norms"], **resumed["norms"]} == whole["norms"]
+    ends = [files.verify(files.step_directory(output / f"{name}-{part}", STEPS)) for part in ("whole", "resumed")]
+    problems = differing_state(*ends)
+    assert not problems, summary(problems)

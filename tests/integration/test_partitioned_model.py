@@ -1,0 +1,61 @@
+"""How an engine begins: with the weights the seed draws at every stage, and under ZeRO-3 without ever a whole model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import VARIANTS
+
+RANKS = 3  # no part of a parameter then is as large as another whole one
+DEEP: dict[str, Any] = {"vocab_size": 64, "num_layers": 12, "d_model": 64, "num_heads": 2, "d_inner": 64}
+TIED: dict[str, Any] = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 8}
+
+
+def settings(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any]:
+    engine = {"zero_stage": stage, "precision": precision}
+    return {"seed": 7, "model": model, "data": {"lanes": RANKS, "segment_length": 4}, "engine": engine}
+
+
+CELLS = {
+    **{f"zero{stage}-{kind}": settings(stage, kind, DEEP) for stage in range(4) for kind in ("fp32", "bf16")},
+    **{f"{name}-zero3": settings(3, "bf16", {**TIED, **model}) for name, model in VARIANTS.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank found in each cell."""
+    output = tmp_path_factory.mktemp("begun")
+    path = output / "settings.json"
+    path.write_text(json.dumps(CELLS))
+    command = [sys.executable, "-m", "tests.helpers.live_tensors", str(output), str(path), str(RANKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in output.glob("*.log"))
+    return {name: [json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)] for name in CELLS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_weights_begin_bit_by_bit_as_the_seed_draws_them(begun: dict[str, list[dict[str, Any]]], name: str) -> None:
+    assert all(each["as_drawn"] and each["random_state_as_drawn"] for each in begun[name])
+
+
+@pytest.mark.slow
+def test_under_zero_3_no_more_than_a_few_parameters_are_ever_whole_at_a_time(
+    begun: dict[str, list[dict[str, Any]]],
+) -> None:
+    for precision in ("fp32", "bf16"):
+        for each in begun[f"zero3-{precision}"]:
+            assert each["whole"] > 20 * each["largest"]
+            assert each["peak"] <= 3 * each["largest"]  # as drawn, as rounded, as it is handed on
+
+
+@pytest.mark.slow
+def test_the_same_count_finds_the_whole_model_where_it_is_whole(begun: dict[str, list[dict[str, Any]]]) -> None:
+    for stage in (0, 1, 2):
+        assert all(each["peak"] > 0.9 * each["whole"] for each in begun[f"zero{stage}-fp32"])

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from data_pipeline.errors import ConfigError
+from pretrain.config import EngineConfig
+from pretrain.distributed import init_world, leave_world
+from pretrain.loss_scale import LossScaler
+
+
+@pytest.fixture(autouse=True)
+def world():
+    yield init_world()
+    leave_world()
+
+
+def step(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bool = True) -> bool:
+    scaler.observe(torch.tensor(loss))
+    return scaler.adapt(grad_norm, applied)
+
+
+def test_the_scale_halves_on_an_overflow_and_doubles_after_a_window_without():
+    scaler = LossScaler(64.0, window=3)
+    assert step(scaler, float("inf"))
+    assert scaler.scale == 32.0
+    assert not any(step(scaler, 1.0) for _ in range(2))
+    assert scaler.scale == 32.0
+    step(scaler, 1.0)
+    assert scaler.scale == 64.0
+    step(scaler, 1.0)
+    step(scaler, 1.0)
+    step(scaler, float("nan"))  # the count begins anew
+    step(scaler, 1.0)
+    step(scaler, 1.0)
+    assert scaler.scale == 32.0
+
+
+def test_updates_that_were_not_applied_are_not_counted():
+    scaler = LossScaler(64.0, window=1)
+    assert not step(scaler, 1e9, applied=False)
+    assert scaler.scale == 64.0
+
+
+def test_a_loss_that_is_no_number_is_harm_and_no_overflow():
+    scaler = LossScaler(64.0, window=3)
+    scaler.observe(torch.tensor(float("nan")))
+    assert not step(scaler, float("inf"))
+    assert scaler.scale == 64.0
+    assert step(scaler, float("inf"))  # the loss before is forgotten
+
+
+def test_at_the_smallest_scale_an_overflow_is_harm():
+    scaler = LossScaler(2.0, window=3)
+    assert step(scaler, float("inf"))
+    assert scaler.scale == 1.0
+    assert not step(scaler, float("inf"))
+    assert scaler.scale == 1.0
+
+
+def test_the_state_goes_through_a_checkpoint():
+    scaler, resumed = LossScaler(64.0, window=3), LossScaler(2.0, window=3)
+    step(scaler, 1.0)
+    step(scaler, 1.0)
+    resumed.restore(scaler.to_tree())
+    step(resumed, 1.0)
+    assert resumed.scale == 128.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"initial_loss_scale": 3.0}, {"initial_loss_scale": 0.5}, {"loss_scale_window": 0}]
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        EngineConfig(**settings)
