@@ -12,7 +12,8 @@ import pytest
 from tests.helpers.models import VARIANTS
 
 RANKS = 3  # no part of a parameter then is as large as another whole one
-DEEP: dict[str, Any] = {"vocab_size": 64, "num_layers": 12, "d_model": 64, "num_heads": 2, "d_inner": 64}
+DEEP: dict[str, Any] = {"vocab_size": 64, "num_layers": 9, "d_model": 64, "num_heads": 2, "d_inner": 64}
+SHARING = ("untied_embedding", "adaptive_div2", "narrow_embedding", "compressive")  # or not, in each its own way
 TIED: dict[str, Any] = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 8}
 
 
@@ -22,8 +23,9 @@ def settings(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any
 
 
 CELLS = {
-    **{f"zero{stage}-{kind}": settings(stage, kind, DEEP) for stage in range(4) for kind in ("fp32", "bf16")},
-    **{f"{name}-zero3": settings(3, "bf16", {**TIED, **model}) for name, model in VARIANTS.items()},
+    **{f"zero{stage}-{kind}": settings(stage, kind, DEEP) for stage in (2, 3) for kind in ("fp32", "bf16")},
+    **{f"zero{stage}-{kind}": settings(stage, kind, TIED) for stage in (0, 1) for kind in ("fp32", "bf16")},
+    **{f"{name}-zero3": settings(3, "bf16", {**TIED, **VARIANTS[name]}) for name in SHARING},
 }
 
 
@@ -57,5 +59,4 @@ def test_under_zero_3_no_more_than_a_few_parameters_are_ever_whole_at_a_time(
 
 @pytest.mark.slow
 def test_the_same_count_finds_the_whole_model_where_it_is_whole(begun: dict[str, list[dict[str, Any]]]) -> None:
-    for stage in (0, 1, 2):
-        assert all(each["peak"] > 0.9 * each["whole"] for each in begun[f"zero{stage}-fp32"])
+    assert all(each["peak"] > 0.9 * each["whole"] for each in begun["zero2-fp32"])
