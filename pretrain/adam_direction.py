@@ -21,7 +21,8 @@ def adam_directions(fragments: Sequence[Fragment], group: Mapping[str, Any], num
     """
     if not fragments:
         return []
-    corrections = [1.0 - torch.pow(beta, num_updates.double()) for beta in group["betas"]]
+    # 1 - 0.999 has half its digits left in float32, so the difference is taken in float64.
+    corrections = [(1.0 - torch.pow(beta, num_updates.double())).float() for beta in group["betas"]]
     directions = list(torch._foreach_sqrt([fragment.values["exp_avg_sq"] for fragment in fragments]))
     torch._foreach_div_(directions, corrections[1].sqrt())
     torch._foreach_add_(directions, group["eps"])

@@ -45,6 +45,7 @@ def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Resu
     output = tmp_path_factory.mktemp("optimizers")
     on_two = [lamb_cell(name, settings) for name, settings in ON_TWO.items()]
     on_two.append(lamb_cell("half", ON_TWO["zero1-fp32"], until=HALF, save_at=[HALF], measure_at=[]))
+    on_two.append(lamb_cell("resumed-on-two", ON_TWO["zero1-fp32"], resume="lamb-half"))
     on_two += [adamw_cell(name, settings) for name, settings in ON_TWO.items()]
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
     alone = {f"zero{stage}-alone": engine_settings(stage, "fp32", "none", 0) for stage in STAGES}
@@ -53,7 +54,7 @@ def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Resu
         for precision in ("fp32", "bf16")
     }
     on_one = [make(name, settings) for make in (lamb_cell, adamw_cell) for name, settings in (alone | plain).items()]
-    on_one.append(lamb_cell("resumed", alone["zero3-alone"], resume="lamb-half"))
+    on_one.append(lamb_cell("resumed-on-one", alone["zero3-alone"], resume="lamb-half"))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
 
@@ -69,8 +70,15 @@ def test_lamb_agrees_with_plain_torch(results: Results, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_lamb_run_goes_on_bitwise(results: Results) -> None:
+    whole, half, resumed = (results[f"lamb-{name}"] for name in ("zero1-fp32", "half", "resumed-on-two"))
+    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
+    assert {key: resumed[key] for key in resumed if "/" in key} == {key: whole[key] for key in whole if "/" in key}
+
+
+@pytest.mark.slow
 def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: Results) -> None:
-    resumed, whole = results["lamb-resumed"], results["lamb-zero1-fp32"]
+    resumed, whole = results["lamb-resumed-on-one"], results["lamb-zero1-fp32"]
     assert sorted(resumed["losses"]) == list(range(HALF + 1, STEPS + 1))
     assert largest_difference(resumed["losses"], whole["losses"]) < TOLERANCE["fp32"]
 
