@@ -5,8 +5,8 @@ Losses stay on the device until the interval's end. There the ranks exchange one
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
         loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
         1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
-        of several ranks "slowest_rank" and "straggler_ratio"; at full intervals norms per layer (`layer_norms`); in
-        fp16 "loss_scale", and every line has "overflowed"
+        of several ranks "slowest_rank" and "straggler_ratio"; what lanes did and remember (`lane_meter`); at full
+        intervals norms per layer (`layer_norms`); in fp16 "loss_scale", and every line has "overflowed"
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
 A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_pipeline.lanes import SegmentBatch
 from data_pipeline.prefetch import Prefetcher
 from pretrain.config import RunConfig
 from pretrain.console import evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
+from pretrain.lane_meter import LaneMeter
 from pretrain.layer_norms import numbers_of_layers
 from pretrain.metrics_files import MetricsFiles
 from pretrain.precision import DTYPES
@@ -74,6 +76,7 @@ class Metrics:
         self._world = world
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
+        self._lane_meter = LaneMeter(run, state)
         self._stragglers = StragglerWatch(run.healing.straggler_ratio)
         self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None
@@ -88,6 +91,10 @@ class Metrics:
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
             self._profiler.after_step(state.step)
         self._start_interval()
+
+    def add_batch(self, batch: SegmentBatch) -> None:
+        """Take what the step in hand reads."""
+        self._lane_meter.add(batch)
 
     def add_loss(self, loss: Tensor) -> None:
         """Take the mean loss of one slot, without waiting for it."""
@@ -108,7 +115,7 @@ class Metrics:
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses, (waited, memory_gib, *busy_R), squares = self._over_ranks(steps)
+        losses, (waited, memory_gib, *busy_R), of_lanes, squares = self._over_ranks(steps)
         num_ranks = self._world.world_size
         seconds = time.perf_counter() - self._begin - self._paused
         if self._files is not None:
@@ -117,6 +124,7 @@ class Metrics:
             lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
             if steps[-1].result.loss_scale is not None:
                 lines[-1]["loss_scale"] = steps[-1].result.loss_scale
+            lines[-1] |= self._lane_meter.numbers(of_lanes)
             lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
             self._files.append(lines)
             print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
@@ -155,13 +163,14 @@ class Metrics:
             )
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Sums over ranks: the losses of the steps, the ranks' own measurements, squares of the last step's norms."""
+        """Sums over ranks: the losses of the steps, the ranks' own measurements, what lanes did, squares of norms."""
         losses = torch.stack([step.loss_sum for step in steps])
         own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
+        of_lanes = self._lane_meter.take(losses.device)
         layers = steps[-1].result.layers
         squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
-        sums = sum_over_ranks(torch.cat([losses, own, squares])).cpu()
-        return tuple(part.tolist() for part in sums.split([len(losses), len(own), len(squares)]))
+        sums = sum_over_ranks(torch.cat([losses, own, of_lanes, squares])).cpu()
+        return tuple(part.tolist() for part in sums.split([len(losses), len(own), len(of_lanes), len(squares)]))
 
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:

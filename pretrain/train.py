@@ -53,6 +53,7 @@ def train(
     """
     while state.step < run.optim.steps:
         batch = next(lanes)
+        metrics.add_batch(batch)
         memories_before = list(state.memories)
         for slot, part in enumerate(batch.split(len(state.memories))):
             # A slot is a fixed group of lanes, so each slot carries its own memory from step to step.

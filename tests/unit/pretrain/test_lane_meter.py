@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data_pipeline.lanes import LaneStream
+from pretrain.config import DataConfig, ModelConfig, RunConfig
+from pretrain.lane_meter import LaneMeter
+from pretrain.state import TrainState
+from tests.helpers.corpora import write_numbered_corpus
+
+NUM_LANES, LENGTH, STEPS = 4, 8, 40
+CPU = torch.device("cpu")
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=50, num_layers=2, d_model=4, num_heads=2, memory_length=5),
+    data=DataConfig(lanes=NUM_LANES, segment_length=LENGTH),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    lengths = np.random.default_rng(3).integers(1, 30, (3, 12))
+    return write_numbered_corpus(tmp_path_factory.mktemp("lanes"), lengths.tolist())
+
+
+def memories_of(lanes: range, num_slots: int) -> list[tuple[torch.Tensor, ...]]:
+    """Rows of layer 0 have the norm 5 in every lane, those of layer 1 that of their lane's number."""
+    hidden_BMD = torch.tensor([[3.0, 0.0, -4.0, 0.0]]).expand(len(lanes), 5, 4)
+    numbers_B11 = torch.tensor(list(lanes), dtype=torch.float32).view(-1, 1, 1)
+    levels = (hidden_BMD, torch.tensor([0.0, 1.0, 0.0, 0.0]) * numbers_B11.expand(-1, 5, 1), torch.zeros(len(lanes), 5))
+    return [tuple(slot) for slot in zip(*(level.chunk(num_slots) for level in levels), strict=True)]
+
+
+def measured(corpus, world_size: int, num_slots: int) -> list[dict]:
+    """The numbers of two intervals, from the sums of all ranks."""
+    states, meters, streams = [], [], []
+    for rank in range(world_size):
+        per_rank = NUM_LANES // world_size
+        lanes = range(rank * per_rank, (rank + 1) * per_rank)
+        states.append(TrainState(memories=list(memories_of(lanes, num_slots))))
+        streams.append(LaneStream(corpus, NUM_LANES, 1, LENGTH, lanes))
+        meters.append(LaneMeter(RUN, states[-1]))
+    found = []
+    for _ in range(2):
+        for _ in range(STEPS):
+            for state, meter, stream in zip(states, meters, streams, strict=True):
+                batch = next(stream)
+                meter.add(batch)
+                state.cursor = batch.cursor
+        sums = torch.stack([meter.take(CPU) for meter in meters]).sum(0)
+        found.append(meters[0].numbers(sums.tolist()))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "num_slots"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_size, num_slots):
+    intervals = measured(corpus, world_size, num_slots)
+    stream = LaneStream(corpus, NUM_LANES, 1, LENGTH, range(NUM_LANES))
+    epochs, starts = [0], []
+    for _ in range(2):
+        batches = [next(stream) for _ in range(STEPS)]
+        starts.append(sum(int(batch.starts_BL.sum()) for batch in batches))
+        epochs.append(int(batches[-1].cursor.epochs_B.sum()))
+    assert [each["lane_resets"] for each in intervals] == np.diff(epochs).tolist()
+    assert min(np.diff(epochs)) > NUM_LANES, "every lane began another epoch in each interval"
+    assert [each["document_starts"] for each in intervals] == starts
+    for each in intervals:
+        assert each["memory_norm/layer.0"] == pytest.approx(5.0)
+        assert each["memory_norm/layer.1"] == pytest.approx((0 + 1 + 2 + 3) / 4)
+
+
+def test_a_run_that_remembers_nothing_has_no_norms_and_one_that_is_no_number_is_none(corpus):
+    state = TrainState.fresh(2)
+    meter = LaneMeter(RUN, state)
+    assert meter.numbers(meter.take(CPU).tolist()) == {"lane_resets": 0, "document_starts": 0}
+    state.memories = list(memories_of(range(NUM_LANES), 1))
+    state.memories = [(state.memories[0][0] * float("inf"), *state.memories[0][1:])]
+    found = meter.numbers(meter.take(CPU).tolist())
+    assert found["memory_norm/layer.0"] is None
+    assert found["memory_norm/layer.1"] == 1.5
+
+
+def test_a_resumed_run_counts_epochs_from_where_it_goes_on(corpus):
+    stream = LaneStream(corpus, NUM_LANES, 1, LENGTH, range(NUM_LANES))
+    cursor = [next(stream) for _ in range(STEPS)][-1].cursor
+    state = TrainState(cursor=cursor)
+    meter = LaneMeter(RUN, state)
+    assert meter.take(CPU).tolist() == [0, 0]
+    state.cursor = replace(cursor, epochs_B=cursor.epochs_B + np.array([0, 1, 0, 2]))
+    assert meter.take(CPU).tolist() == [3, 0]
