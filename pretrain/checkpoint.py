@@ -86,6 +86,14 @@ class Checkpointer:
         if self._save is not None:
             self._save.wait_for_copy()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write its part of the save under way, as far as it knows by now.
+
+        Ranks may differ. When any says so, `finish` raises on all of them.
+        """
+        return self._save is not None and self._save.has_failed
+
     def finish(self) -> None:
         """Return when the save under way, if any, is published; raises on every rank if any could not write."""
         if self._save is None:

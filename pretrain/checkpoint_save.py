@@ -107,6 +107,11 @@ class Save(threading.Thread):
             return f"{self.partial} did not show the files of all ranks within {PUBLISH_SECONDS:.0f} s"
         return self._words()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something has gone wrong on this rank so far; waits for nothing."""
+        return self._problem is not None
+
     def abandon(self) -> None:
         """Write and publish nothing more; returns when the thread has ended."""
         self._abandoned.set()
@@ -147,7 +152,9 @@ class Save(threading.Thread):
 
     def _words(self) -> str:
         error = self._problem
-        return "" if error is None else str(error) if isinstance(error, (OSError, UserError)) else repr(error)
+        if error is None:
+            return ""
+        return (str(error) if isinstance(error, (OSError, UserError)) else "") or repr(error)
 
 
 def _engine_pieces(engine: Engine) -> Pieces:

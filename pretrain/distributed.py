@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,11 +85,16 @@ def leave_world() -> None:
 
 def any_rank(flag: bool) -> bool:
     """True on every rank as soon as it is true on one. A few bytes over gloo: the accelerator does not wait."""
+    return on_any_rank([flag])[0]
+
+
+def on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """As `any_rank`, of several flags in one exchange."""
     if dist.get_world_size() == 1:
-        return flag
-    value = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())
+        return list(flags)
+    values = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.bool().tolist()
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from pretrain.distributed import any_rank
+from pretrain.distributed import any_rank, on_any_rank
 
 # NCCL may catch SIGUSR1 and Slurm's own notice before a time limit can be any of these, so all three mean the same.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -21,6 +21,11 @@ class StopRequest:
     def requested_on_any_rank(self) -> bool:
         """Whether any rank was asked to stop; a collective, so every rank must call it at the same step."""
         return any_rank(self._asked)
+
+    def requested_or_failed(self, failed: bool) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether any says `failed`: both in one exchange."""
+        requested, any_failed = on_any_rank([self._asked, failed])
+        return requested, any_failed
 
     def restore_handlers(self) -> None:
         """Put the handlers back that were there before."""

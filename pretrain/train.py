@@ -49,7 +49,7 @@ def train(
 
     All leave a checkpoint behind.
 
-    SpikeFound, on every rank, when the losses are far out of line.
+    SpikeFound, on every rank, when the losses are far out of line; CheckpointError when a rank cannot write its part.
     """
     while state.step < run.optim.steps:
         batch = next(lanes)
@@ -71,7 +71,9 @@ def train(
         state.cursor = batch.cursor
         metrics.end_step(state, result, learning_rate)
 
-        stopping = stop.requested_on_any_rank()
+        stopping, save_failed = stop.requested_or_failed(checkpointer.has_failed)
+        if save_failed:
+            checkpointer.finish()  # which raises it on every rank: to train on would only lose more
         finished = state.step == run.optim.steps
         leaving = finished or stopping or begins_phase(run, state.step)
         saving = leaving or state.step % run.checkpoint.interval == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain import checkpoint_files as files
+from pretrain.local_ranks import RankGroup
 from pretrain.run_dir import RunDir
 
 SETTINGS = (
@@ -46,6 +47,22 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     files.verify(run_dir.checkpoints / "step-00000010")
     assert train(experiment, run_dir).returncode == 0
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, 21))
+
+
+def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(experiment, tmp_path):
+    run_dir, interval = RunDir(tmp_path / "run"), 250
+    longer = (f"checkpoint.interval={interval}", "optim.steps=100000", "metrics.interval=5")
+    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
+    only_rank_1 = ["bash", "-c", 'if [ "$RANK" = 1 ]; then ulimit -f 100; fi; exec "$@"', "bash"]
+    with RankGroup([*only_rank_1, *command, *SETTINGS, *longer], 2, tmp_path / "logs") as group:
+        assert group.wait(timeout=120) == [2, 2]
+    for log in group.logs:
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        assert len(errors) == 1
+        assert f"could not save step {interval}" in errors[0]
+        assert "File too large" in errors[0]
+    assert interval <= run_dir.read_metrics()[-1]["step"] < 2 * interval - 5
+    assert not list(run_dir.checkpoints.iterdir())
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment, tmp_path):

@@ -94,6 +94,8 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     tokens = [line["tokens"] for line in measured]
     assert [line["step"] for line in measured] == list(range(1, 19))
+    assert all(line["memory_norm/layer.1"] > 0 for line in measured if "seconds" in line)
+    assert sum("document_starts" in line for line in measured) == 8, "at intervals, saves and borders"
     assert (tokens[5], tokens[11], tokens[17]) == (6 * 4 * LENGTH, 12 * 4 * LENGTH, (12 * 4 + 6 * 8) * LENGTH)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,10 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         saving.save(engine, state_of(engine, 2))
+        begin = time.monotonic()
+        while not saving.has_failed and time.monotonic() < begin + 10:
+            time.sleep(0.01)
+        assert saving.has_failed, "known before anybody waits for the save"
         with pytest.raises(CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"):
             saving.finish()
     finally:
