@@ -6,6 +6,8 @@ import hashlib
 import io
 import json
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -166,10 +168,10 @@ def train_tokenizer(kind: TokenizerKind, vocab_size: int, texts: Iterable[str]) 
         return Tokenizer("bytes")
     import sentencepiece
 
-    model = io.BytesIO()
+    model, sentences, on_interrupt = io.BytesIO(), _Sentences(texts), signal.getsignal(signal.SIGINT)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
+            sentence_iterator=iter(sentences),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -189,17 +191,38 @@ def train_tokenizer(kind: TokenizerKind, vocab_size: int, texts: Iterable[str]) 
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:
+        if sentences.raised:
+            raise sentences.raised from None
         raise ConfigError(_training_advice(vocab_size, str(error))) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, on_interrupt)
     return Tokenizer(kind, model.getvalue())
 
 
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines, the longest ones in parts, since SentencePiece leaves out what is longer than its limit."""
-    part_characters = MAX_SENTENCE_BYTES // 4  # UTF-8 takes at most four bytes
-    for text in texts:
-        for line in text.split("\n"):
-            for begin in range(0, len(line), part_characters):
-                yield line[begin : begin + part_characters]
+class _Sentences:
+    """Lines, the longest ones in parts, since SentencePiece leaves out what is longer than its limit.
+
+    `raised` is what reading the texts raised, of which SentencePiece makes an error of its own. When all are read,
+    Ctrl-C ends the process: SentencePiece trains for minutes without a look at Python's signals.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.raised: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        part_characters = MAX_SENTENCE_BYTES // 4  # UTF-8 takes at most four bytes
+        try:
+            for text in self._texts:
+                for line in text.split("\n"):
+                    for begin in range(0, len(line), part_characters):
+                        yield line[begin : begin + part_characters]
+        except BaseException as error:  # for the caller
+            self.raised = error
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _training_advice(vocab_size: int, message: str) -> str:

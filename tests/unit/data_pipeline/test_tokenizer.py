@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer, train_tokenizer
 from tests.helpers.corpora import make_text
 
@@ -116,3 +120,48 @@ def test_wide_vocabularies_take_wider_tokens(tokenizers):
     assert tokenizer.dtype == "uint16"
     tokenizer.vocab_size = (1 << 16) + 1
     assert tokenizer.dtype == "uint32"
+
+
+def test_what_reading_the_texts_raises_is_not_hidden_behind_the_vocabulary():
+    def texts():
+        yield "some text"
+        raise DataError("x.gz is cut off")
+
+    with pytest.raises(DataError, match=r"^x\.gz is cut off$"):
+        train_tokenizer("bpe", 300, texts())
+
+
+TRAINING = """
+import random, sys, time
+from data_pipeline.errors import exit_status_of
+from data_pipeline.tokenizer import train_tokenizer
+
+def texts():
+    for number in range(1000):
+        print(number, flush=True)
+        time.sleep(float(sys.argv[1]))
+        yield "".join(random.Random(number).choices("abcdefgh ", k=4000))
+
+sys.exit(exit_status_of(lambda: train_tokenizer("unigram", 8000, texts()) and 0))
+"""
+
+
+@pytest.mark.parametrize(("last_read", "pause", "status"), [(3, 0.01, EXIT_INTERRUPTED), (999, 0.0, -signal.SIGINT)])
+def test_ctrl_c_ends_the_reading_of_texts_and_the_training_on_them(last_read, pause, status):
+    command = [sys.executable, "-c", TRAINING, str(pause)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(int(line) == last_read for line in process.stdout)
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert time.monotonic() - began < 3  # the training takes 20 s
+    assert error == ("interrupted\n" if status == EXIT_INTERRUPTED else "")
+
+
+def test_ctrl_c_is_behind_a_training_what_it_was_before():
+    before = signal.getsignal(signal.SIGINT)
+    train_tokenizer("bpe", 400, texts_for_training())
+    assert signal.getsignal(signal.SIGINT) is before
