@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -74,6 +75,7 @@ def _processes(config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection
     # Forked from one process that has imported what takes seconds, before any of them has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["data_pipeline.build_processes", "streaming"])
+    _start_server()
     running = {}
     try:
         for part in range(1, num_parts + 1):
@@ -87,6 +89,16 @@ def _processes(config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection
         for _, process in running.values():
             process.kill()
             process.join()
+
+
+def _start_server() -> None:
+    """Start what processes are forked from so that Ctrl-C, which reaches it too, does not end it in a traceback."""
+    resource_tracker.ensure_running()  # else started by the next call, where it would let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_end(part: int, process: BaseProcess) -> None:

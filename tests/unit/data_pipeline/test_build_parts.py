@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from data_pipeline.build_processes import build_in_processes
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpus import Corpus
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.verify import verify_split
 from tests.helpers.corpora import contents, some_texts
 
@@ -220,3 +223,18 @@ def test_a_split_that_is_empty_in_all_parts_is_refused_with_what_to_change(tmp_p
     config = folder_config(tmp_path, validation_fraction=0.0001)
     with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 300 documents; raise it"):
         build_in_processes(config, 2)
+
+
+def test_ctrl_c_ends_all_processes_in_one_word_and_the_same_command_goes_on(tmp_path):
+    config = folder_config(tmp_path)
+    flags = [f"--input={config.input[0]}", f"--output={config.output}", "--tokenizer=bytes", "--processes=2"]
+    command = [sys.executable, "-m", "data_pipeline", "build", *flags]
+    with open(tmp_path / "errors", "w") as errors:
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+        while not list(parts_directory(config).glob("00000-*/.build")):
+            time.sleep(0.01)
+        time.sleep(0.2)  # the server of the processes imports what they need
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == EXIT_INTERRUPTED
+    assert (tmp_path / "errors").read_text().splitlines() == ["interrupted"]
+    assert main(["build", *flags]) == 0
