@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_engines import (
+from pretrain.precision import cpu_has_fp16
+from tests.helpers.engine_cells import (
     STAGES,
-    TOLERANCE,
     Results,
     cell,
     engine_settings,
@@ -20,15 +20,26 @@ from tests.integration.test_engines import (
 )
 
 STEPS, HALF = 12, 6
+PRECISIONS = ("fp32", "bf16", "fp16") if cpu_has_fp16() else ("fp32", "bf16")
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 LAMB: dict[str, Any] = {"optim": {"name": "lamb", "learning_rate": 0.01}}
 LAYERS = ("shared", "embedding", "layer.0", "layer.1", "output")
+
+
+def settings_of(stage: int, precision: str, micro: int) -> dict[str, Any]:
+    scale = {"initial_loss_scale": 2.0**12} if precision == "fp16" else {}
+    return {**engine_settings(stage, precision, "none", micro), **scale}
+
+
 ON_TWO = {
-    f"zero{stage}-{precision}{'-offload' if more else ''}": {**engine_settings(stage, precision, "none", 2), **more}
+    f"zero{stage}-{precision}{'-offload' if more else ''}": {**settings_of(stage, precision, micro=2), **more}
     for stage in STAGES
-    for precision in ("fp32", "bf16")
+    for precision in PRECISIONS
     for more in ({}, {"offload_optimizer": True})
     if not more or (precision == "fp32" and stage in (1, 3))
 }
+ALONE = {f"zero{stage}-alone": settings_of(stage, "fp32", micro=0) for stage in STAGES}
+PLAIN = {f"torch-{kind}": {"kind": "torch", **settings_of(1, kind, micro=0)} for kind in PRECISIONS}
 
 
 def lamb_cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -37,6 +48,10 @@ def lamb_cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
     return {"name": f"adamw-{name}", "engine": engine, "until": 3, "save_at": [], "measure_at": [3]}
+
+
+def precision_of(name: str) -> str:
+    return next((precision for precision in PRECISIONS if precision in name), "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +63,16 @@ def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Resu
     on_two.append(lamb_cell("resumed-on-two", ON_TWO["zero1-fp32"], resume="lamb-half"))
     on_two += [adamw_cell(name, settings) for name, settings in ON_TWO.items()]
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
-    alone = {f"zero{stage}-alone": engine_settings(stage, "fp32", "none", 0) for stage in STAGES}
-    plain = {
-        f"torch-{precision}": {"kind": "torch", **engine_settings(1, precision, "none", 0)}
-        for precision in ("fp32", "bf16")
-    }
-    on_one = [make(name, settings) for make in (lamb_cell, adamw_cell) for name, settings in (alone | plain).items()]
-    on_one.append(lamb_cell("resumed-on-one", alone["zero3-alone"], resume="lamb-half"))
+    on_one = [make(name, settings) for make in (lamb_cell, adamw_cell) for name, settings in (ALONE | PLAIN).items()]
+    on_one.append(lamb_cell("resumed-on-one", ALONE["zero3-alone"], resume="lamb-half"))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ON_TWO, *(f"zero{stage}-alone" for stage in STAGES)])
+@pytest.mark.parametrize("name", [*ON_TWO, *ALONE])
 def test_lamb_agrees_with_plain_torch(results: Results, name: str) -> None:
-    precision = "bf16" if "bf16" in name else "fp32"
+    precision = precision_of(name)
     found, plain = results[f"lamb-{name}"], results[f"lamb-torch-{precision}"]
     assert len(found["losses"]) == STEPS
     assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE[precision]
@@ -85,17 +95,17 @@ def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: R
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-@pytest.mark.parametrize("name", [*ON_TWO, *(f"zero{stage}-alone" for stage in STAGES), "torch-fp32", "torch-bf16"])
+@pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
 def test_norms_per_layer_are_those_of_all_ranks_together(results: Results, optimizer: str, name: str) -> None:
     """Their squares add up to the global norm's, their ratios are those of the weights before and after the update."""
     found = results[f"{optimizer}-{name}"]
     step = max(found["losses"])
-    is_rounded = "bf16" in name
+    precision = precision_of(name)
     squares = sum(found[f"grad_norm/{layer}"][step] ** 2 for layer in LAYERS)
     assert math.sqrt(squares) == pytest.approx(found["norms"][step], rel=1e-5)
-    plain = results[f"{optimizer}-torch-{'bf16' if is_rounded else 'fp32'}"]
+    plain = results[f"{optimizer}-torch-{precision}"]
     for layer in LAYERS:
         seen = found[f"seen_ratio/{layer}"][step]
         assert found[f"update_ratio/{layer}"][step] == pytest.approx(seen, rel=1e-4)
         for key in (f"grad_norm/{layer}", f"update_ratio/{layer}"):
-            assert found[key][step] == pytest.approx(plain[key][step], rel=1e-2 if is_rounded else 1e-4)
+            assert found[key][step] == pytest.approx(plain[key][step], rel=1e-4 if precision == "fp32" else 1e-2)
