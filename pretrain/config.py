@@ -143,8 +143,22 @@ class EngineConfig:
             )
         if self.loss_scale_window < 1:
             raise ConfigError(f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more")
+        _refuse_swapping_to_disk(self.deepspeed_extra)
         if self.hang_seconds < 0:
             raise ConfigError(f"engine.hang_seconds={self.hang_seconds:g} must be 0 (wait for ever) or more")
+
+
+def _refuse_swapping_to_disk(deepspeed_extra: dict[str, Any]) -> None:
+    """Checkpoints, averages and LAMB read and write weights and moments where they lie in memory."""
+    zero = deepspeed_extra.get("zero_optimization")
+    for what in ("offload_optimizer", "offload_param"):
+        offload = zero.get(what) if isinstance(zero, dict) else None
+        if isinstance(offload, dict) and offload.get("device") == "nvme":
+            raise ConfigError(
+                f"engine.deepspeed_extra.zero_optimization.{what}.device=nvme: found state that DeepSpeed swaps to "
+                "disk, expected it in memory, where checkpoints can hold it; use engine.offload_optimizer=true or more "
+                "ranks"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

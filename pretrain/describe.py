@@ -204,7 +204,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "B": ("lanes of one forward pass on a rank", _lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
         "P": ("parameters", parameters_of(model).total),
-        "b": ("bytes of an activation", 2 if config.engine.precision == "bf16" else 4),
+        "b": ("bytes of an activation", 4 if config.engine.precision == "fp32" else 2),
     }
     rows = [_row(letter, f"{value:,}", meaning, True) for letter, (meaning, value) in letters.items()]
     heading = "letters" + (", with their values in the first phase" if config.data.phases else "")

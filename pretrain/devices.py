@@ -16,14 +16,14 @@ GPU_MFU = 0.35
 class Device:
     """Dense matrix-product peaks of one device, in FLOPs per second, and its memory in bytes."""
 
-    bf16: float
+    bf16: float  # and fp16
     fp32: float  # without TF32, which PyTorch leaves off and nothing here turns on
     memory: float
     origin: str = "data sheet, dense"
 
     def peak(self, precision: Precision) -> float:
         """FLOPs per second in this precision."""
-        return self.bf16 if precision == "bf16" else self.fp32
+        return self.fp32 if precision == "fp32" else self.bf16
 
     def peak_in_words(self, precision: Precision) -> str:
         """Where the peak comes from."""

@@ -63,6 +63,7 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
         ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
         ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
         ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
+        ("H100", "fp16", 989e12, "989 TFLOP/s  (fp16; data sheet, dense)"),
         ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
         ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
     ],
@@ -123,6 +124,7 @@ def test_describing_imports_no_torch():
 def test_each_zero_stage_divides_what_it_says():
     P = parameters_of(run_config().model).total
     stages = [parts_of(run_config(zero_stage=stage, precision="bf16")) for stage in (0, 1, 2, 3)]
+    assert stages == [parts_of(run_config(zero_stage=stage, precision="fp16")) for stage in (0, 1, 2, 3)]
     assert [stage["optimizer"] for stage in stages] == [12 * P, 3 * P, 3 * P, 3 * P]
     assert [stage["gradients"] for stage in stages] == [2 * P, 4 * P, P, P]
     assert stages[0]["weights"] == stages[2]["weights"] == 2 * P

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from pretrain.cli import main
+from pretrain.config import EngineConfig, RunConfig
+
+
+@pytest.mark.parametrize(
+    "settings", [{"initial_loss_scale": 3.0}, {"initial_loss_scale": 0.5}, {"loss_scale_window": 0}]
+)
+def test_loss_scales_that_would_round_or_never_change_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"engine.{next(iter(settings))}="):
+        EngineConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+def test_state_on_a_disk_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    experiment = tmp_path / "swapped.yaml"
+    extra = f"{{zero_optimization: {{{what}: {{device: nvme, nvme_path: /mnt}}}}}}"
+    experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
+    assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert f"zero_optimization.{what}.device=nvme: found state that DeepSpeed swaps to " in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_state_in_host_memory_is_none_of_that(tmp_path: Path) -> None:
+    experiment = tmp_path / "host.yaml"
+    extra = "{zero_optimization: {offload_optimizer: {device: cpu}, overlap_comm: true}}"
+    experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
+    assert load_config(RunConfig, experiment).engine.deepspeed_extra["zero_optimization"]["overlap_comm"]
