@@ -226,6 +226,8 @@ def _gib(count: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} seconds"
     if seconds < 3600:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 3600:.1f} hours" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

@@ -146,14 +146,15 @@ def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     used = [valley for valley in valleys if valley.is_used]
 
     def budgets_where(is_so: Callable[[Valley], bool]) -> str:
-        return ", ".join(f"{valley.budget:.3g}" for valley in used if is_so(valley))
+        found = [f"{valley.budget:.3g}" for valley in used if is_so(valley)]
+        return f"budget{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
 
     if few := budgets_where(lambda valley: valley.num_sizes < GOOD_SIZES):
-        found.append(f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at budget {few}")
+        found.append(f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at {few}")
     if near_edge := budgets_where(_is_off_centre):
-        found.append(f"the vertex lies near the edge of the sizes, which biases it, at budget {near_edge}")
+        found.append(f"the vertex lies near the edge of the sizes, which biases it, at {near_edge}")
     if wide := budgets_where(lambda valley: valley.largest / valley.smallest > WIDE_GRID):
-        found.append(f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at budget {wide}")
+        found.append(f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at {wide}")
     if len(used) == 2:
         found.append("two budgets determine a line exactly: nothing checks it; add a third")
     elif len(used) < FEWEST_FOR_FLOOR:

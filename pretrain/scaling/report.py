@@ -17,7 +17,7 @@ from pretrain.scaling.estimates import TITLES
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LEVEL
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
-from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, unavailable_lines
+from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, lost_lines, unavailable_lines
 from pretrain.scaling.wording import amount, shown
 
 PNG_DPI = 150
@@ -173,7 +173,7 @@ def _checks(fit: Fit) -> str:
         ]  # fmt: skip
         parts.append(paragraph(f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that budget:"))
         parts.append(table(["", "N*", "loss", "error of N*", "error of the loss"], rows, "named"))
-        parts += [paragraph(f"{TITLES[key]} is not available there: {why}.") for key, why in left.unavailable.items()]
+        parts += [paragraph(f"{line}.") for line in lost_lines(fit)]
     if fit.holdouts:
         rows = [
             [item.name, amount(item.parameters), amount(item.tokens), wording.loss(item.measured),

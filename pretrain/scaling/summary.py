@@ -92,12 +92,15 @@ def unavailable_lines(fit: Fit) -> list[str]:
 
 def check_lines(fit: Fit) -> list[str]:
     """What the fit says of runs it did not see."""
-    flops, where = beyond(float(fit.points.budgets[-1]))
-    ratio = disagreement(fit.approaches, float(np.log(flops)))
-    lines = ["", f"at {where}, the largest N* of an approach is {ratio:.2f}x the smallest"]
+    lines = []
+    if len(fit.approaches) > 1:
+        flops, where = beyond(float(fit.points.budgets[-1]))
+        ratio = disagreement(fit.approaches, float(np.log(flops)))
+        lines += ["", f"at {where}, the largest N* of an approach is {ratio:.2f}x the smallest"]
     if left := fit.left_out:
         lines += ["", f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {wording.ERRORS}"]
         lines += [f"  {line}" for line in _left_out_lines(left)]
+        lines += [f"  {line}" for line in lost_lines(fit)]
     if fit.holdouts:
         lines += ["", f"held-out runs; {wording.ERRORS}" if not fit.left_out else "held-out runs; errors as above"]
     for item in fit.holdouts:
@@ -114,7 +117,7 @@ def check_lines(fit: Fit) -> list[str]:
 def _left_out_lines(left: LeftOut) -> list[str]:
     lines = []
     if left.law_error is not None:
-        lines.append(f"approach 3 misses its runs by {left.law_error:.2%} on average, whatever the sign")
+        lines.append(f"approach 3 misses the runs of that budget by {left.law_error:.2%} on average, whatever the sign")
     if left.measured:
         size, loss = left.measured
         lines.append(f"measured: N* {wording.size(size)}, loss {wording.loss(loss)}")
@@ -125,7 +128,14 @@ def _left_out_lines(left: LeftOut) -> list[str]:
         ]
     else:
         lines.append(f"N* and its loss cannot be compared: fewer than {FEWEST_SIZES} sizes at that budget")
-    return lines + [f"{TITLES[key]}: not available without that budget: {why}" for key, why in left.unavailable.items()]
+    return lines
+
+
+def lost_lines(fit: Fit) -> list[str]:
+    """Why an approach that fits all runs does not fit those below the largest budget."""
+    reasons = fit.left_out.unavailable if fit.left_out else {}
+    lost = {TITLES[key]: why for key, why in reasons.items() if fit.approach(key)}
+    return [f"{title}: not available without that budget: {why}" for title, why in lost.items()]
 
 
 def warning_lines(fit: Fit) -> list[str]:

@@ -9,7 +9,7 @@ from pretrain.console import prefixed, si
 from pretrain.scaling.lines import Interval
 
 LOSS_DECIMALS = 4
-ERRORS = "errors are predicted minus measured, as a part of the measured: with + too much was predicted"
+ERRORS = "errors are predicted minus measured (+: too much was predicted)"
 
 
 def amount(value: float) -> str:

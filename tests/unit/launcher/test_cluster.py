@@ -12,7 +12,10 @@ from launcher.job_checks import check_request, check_run, usable_nodes
 from launcher.sbatch import Job, NodeRange, parse_nodes, render
 from launcher.slurm import Partition
 from pretrain.config import CheckpointConfig, DataConfig, EngineConfig, RunConfig
+from pretrain.describe import flops_of_step
+from pretrain.devices import DEVICES, GPU_MFU, USABLE
 from pretrain.model_config import ModelConfig
+from pretrain.scaling.memory import memory_parts, total_bytes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
@@ -139,6 +142,25 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path):
     config = dataclasses.replace(config, data=DataConfig(lanes=4096, segment_length=512))
     with pytest.raises(ConfigError, match=r"a rank needs about .* A100 leaves .* set engine\.micro_batch_lanes="):
         check_run(config, GPU, NodeRange(1, 1), tmp_path)
+
+
+def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kernel_never_writes(tmp_path):
+    model = ModelConfig(num_layers=12, d_model=1024, num_heads=16, vocab_size=8000, memory_length=4096)
+    config = run_config(model=model, engine=EngineConfig(precision="bf16"))
+    config = dataclasses.replace(config, data=DataConfig(lanes=64, segment_length=4096))
+    room = USABLE * DEVICES["A100"].memory
+    written, kept = (total_bytes(memory_parts(config, 8, on_gpu)) for on_gpu in (False, True))
+    assert kept < room < written
+    check_run(config, GPU, NodeRange(1, 1), tmp_path)
+
+
+@pytest.mark.parametrize(("precision", "num_remarks"), [("bf16", 0), ("fp32", 1)])
+def test_how_rarely_checkpoints_come_follows_from_the_peak_of_the_precision(tmp_path, precision, num_remarks):
+    engine = EngineConfig(precision=precision)
+    flops_per_second = 8 * GPU_MFU * 312e12
+    interval = int(0.5 * 86_400 * flops_per_second / flops_of_step(run_config(engine=engine), 8))
+    config = run_config(engine=engine, checkpoint=CheckpointConfig(interval=interval))
+    assert len(check_run(config, GPU, NodeRange(1, 1), tmp_path)) == num_remarks
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused(tmp_path):

@@ -1,0 +1,120 @@
+"""Pictures a reader can decode: labels with units that do not run into each other, legends that cover nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pretrain.scaling import charts, cloud_charts
+from pretrain.scaling.chart_parts import PRINT, flops_text
+from pretrain.scaling.context_charts import loss_by_evaluated_memory, loss_by_memory
+from pretrain.scaling.context_table import ContextRow
+from pretrain.scaling.fit import fit_all
+from tests.helpers.scaling import HOFFMANN, simulated
+
+CHARTS = [
+    charts.valleys,
+    charts.frontier,
+    charts.optimal_sizes,
+    charts.optimal_tokens,
+    charts.residuals,
+    cloud_charts.exponent_cloud,
+    cloud_charts.optimum_cloud,
+    charts.envelope_curves,
+]
+
+
+@pytest.fixture(scope="module")
+def fit():
+    """Runs at three budgets within one decade, as small sweeps have them, with curves for approach 1."""
+    points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 3), num_sizes=5, seed=1)
+    size_P, tokens_P = np.repeat(np.geomspace(1e4, 1e6, 9), 20), np.tile(np.geomspace(1e5, 1e8, 20), 9)
+    loss_P = HOFFMANN.loss(size_P, tokens_P)
+    training = {"run": size_P.astype(str), "N": size_P, "C": 6 * size_P * tokens_P, "loss": loss_P}
+    return fit_all(points, training=training, num_draws=50)
+
+
+def context_rows() -> list[ContextRow]:
+    return [
+        ContextRow(
+            name=f"t{segment}-m{memory}", same_tokens="yes", segment_length=segment, memory_length=memory, N=100, D=100,
+            C=1e9, evaluated_memory=evaluated, times=1.0, loss=2.0 + 0.1 / (1 + evaluated) + memory / 1e4,
+        )
+        for segment in (16, 32, 64, 128)
+        for memory in (0, 32, 128)
+        for evaluated in (0, 16, 32, 64, 128, 256, 512, 1024)
+    ]  # fmt: skip
+
+
+def assert_labels_stand_apart(axes) -> None:
+    for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        shown = [tick.label1 for tick in ticks if tick.label1.get_visible() and low <= tick.get_loc() <= high]
+        texts = [text for text in shown if text.get_text()]
+        boxes = [text.get_window_extent() for text in texts]
+        spans = sorted(tuple(getattr(box, end) for end in ends) for box in boxes)
+        assert len(spans) != 1, "one number is no scale"
+        assert all(first[1] < second[0] for first, second in pairwise(spans)), [text.get_text() for text in texts]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.__name__)
+def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, chart):
+    figure = chart(fit, PRINT)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_ylabel()
+        assert_labels_stand_apart(axes)
+    assert figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
+def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
+    figure = chart(fit, PRINT)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert "95 % of the bootstrap draws" in legend.get_title().get_text()
+    assert "largest run fitted" in {text.get_text() for text in legend.get_texts()}
+    assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
+
+
+def test_draws_outside_of_a_cloud_are_counted(fit):
+    law = fit.approach("parametric")
+    axes = cloud_charts.exponent_cloud(fit, PRINT).axes[0]
+    inside = [
+        (axes.get_xlim()[0] <= alpha <= axes.get_xlim()[1]) and (axes.get_ylim()[0] <= beta <= axes.get_ylim()[1])
+        for alpha, beta in law.draws.theta[:, 3:]
+    ]
+    said = axes.get_legend().get_title().get_text()
+    outside = len(inside) - sum(inside)
+    assert outside == (int(said.split()[0]) if said else 0)
+    assert outside < 5
+
+
+def test_flops_are_set_as_powers_of_ten():
+    assert flops_text(1e11) == "$10^{11}$"
+    assert flops_text(2e12) == "$2 \\times 10^{12}$"
+    assert flops_text(1000.0) == "$10^{3}$"
+
+
+def test_other_memories_have_a_panel_per_segment_and_a_ring_where_evaluation_is_as_training():
+    figure = loss_by_evaluated_memory(context_rows(), PRINT)
+    figure.draw_without_rendering()
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == [f"segments of {length}" for length in (16, 32, 64, 128)]
+    assert figure.get_supxlabel() == "memory length in evaluation (tokens)"
+    assert "memory length M in training (tokens)" in figure.legends[0].get_title().get_text()
+    evaluated = [0, 16, 32, 64, 128, 256, 512, 1024]
+    for axes in panels:
+        rings = [line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == "none"]
+        assert [evaluated[int(place)] for place in rings] == [0, 32, 128]
+        assert_labels_stand_apart(axes)
+
+
+def test_memory_of_training_and_evaluation_is_named_with_its_unit():
+    rows = [row for row in context_rows() if row.evaluated_memory == row.memory_length]
+    axes = loss_by_memory(rows, PRINT).axes[0]
+    assert axes.get_xlabel() == "memory length M, in training as in evaluation (tokens)"
+    assert axes.get_legend().get_title().get_text() == "segment length T (tokens)"
