@@ -182,7 +182,8 @@ class Checkpointer:
         memories: list[Memory | None] = [None] * num_slots
         if memory is not None:
             dtype = next(engine.module.parameters()).dtype  # another one than was saved, if the precision changed
-            moved = tuple(part.to(world.device, dtype if part.is_floating_point() else None) for part in memory)
+            home = torch.device("cpu") if self._run.engine.offload_memories else world.device
+            moved = tuple(part.to(home, dtype if part.is_floating_point() else None) for part in memory)
             memories = [
                 tuple(tensor[slot * per_slot : (slot + 1) * per_slot].clone() for tensor in moved)
                 for slot in range(num_slots)

@@ -120,6 +120,7 @@ class EngineConfig:
     activation_checkpointing: ActivationCheckpointing = "none"  # selective: attention's scores and weights alone
     checkpoint_every: int = 1  # of so many layers one is checkpointed
     offload_optimizer: bool = False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
+    offload_memories: bool = False  # those of slots that are not at work live in host memory
     attention_kernel: AttentionKernel = "auto"  # the fastest for the device, or plain torch operations to compare with
     head_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
     micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's

@@ -170,6 +170,7 @@ def memory_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         "activation_checkpointing": engine.activation_checkpointing,
         "checkpoint_every": engine.checkpoint_every,
         "offload_optimizer": engine.offload_optimizer,
+        "offload_memories": engine.offload_memories,
         "segment_length": config.data.segment_length,
         "head_chunk_tokens": engine.head_chunk_tokens,
     }

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "engine.activation_checkpointing",
     "engine.checkpoint_every",
     "engine.offload_optimizer",
+    "engine.offload_memories",
     "engine.attention_kernel",
     "engine.head_chunk_tokens",
     "engine.micro_batch_lanes",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pretrain.engine import Engine
     from pretrain.healer import Healer
     from pretrain.heartbeat import Heartbeat
+    from pretrain.memory_offload import MemoryOffload
     from pretrain.metrics import Metrics
     from pretrain.model.transformer_xl import TransformerXL
     from pretrain.preemption import StopRequest
@@ -51,13 +52,15 @@ def train(
 
     SpikeFound, on every rank, when the losses are far out of line; CheckpointError when a rank cannot write its part.
     """
+    offload = memory_offload(run, engine)
     while state.step < run.optim.steps:
         batch = next(lanes)
         metrics.add_batch(batch)
         memories_before = list(state.memories)
         for slot, part in enumerate(batch.split(len(state.memories))):
             # A slot is a fixed group of lanes, so each slot carries its own memory from step to step.
-            loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
+            loss, memory = engine.forward_backward(part, offload.fetch(slot, state.memories[slot]), state.step)
+            state.memories[slot] = offload.store(slot, memory)
             metrics.add_loss(loss)
         learning_rate = learning_rate_at(run.optim, state.step)
         with metrics.saving():
@@ -78,6 +81,7 @@ def train(
         leaving = finished or stopping or begins_phase(run, state.step)
         saving = leaving or state.step % run.checkpoint.interval == 0
         if saving or state.step % run.metrics.interval == 0:
+            offload.wait()
             healer.check(metrics.write())
         fault.strike(state.step)
         validation_loss = None
@@ -96,6 +100,13 @@ def train(
             return False
         heartbeat.beat(state.step, "train")
     return True
+
+
+def memory_offload(run: RunConfig, engine: Engine) -> MemoryOffload:
+    """Where the run keeps the memories of slots that are not at work."""
+    from pretrain.memory_offload import MemoryOffload
+
+    return MemoryOffload(engine.world.device, run.engine.offload_memories)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

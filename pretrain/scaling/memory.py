@@ -27,17 +27,12 @@ class Part:
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """The parts of one rank's memory at its peak under the configured engine, precision and checkpointing."""
-    lanes_of_one = len(lanes_of_rank(run, 0, world_size))
     logits = LOGIT_COPIES * MASTER_BYTES * _logit_rows(run, _lanes_of_pass(run, world_size)) * _logit_columns(run)
     gradients = _gradients(run, world_size)
     return [
         *_state(run, world_size),
         gradients,
-        Part(
-            "recurrent memory",
-            2 * _memory_rows(run) * run.model.d_model * _width(run) * lanes_of_one,
-            "2 L M d b for each of the rank's lanes, old and new",
-        ),
+        _recurrent_memory(run, world_size, on_gpu),
         _activations(run, world_size, on_gpu, logits, gradients.bytes),
         Part("logits", logits, f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B"),
     ]
@@ -97,6 +92,16 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
             "on the CPU" if offloaded else formula,
         ),
     ]
+
+
+def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
+    of_one_lane = _memory_rows(run) * run.model.d_model * _width(run)
+    if run.engine.offload_memories and on_gpu:  # without a GPU it is host memory that is counted
+        lanes = _lanes_of_pass(run, world_size)
+        formula = "3 L M d b for each lane of a forward pass: old, new, and on its way to the host"
+        return Part("recurrent memory", 3 * of_one_lane * lanes, formula)
+    lanes = len(lanes_of_rank(run, 0, world_size))
+    return Part("recurrent memory", 2 * of_one_lane * lanes, "2 L M d b for each of the rank's lanes, old and new")
 
 
 def _gradients(run: RunConfig, world_size: int) -> Part:

@@ -14,6 +14,7 @@ from pretrain.bench.gpu_report import correctness
 from pretrain.config import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed import init_world, leave_world
 from pretrain.engine import TorchEngine
+from pretrain.memory_offload import MemoryOffload
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -24,6 +25,33 @@ pytestmark = pytest.mark.gpu
 def test_the_fused_path_is_as_exact_as_plain_operations(dtype: torch.dtype) -> None:
     text, passes = correctness(CHECKED, torch.device("cuda"), dtype)
     assert passes, text
+
+
+def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None:
+    num_slots, shape = 12, (4, 1024, 256)
+    device, megabytes = torch.device("cuda"), 4 * 1024 * 256 * 4 // 2**20
+    weight = torch.randn(256, 256, device=device) / 16
+
+    def run(is_on: bool) -> tuple[list[torch.Tensor], int]:
+        offload = MemoryOffload(device, is_on)
+        memories: list[tuple[torch.Tensor, ...]] = [
+            (torch.full(shape, float(slot), device="cpu" if is_on else device),) for slot in range(num_slots)
+        ]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(5):
+            for slot in range(num_slots):
+                fetched = offload.fetch(slot, memories[slot])
+                assert fetched is not None
+                memories[slot] = offload.store(slot, (torch.tanh(fetched[0] @ weight + slot),))
+        offload.wait()
+        assert all(memory[0].is_pinned() for memory in memories if is_on)
+        peak = torch.cuda.max_memory_allocated() - before
+        return [memory[0].cpu() for memory in memories], peak // 2**20
+
+    (kept, _), (offloaded, peak) = run(is_on=False), run(is_on=True)
+    assert all(torch.equal(left, right) for left, right in zip(kept, offloaded, strict=True))
+    assert peak < num_slots // 2 * megabytes, f"{peak} MiB for memories of {megabytes} MiB each"
 
 
 def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(tmp_path: Path) -> None:

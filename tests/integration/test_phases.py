@@ -119,6 +119,7 @@ LENGTHS = (16, 32, 64)
 WARM_UP = (
     f"data.phases=[{{from_step: 6, segment_length: {LENGTHS[1]}}}, {{from_step: 12, segment_length: {LENGTHS[2]}}}]",
     "engine.micro_batch_lanes=2",
+    "engine.offload_memories=true",  # the loop that never stops leaves them where they are
     "checkpoint.asynchronous=false",  # so that step 10 is there when the kill comes
 )
 

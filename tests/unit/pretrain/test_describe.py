@@ -144,6 +144,17 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
     assert halved["recurrent memory"] == plain["recurrent memory"]
 
 
+def test_offloaded_memories_leave_one_slots_on_the_device():
+    plain, offloaded = (
+        {part.name: part.bytes for part in memory_parts(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True)}
+        for engine in ({}, {"offload_memories": True})
+    )
+    assert offloaded.pop("recurrent memory") / 3 == plain.pop("recurrent memory") / (2 * 4), "of four lanes of a rank"
+    assert offloaded == plain
+    on_cpu = parts_of(run_config(micro_batch_lanes=1, offload_memories=True))
+    assert on_cpu["recurrent memory"] == parts_of(run_config(micro_batch_lanes=1))["recurrent memory"]
+
+
 def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
     run = run_config(zero_stage=1)
     averaged = replace(run, optim=replace(run.optim, average_decay=0.99))
