@@ -14,6 +14,7 @@ from launcher.supervisor import StopSignals
 from launcher.sweep_jobs import array_of, classes, submit_array
 from launcher.sweep_local import run_cells
 from launcher.sweep_table import planned, write_results
+from pretrain.console import counted
 from pretrain.local_ranks import EXIT_STOPPED
 from pretrain.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
@@ -86,7 +87,7 @@ def _submit(sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespac
         with RunDir(runs).locked("sweep"):
             number = submit_array(job, script, group)
         limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
-        print(f"job {number}: {len(group)} cells on {count} node{'s' * (count > 1)} each{limit}", flush=True)
+        print(f"job {number}: {counted(len(group), 'cell')} on {counted(count, 'node')} each{limit}", flush=True)
     if waiting and not arguments.dry_run:
         print(f"how they stand: launcher sweep status {arguments.sweep} --runs-dir {runs}")
     return 0
@@ -102,7 +103,8 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
             print("stopped on request; the same command goes on")
             return EXIT_STOPPED
     if failed:
-        print(f"{len(failed)} cells failed: {', '.join(failed)}; the same command tries them again, and only them")
+        count, names = counted(len(failed), "cell"), ", ".join(failed)
+        print(f"{count} failed: {names}; the same command tries them again, and only them")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
         print(f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}")
