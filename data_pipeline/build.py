@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +29,11 @@ from data_pipeline.files import fsync_file, naming
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from data_pipeline.progress import Progress, Report
 from data_pipeline.records import Document, Reject
+from data_pipeline.reject_list import REJECTS_NAME, RejectList
 from data_pipeline.sources import SourceFile, list_sources
 from data_pipeline.split_writer import SplitWriter
 from data_pipeline.tokenizer import Tokenizer
 
-REJECTS_NAME = "rejects.jsonl"
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, little enough to hold
 # Where a corpus lies, or how fast and patiently it is built, does not change it.
 NOT_IN_RECIPE = ("input", "validation_input", "output", "threads", "max_rejects")
@@ -80,8 +80,9 @@ def build_sources(
     sources: list[tuple[str, SourceFile]],
     report: Report = lambda what: None,
     is_part: bool = False,
+    seen: Iterable[bytes] = (),
 ) -> BuildResult:
-    """As `build_corpus`, of these files alone; the splits of a part may be empty."""
+    """As `build_corpus`, of these files alone; the splits of a part may be empty. `seen`: see DocumentRules."""
     recipe = recipe_of(config, sources)
     with claimed_output(config.output) as output:
         if is_finished(output):
@@ -91,7 +92,8 @@ def build_sources(
         report(f"tokenizer: {tokenizer_plan(config)}")
         training_sources = [source for split, source in sources if split != "validation"]
         tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
-        rules = _write_splits(config, sources, tokenizer, journal, report, is_part)
+        rules = DocumentRules(config, seen)
+        _write_splits(config, sources, tokenizer, rules, journal, report, is_part)
         journal.finish({"duplicates": rules.duplicates, "split_documents": rules.split_documents})
         return result_of(output)
 
@@ -136,17 +138,17 @@ def _write_splits(
     config: CorpusConfig,
     sources: list[tuple[str, SourceFile]],
     tokenizer: Tokenizer,
+    rules: DocumentRules,
     journal: BuildJournal,
     report: Report,
     may_be_empty: bool,
-) -> DocumentRules:
+) -> None:
     splits = splits_of_build(config)
     writers = {split: SplitWriter(split, config, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
-    rules = DocumentRules(config)
     with naming(rejects_path), open(rejects_path, "wb") as rejects_file:
-        rejects = _RejectList(rejects_file, config.max_rejects, rejects_path)
+        rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
         jobs = _jobs(config, sources, rejects, rules, progress)
         new_jobs = (job for job in jobs if not writers[job.split].has_already())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
@@ -163,13 +165,12 @@ def _write_splits(
         rejects_path.replace(config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: who finds its manifest finds everything
         writers[split].finish()
-    return rules
 
 
 def _jobs(
     config: CorpusConfig,
     sources: list[tuple[str, SourceFile]],
-    rejects: _RejectList,
+    rejects: RejectList,
     rules: DocumentRules,
     progress: Progress,
 ) -> Iterator[_Job]:
@@ -210,33 +211,6 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-class _RejectList:
-    """Lists unusable records in a file; DataError when there are more than allowed."""
-
-    def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
-        self._file, self._limit, self._path = file, limit, path
-        self.count = 0
-        self.first: Reject | None = None
-
-    @property
-    def example(self) -> str:
-        """The tail of an error message, where there are any."""
-        first = self.first
-        return f"; the first of {self.count} unusable records is {first.source}: {first.reason}" if first else ""
-
-    def add(self, reject: Reject) -> None:
-        self.count += 1
-        self.first = self.first or reject
-        line = json.dumps({"source": reject.source, "reason": reject.reason})
-        self._file.write(line.encode() + b"\n")
-        if self.count > self._limit:
-            self._file.flush()
-            raise DataError(
-                f"more than max_rejects={self._limit} unusable records, the last one {reject.source}: {reject.reason}; "
-                f"they are listed in {self._path}: put them right or raise max_rejects"
-            )
 
 
 def refuse_empty(config: CorpusConfig, documents: dict[str, int], hint: str = "") -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.build import (
-    REJECTS_NAME,
     BuildResult,
     build_sources,
     list_all_sources,
@@ -34,10 +34,12 @@ from data_pipeline.build_journal import (
 from data_pipeline.build_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY, check_shard
+from data_pipeline.duplicates import write_hashes
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.manifest import ShardInfo, read_manifest
 from data_pipeline.progress import Report
+from data_pipeline.reject_list import REJECTS_NAME
 from data_pipeline.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.sources import PARTS_SUFFIX, SourceFile
 from data_pipeline.tokenizer import Tokenizer
@@ -56,8 +58,17 @@ def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
     return _directory(config, 0, num_parts)
 
 
-def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None) -> BuildResult:
-    """Build part `part` of 1 to `num_parts`, or go on with it; any parts may be built at the same time."""
+def build_part(
+    config: CorpusConfig,
+    part: int,
+    num_parts: int,
+    report: Report = lambda what: None,
+    seen: Iterable[bytes] | None = None,
+) -> BuildResult:
+    """Build part `part` of 1 to `num_parts`, or go on with it; any parts may be built at the same time.
+
+    `seen` are the hashes of the texts that parts before it have; without them no duplicates can be dropped.
+    """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
     if needs_training(config.tokenizer):
@@ -65,7 +76,8 @@ def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report =
             "parts need one tokenizer that is there before them; set tokenizer.path to one, "
             "such as that of a corpus built from a sample of the text"
         )
-    refuse_deduplication(config)
+    if config.drop_duplicates and seen is None:
+        raise ConfigError("drop_duplicates compares all documents, which a task alone cannot; use --processes with it")
     sources = list_all_sources(config)
     if is_finished(config.output):  # as a task of an array job finds it that is begun again after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
@@ -73,7 +85,7 @@ def build_part(config: CorpusConfig, part: int, num_parts: int, report: Report =
     check_output(config, sources, num_parts)
     parts_directory(config).mkdir(parents=True, exist_ok=True)
     part_config = replace(config, output=_directory(config, part, num_parts))
-    return build_sources(part_config, _shares(sources, num_parts)[part - 1], report, is_part=True)
+    return build_sources(part_config, _shares(sources, num_parts)[part - 1], report, is_part=True, seen=seen or ())
 
 
 def check_output(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> None:
@@ -81,6 +93,18 @@ def check_output(config: CorpusConfig, sources: list[tuple[str, SourceFile]], nu
     check_is_free(config.output)
     if has_begun(config.output):
         BuildJournal(config.output, _merged_recipe(config, sources, num_parts), modified=0)
+
+
+def list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None) -> None:
+    """Have the hashes of the part's texts at `hashes_path`."""
+    path = hashes_path(config, part, num_parts)
+    if not path.exists():
+        write_hashes(path, [source for _, source in _shares(list_all_sources(config), num_parts)[part - 1]], config)
+
+
+def hashes_path(config: CorpusConfig, part: int, num_parts: int) -> Path:
+    """Where the hashes of a part's texts are listed."""
+    return shared_directory(config, num_parts) / f"{part:05d}.hashes"
 
 
 def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
@@ -183,9 +207,3 @@ def _remove_parts(config: CorpusConfig) -> None:
         shutil.rmtree(path)
     with contextlib.suppress(OSError):  # absent, or holds things of others
         directory.rmdir()
-
-
-def refuse_deduplication(config: CorpusConfig) -> None:
-    """ConfigError if the settings ask for what parts cannot do."""
-    if config.drop_duplicates:
-        raise ConfigError("drop_duplicates compares all documents, which parts cannot; build in one process with it")

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -16,12 +16,23 @@ from multiprocessing.process import BaseProcess
 
 from data_pipeline.build import BuildResult, list_all_sources, recipe_of, tokenizer_plan, youngest
 from data_pipeline.build_journal import BuildJournal, claimed_output, is_finished
-from data_pipeline.build_parts import build_part, check_output, merge_parts, refuse_deduplication, shared_directory
+from data_pipeline.build_parts import (
+    build_part,
+    check_output,
+    hashes_path,
+    list_hashes,
+    merge_parts,
+    shared_directory,
+)
 from data_pipeline.build_tokenizer import needs_training, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import TOKENIZER_DIRECTORY
+from data_pipeline.duplicates import read_hashes, write_copies
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.progress import Reading, Report, joined
+
+Task = Callable[[CorpusConfig, int, int, Report], None]  # what is done for a part: its number, and how many there are
+COPIES_SUFFIX = ".copies"  # of the list of a part's hashes that came before
 
 
 def build_in_processes(config: CorpusConfig, processes: int, report: Report = lambda what: None) -> BuildResult:
@@ -29,7 +40,6 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
 
     There are never more parts than input files.
     """
-    refuse_deduplication(config)
     sources = list_all_sources(config)
     num_parts = min(processes, len(sources))
     if is_finished(config.output):
@@ -44,14 +54,26 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
             report(f"tokenizer: {tokenizer_plan(config)}")
             prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
             parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
-        _run_parts(parts, num_parts, report)
+        if config.drop_duplicates:
+            report("looking for duplicates")
+            _run_parts(list_hashes, parts, num_parts, report)
+            numbers = range(1, num_parts + 1)
+            hashes = [hashes_path(config, part, num_parts) for part in numbers]
+            write_copies(hashes, [path.with_suffix(COPIES_SUFFIX) for path in hashes])
+        _run_parts(_build_part, parts, num_parts, report)
         report("merging")
         return merge_parts(config, num_parts)
 
 
-def _run_parts(config: CorpusConfig, num_parts: int, report: Report) -> None:
+def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
+    copies = hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX)
+    build_part(config, part, num_parts, report, read_hashes(copies) if config.drop_duplicates else None)
+
+
+def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report) -> None:
+    """Do `task` for all parts at the same time."""
     began, readings = time.monotonic(), {}
-    with _processes(config, num_parts) as running:
+    with _processes(task, config, num_parts) as running:
         while running:
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
@@ -70,7 +92,7 @@ def _run_parts(config: CorpusConfig, num_parts: int, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _processes(config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
+def _processes(task: Task, config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
     """A process for each part, by the connection to it; none is left when the block ends, however it ends."""
     # Forked from one process that has imported what takes seconds, before any of them has threads.
     context = multiprocessing.get_context("forkserver")
@@ -80,7 +102,7 @@ def _processes(config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection
     try:
         for part in range(1, num_parts + 1):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, config, part, num_parts), daemon=True)
+            process = context.Process(target=_work, args=(theirs, task, config, part, num_parts), daemon=True)
             process.start()
             theirs.close()
             running[ours] = (part, process)
@@ -110,7 +132,7 @@ def _check_end(part: int, process: BaseProcess) -> None:
         )
 
 
-def _work(connection: Connection, config: CorpusConfig, part: int, num_parts: int) -> None:
+def _work(connection: Connection, task: Task, config: CorpusConfig, part: int, num_parts: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends its processes
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
 
@@ -119,7 +141,7 @@ def _work(connection: Connection, config: CorpusConfig, part: int, num_parts: in
             connection.send(what)
 
     try:
-        build_part(config, part, num_parts, send)
+        task(config, part, num_parts, send)
     except (UserError, OSError) as error:
         connection.send(error)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.records import Document
 
+HASH_BYTES = 16
 # Where a long document may be cut, best first: behind a paragraph, a line, a word.
 CUTS = ("\n\n", "\n", " ")
 
@@ -20,9 +21,10 @@ class DocumentRules:
     are held for each document.
     """
 
-    def __init__(self, config: CorpusConfig) -> None:
+    def __init__(self, config: CorpusConfig, seen: Iterable[bytes] = ()) -> None:
+        """`seen`: hashes of texts that came before the first document."""
         self._config = config
-        self._seen: set[bytes] = set()
+        self._seen = set(seen)
         self.duplicates = 0
         self.split_documents = 0
 
@@ -40,10 +42,15 @@ class DocumentRules:
             yield replace(document, id=f"{document.id}#{number}", text=text)
 
     def _is_copy(self, text: str) -> bool:
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        digest = hash_of(text)
         is_copy = digest in self._seen
         self._seen.add(digest)
         return is_copy
+
+
+def hash_of(text: str) -> bytes:
+    """What equal texts have in common and no others, for all that is known."""
+    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:

@@ -125,7 +125,7 @@ def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
         build_part(config, 3, 2)
     with pytest.raises(ConfigError, match="one tokenizer"):
         build_part(replace(config, tokenizer=TokenizerConfig()), 1, 2)
-    with pytest.raises(ConfigError, match="drop_duplicates"):
+    with pytest.raises(ConfigError, match=r"drop_duplicates .* use --processes"):
         build_part(replace(config, drop_duplicates=True), 1, 2)
     build_part(config, 1, 2)
     with pytest.raises(DataError, match="part 2 of 2 is not finished"):
@@ -238,3 +238,16 @@ def test_ctrl_c_ends_all_processes_in_one_word_and_the_same_command_goes_on(tmp_
         assert process.wait(timeout=60) == EXIT_INTERRUPTED
     assert (tmp_path / "errors").read_text().splitlines() == ["interrupted"]
     assert main(["build", *flags]) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_processes_drop_the_duplicates_that_one_process_would_drop(tmp_path, processes):
+    config = folder_config(tmp_path, drop_duplicates=True)
+    for number in range(0, 300, 7):  # copies behind their text and before it, in the same part and in others
+        (tmp_path / "in" / f"{(number * 31) % 300:04d}.txt").write_text(f"text {number % 5}")
+    alone = build_corpus(replace(config, output=tmp_path / "alone"))
+    result = build_in_processes(config, processes)
+    assert result.duplicates == alone.duplicates >= 38
+    for split in ("train", "validation"):
+        assert stored(config.output / split) == stored(tmp_path / "alone" / split)
+    assert not parts_directory(config).exists()
