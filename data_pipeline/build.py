@@ -159,7 +159,7 @@ def _write_splits(
         writer.flush()
     if not may_be_empty:
         documents = {split: sum(s.info.documents for s in writer.shards) for split, writer in writers.items()}
-        refuse_empty(config, documents, rejects.example)
+        refuse_empty(config, documents, config.output, rejects.example)
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)
@@ -213,13 +213,13 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
         yield batch
 
 
-def refuse_empty(config: CorpusConfig, documents: dict[str, int], hint: str = "") -> None:
-    """DataError if a split that has to be has no documents."""
+def refuse_empty(config: CorpusConfig, documents: dict[str, int], begun: Path, hint: str = "") -> None:
+    """DataError if a split that has to be has no documents; `begun` is what other settings could not go on with."""
     if not documents["train"]:
         raise DataError(f"no documents for the training split in {', '.join(map(str, config.input))}{hint}")
     if not documents.get("validation", 1):
         raise DataError(
             f"no documents for the validation split: validation_fraction={config.validation_fraction} of "
-            f"{documents['train']} documents; raise it, set it to 0 for none, or give validation_input, and remove the "
-            "unfinished build"
+            f"{documents['train']} documents; raise it, set it to 0 for none, or give validation_input, and remove "
+            f"{begun}, which was built without"
         )

@@ -120,7 +120,7 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         return result_of(config.output, was_finished=True)
     results = _finished_parts(config, sources, num_parts)
     documents = {split: sum(r.manifests[split].documents for r in results) for split in splits_of_build(config)}
-    refuse_empty(config, documents)
+    refuse_empty(config, documents, parts_directory(config))
     directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
