@@ -8,6 +8,7 @@ from typing import Literal
 
 from data_pipeline.errors import ConfigError
 
+SMALLEST_VOCABULARY = 300  # the 256 bytes and a little
 LARGEST_SHARD_BYTES = 1 << 31  # MDS counts bytes inside a shard with 32 bits
 
 
@@ -21,10 +22,10 @@ class TokenizerConfig:
     path: Path | None = None  # an existing tokenizer directory or SentencePiece model, instead of training one
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 300:
+        if self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
-                f"tokenizer.vocab_size={self.vocab_size} leaves no room beside the 256 bytes; use 300 or more, "
-                "or tokenizer.kind=bytes"
+                f"tokenizer.vocab_size={self.vocab_size} leaves no room beside the 256 bytes; use "
+                f"{SMALLEST_VOCABULARY} or more, or tokenizer.kind=bytes"
             )
         if self.training_bytes < 1:
             raise ConfigError(f"tokenizer.training_bytes={self.training_bytes} must be positive")

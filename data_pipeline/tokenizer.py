@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from data_pipeline.config import SMALLEST_VOCABULARY
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import replacing, write_json
 
@@ -228,9 +229,10 @@ class _Sentences:
 def _training_advice(vocab_size: int, message: str) -> str:
     limit = re.search(r"value <= (\d+)", message)
     if limit:
+        smaller = f"set it to at most {limit.group(1)}, " if int(limit.group(1)) >= SMALLEST_VOCABULARY else ""
         return (
             f"tokenizer.vocab_size={vocab_size} is more than the training text has pieces for; "
-            f"set it to at most {limit.group(1)}, give more text, or use tokenizer.kind=bytes"
+            f"{smaller}give more text, or use tokenizer.kind=bytes"
         )
     required = re.search(r"required_chars[^0-9]*\d+ vs (\d+)|(\d+) required", message)
     hint = f" (at least {required.group(1) or required.group(2)})" if required else ""

@@ -111,6 +111,8 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_size_that_fits(
         train_tokenizer("unigram", 30000, texts_for_training())
     fitting = int(str(caught.value).split("at most ")[1].split(",")[0])
     assert train_tokenizer("unigram", fitting, texts_for_training()).vocab_size == fitting
+    with pytest.raises(ConfigError, match=r"has pieces for; give more text"):  # 300 is the least that is allowed
+        train_tokenizer("unigram", 320, ["abc"])
     with pytest.raises(ConfigError, match=r"vocab_size=30000"):
         train_tokenizer("bpe", 30000, texts_for_training())
 
