@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from data_pipeline import location
 from data_pipeline.errors import ConfigError
@@ -96,6 +96,10 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str]) 
 def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]) -> Any:
     if is_dataclass(hint):
         return _build(hint, value, where, problems)
+    section = _section_of_list(hint)
+    if section is not None and isinstance(value, list):
+        built = [_build(section, each, (*where, str(number)), problems) for number, each in enumerate(value)]
+        return _WRONG if any(each is _WRONG for each in built) else tuple(built)
     from pydantic import ValidationError
 
     if isinstance(value, bool) and hint in (int, float):  # pydantic would take yes for 1
@@ -110,6 +114,12 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
             wish = item["msg"].replace("Input should be", "expected", 1)
             problems.append(f"{_dotted((*where, *item['loc']))}: found {shown(item['input'])}, {wish}")
     return _WRONG
+
+
+def _section_of_list(hint: Any) -> Any:
+    """The schema of each of the sections that a setting lists, or None where it lists none."""
+    items = get_args(hint) if get_origin(hint) is tuple else ()
+    return items[0] if len(items) == 2 and items[1] is Ellipsis and is_dataclass(items[0]) else None
 
 
 @functools.cache

@@ -33,6 +33,7 @@ class Outer:
     flag: bool = False
     path: Path = Path("here")
     inner: Inner = field(default_factory=Inner)
+    others: tuple[Inner, ...] = ()
 
 
 def write(path: Path, text: str) -> Path:
@@ -194,3 +195,14 @@ def test_differences_name_the_keys_with_both_values():
 def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
     code = "import sys, data_pipeline.config_loader; sys.exit(bool({'yaml', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
+    path = write(tmp_path / "a.yaml", "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n")
+    said = error_of(path)
+    assert "others.1.mod: unknown setting; did you mean 'mode'?" in said
+    assert "others.2.rate: found 'x', expected" in said
+    assert "others.3: found 3, expected a section with names under it" in said
+    right = load_config(Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n"))
+    assert right.others == (Inner(rate=1.0), Inner(mode="fast"))
+    assert parse_config(Outer, to_tree(right), "tree") == right
