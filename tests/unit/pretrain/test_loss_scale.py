@@ -63,3 +63,15 @@ def test_the_state_goes_through_a_checkpoint():
     resumed.restore(scaler.to_tree())
     step(resumed, 1.0)
     assert resumed.scale == 128.0
+
+
+def test_a_window_that_was_made_shorter_on_the_way_ends_at_once():
+    scaler, resumed = LossScaler(64.0, window=5), LossScaler(64.0, window=2)
+    for _ in range(4):
+        step(scaler, 1.0)
+    resumed.restore(scaler.to_tree())
+    step(resumed, 1.0)
+    assert resumed.scale == 128.0
+    step(resumed, 1.0)
+    step(resumed, 1.0)
+    assert resumed.scale == 256.0
