@@ -15,6 +15,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.location import url_of
 from data_pipeline.mixture_part import MixturePart
 from pretrain.model_config import ModelConfig
+from pretrain.optim_config import OptimConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
@@ -74,41 +75,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
-
-    shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int = 0  # wsd: length of the final decay; 0: a fifth of the run
-    final_fraction: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW or LAMB with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
-
-    steps: int = 1000
-    name: Literal["adamw", "lamb"] = "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
-    learning_rate: float = 2.5e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.25  # 0: no clipping
-    average_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"optim.steps={self.steps} must be positive")
-        if not 0.0 <= self.average_decay < 1.0:
-            raise ConfigError(f"optim.average_decay={self.average_decay} must be 0 (no average) or more and below 1")
-        if self.schedule.warmup_steps > self.steps:
-            raise ConfigError(
-                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the model is spread over the ranks. None of it changes what is learned beyond rounding."""
 
@@ -131,6 +97,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.head_chunk_tokens < 0:
             raise ConfigError(f"engine.head_chunk_tokens={self.head_chunk_tokens} must be 0 (all at once) or more")
+        if min(self.micro_batch_lanes, self.threads) < 0:
+            raise ConfigError(
+                f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads={self.threads} must be 0 (all, "
+                "each its share) or more"
+            )
         if self.checkpoint_every < 1:
             raise ConfigError(f"engine.checkpoint_every={self.checkpoint_every} must be 1 (every layer) or more")
         if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
@@ -214,6 +185,13 @@ class EvaluationConfig:
     interval: int = 200  # steps; 0: only at the end
     lanes: int = 8
     max_tokens: int = 100_000  # of the validation split, per evaluation; 0: all of it
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1 or min(self.interval, self.max_tokens) < 0:
+            raise ConfigError(
+                f"evaluation.lanes={self.lanes} must be 1 or more, evaluation.interval={self.interval} and "
+                f"evaluation.max_tokens={self.max_tokens} 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,3 +35,34 @@ def test_state_in_host_memory_is_none_of_that(tmp_path: Path) -> None:
     extra = "{zero_optimization: {offload_optimizer: {device: cpu}, overlap_comm: true}}"
     experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
     assert load_config(RunConfig, experiment).engine.deepspeed_extra["zero_optimization"]["overlap_comm"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "engine.micro_batch_lanes=-1",
+        "engine.threads=-1",
+        "optim.learning_rate=-0.1",
+        "optim.epsilon=-1",
+        "optim.weight_decay=-1",
+        "optim.clip_norm=-1",
+        "optim.betas=[0.9, 1.5]",
+        "optim.schedule.warmup_steps=-3",
+        "optim.schedule.decay_steps=-3",
+        "optim.schedule.final_fraction=1.5",
+        "evaluation.lanes=0",
+        "evaluation.interval=-1",
+        "evaluation.max_tokens=-1",
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text("name: experiment\n")
+    assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run"), setting]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    name, value = setting.split("=")
+    assert f"{name}={value}" in said
+    assert not (tmp_path / "run").exists()

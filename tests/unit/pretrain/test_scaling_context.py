@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
-from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig, ScheduleConfig
+from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.optim_config import ScheduleConfig
 from pretrain.run_dir import RunDir
 from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.memory import checkpoint_bytes

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pretrain.config import OptimConfig, ScheduleConfig
+from pretrain.optim_config import OptimConfig, ScheduleConfig
 from pretrain.schedule import learning_rate_at
 
 
