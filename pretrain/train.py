@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from data_pipeline.lanes import SegmentBatch
     from pretrain.checkpoint import Checkpointer
     from pretrain.distributed import World
-    from pretrain.engine import Engine
+    from pretrain.engine import Engine, Memory
     from pretrain.healer import Healer
     from pretrain.heartbeat import Heartbeat
     from pretrain.memory_offload import MemoryOffload
@@ -67,8 +67,10 @@ def train(
             checkpointer.wait_for_copy()  # the update changes what is still being copied
         ends_interval = (state.step + 1) % run.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
-        if result.skipped:
-            state.memories = memories_before  # what a harmful step left there would spoil every later one
+        if result.skipped and not result.overflowed:
+            # What a harmful step left in memory would spoil all later ones. Overflows leave the forward pass sound.
+            offload.wait()
+            state.memories = memories_behind(batch, memories_before)
         state.step += 1
         state.tokens_seen += run.tokens_per_step
         state.cursor = batch.cursor
@@ -100,6 +102,18 @@ def train(
             return False
         heartbeat.beat(state.step, "train")
     return True
+
+
+def memories_behind(batch: SegmentBatch, memories: Sequence[Memory | None]) -> list[Memory | None]:
+    """The memories of the slots where nothing of this batch is remembered."""
+    import torch
+
+    from pretrain.model.memory import behind_forgotten
+
+    slots = batch.split(len(memories))
+    return [
+        behind_forgotten(memory, torch.from_numpy(slot.starts_BL)) for memory, slot in zip(memories, slots, strict=True)
+    ]
 
 
 def memory_offload(run: RunConfig, engine: Engine) -> MemoryOffload:

@@ -85,6 +85,14 @@ def extended(recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor,
     return (*parts[:-1], parts[-1] - documents_BL[:, -1:])
 
 
+def behind_forgotten(memory: Memory | None, starts_BL: Tensor) -> Memory | None:
+    """The memory after a segment that is not remembered: the same rows, their documents counted from its last token."""
+    if memory is None:
+        return None
+    begun_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
+    return tuple(part if part.is_floating_point() else part - begun_B1 for part in memory)
+
+
 def _last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
     # A fresh tensor of exactly the rows kept: a view would keep the whole segment's activations alive.

@@ -42,7 +42,7 @@ from pretrain.faults import Fault
 from pretrain.layer_norms import layer_of, numbers_of_layers
 from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
-from pretrain.train import build_engine
+from pretrain.train import build_engine, memories_behind
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 MODEL: dict[str, Any] = {
@@ -123,7 +123,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
             for key, value in per_layer(engine, run, weights, result).items():
                 layers.setdefault(key, {})[state.step] = value.hex()
         if result.skipped:
-            state.memories = memories
+            if not result.overflowed:
+                state.memories = memories_behind(batch, memories)
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)

@@ -164,6 +164,7 @@ def test_overflows_in_a_row_are_said_and_send_no_run_back(tiny_corpus: Path, tmp
     assert [line["skipped"] for line in lines] == [line["overflowed"] for line in lines]
     assert [line["loss_scale"] for line in lines[:3]] == [TOO_LARGE, TOO_LARGE / 2, TOO_LARGE / 4]
     assert not [event for event in run_dir.read_ledger() if event["event"] == "rewind"]
+    assert all("memory_norm/layer.0" in line for line in lines), "a segment whose gradients overflow is remembered"
 
 
 def test_a_cpu_without_fp16_refuses_a_run_in_one_line(tiny_corpus: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfi
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility, forbidden_LC
-from pretrain.model.memory import concatenate_lanes, memory_num_lanes, memory_num_rows, take_lanes
+from pretrain.model.memory import behind_forgotten, concatenate_lanes, memory_num_lanes, memory_num_rows, take_lanes
 from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_PD
 from pretrain.model.transformer_xl import TransformerXL
@@ -71,6 +71,20 @@ def test_remembered_documents_count_back_from_the_last_row() -> None:
     assert memory[-1].tolist() == [[-1, -1, 0, 0], [0, 0, 0, 0]]
     _, memory = model(tokens_BL, tokens_BL, memory, starts_BL.flip(0))
     assert memory[-1].tolist() == [[0, 0, 0, 0, 0, 0], [-2, -2, -1, -1, 0, 0]]
+
+
+def test_a_memory_knows_of_the_documents_that_began_in_a_forgotten_segment() -> None:
+    model = tiny_model(memory_length=6)
+    tokens_BL = random_tokens(2, 4)
+    first = torch.tensor([[True, False, True, False], [False, False, False, False]])
+    second = torch.tensor([[False, True, False, True], [False, False, False, False]])
+    _, before = model(tokens_BL, tokens_BL, None, first)
+    forgotten = behind_forgotten(before, second)
+    assert forgotten is not None
+    assert all(map(torch.equal, forgotten[:-1], before[:-1]))
+    assert forgotten[-1].dtype == torch.int32
+    assert forgotten[-1].tolist() == [[-3, -3, -2, -2], [0, 0, 0, 0]]
+    assert behind_forgotten(None, second) is None
 
 
 def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
