@@ -222,7 +222,7 @@ def _first_memory(arguments: argparse.Namespace, trained: TrainedModel) -> int:
 
 
 def _segment_length(arguments: argparse.Namespace, trained: TrainedModel) -> int:
-    return arguments.segment_length or trained.config.data.segment_length
+    return arguments.segment_length or trained.segment_length
 
 
 def _refuse_ranks(world: World, option: str) -> None:

@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_samples=arguments.samples,
         seed=arguments.seed,
         memory_length=memory_length,
-        segment_length=trained.config.data.segment_length,
+        segment_length=trained.segment_length,
     )
     if arguments.samples == 1:
         _print_as_it_comes(tokens, tokenizer, arguments.prompt)

@@ -17,6 +17,7 @@ from pretrain.checkpoint_reader import load_weights
 from pretrain.config import RunConfig
 from pretrain.exported import is_export, load_export, with_model_settings
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.phases import run_at
 from pretrain.run_dir import RunDir
 
 
@@ -28,6 +29,11 @@ class TrainedModel:
     config: RunConfig
     step: int
     tokenizer_home: Path  # a directory with the tokenizer in it: the corpus, or the export itself
+
+    @property
+    def segment_length(self) -> int:
+        """That of the last update, in whichever phase of the run it was."""
+        return run_at(self.config, max(0, self.step - 1)).data.segment_length
 
 
 def load_trained(

@@ -93,7 +93,7 @@ def _evaluator(max_tokens: int) -> Evaluate:
                     TrainedScorer(trained, world),
                     corpus,
                     memory_length=length,
-                    segment_length=config.data.segment_length,
+                    segment_length=trained.segment_length,
                     num_lanes=config.evaluation.lanes,
                     max_tokens=max_tokens or config.evaluation.max_tokens,
                 ).loss

@@ -10,7 +10,7 @@ import torch
 from data_pipeline.corpus import Corpus
 from data_pipeline.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from pretrain.config import DataConfig, ModelConfig, RunConfig
+from pretrain.config import DataConfig, ModelConfig, PhaseConfig, RunConfig
 from pretrain.console import aligned
 from pretrain.distributed import init_world, leave_world
 from pretrain.evaluate import EvaluationResult, TrainedScorer, evaluate
@@ -38,6 +38,14 @@ def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
     """The targets of one lane, as evaluation reads them."""
     batches = list(EvaluationStream(corpus, 1, 8, range(1), max_tokens))
     return torch.cat([torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches])
+
+
+@pytest.mark.parametrize(("step", "length"), [(0, 16), (4, 16), (5, 32), (9, 64)])
+def test_segments_are_as_long_as_in_the_phase_of_the_last_update(tmp_path, step, length):
+    phases = (PhaseConfig(from_step=4, segment_length=32), PhaseConfig(from_step=8, segment_length=64))
+    model = ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1)
+    run = RunConfig(model=model, data=DataConfig(segment_length=16, phases=phases))
+    assert TrainedModel(TransformerXL(model), run, step, tmp_path).segment_length == length
 
 
 def test_every_token_is_scored_once_whatever_the_lanes_and_segments(scorer, corpus):
