@@ -34,7 +34,7 @@ def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
     problems = [f"step {step}: only in one of the runs" for step in sorted(first.keys() ^ second.keys())]
     for step in sorted(first.keys() & second.keys()):
         ours, theirs = first[step], second[step]
-        if not math.isclose(ours["loss"], theirs["loss"], rel_tol=tolerance):
+        if not _are_close(ours["loss"], theirs["loss"], tolerance):
             problems.append(f"step {step}: loss {ours['loss']!r} against {theirs['loss']!r}")
         problems += [
             f"step {step}: {name} {ours[name]!r} against {theirs[name]!r}"
@@ -42,6 +42,11 @@ def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
             if ours[name] != theirs[name]
         ]
     return problems
+
+
+def _are_close(loss: float | None, other: float | None, tolerance: float) -> bool:
+    """None stands for a loss that was no number."""
+    return loss == other if loss is None or other is None else math.isclose(loss, other, rel_tol=tolerance)
 
 
 def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:

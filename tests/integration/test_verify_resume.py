@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(tiny_c
     assert RunDir(tmp_path / "proof" / "killed").config.engine.zero_stage == 2
 
 
-def written(path: Path, losses: list[float]) -> RunDir:
+def written(path: Path, losses: list[float | None]) -> RunDir:
     path.mkdir()
     run_dir = RunDir(path)
     lines = [
@@ -43,3 +43,9 @@ def test_losses_apart_names_what_rounding_does_not_explain(tmp_path):
     assert losses_apart(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
     assert losses_apart(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == ["step 1: loss 5.0 against 5.001"]
     assert losses_apart(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == ["step 3: only in one of the runs"]
+
+
+def test_losses_apart_compares_losses_that_were_no_numbers(tmp_path):
+    left = written(tmp_path / "left", [5.0, None])
+    assert losses_apart(left, written(tmp_path / "same", [5.0, None]), 1e-5) == []
+    assert losses_apart(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == ["step 2: loss None against 4.0"]
