@@ -13,7 +13,7 @@ from data_pipeline.errors import ConfigError
 from pretrain.config import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.console import counted, si
 from pretrain.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.phases import spans_of_phases
+from pretrain.phases import advice_on_phases, spans_of_phases
 from pretrain.scaling.costs import Flops, Parameters, flops_of, parameters_of
 from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
 
@@ -166,6 +166,7 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
             for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
             if len(spans) > 1
         ),
+        *(f"  {advice}" for advice in [advice_on_phases(config)] if advice),
         f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
         f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
         f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.peak_in_words(precision)})",

@@ -58,6 +58,14 @@ def begins_lanes(run: RunConfig, step: int) -> bool:
     return any(phase.from_step == step and phase.begins_lanes for phase in run.data.phases)
 
 
+def advice_on_phases(run: RunConfig) -> str:
+    """Text for the user about phases that never begin, or ""."""
+    beyond = [str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps]
+    if not beyond:
+        return ""
+    return f"the run ends after step {run.optim.steps}: data.phases from step {', '.join(beyond)} on never begin"
+
+
 def first_step_at(run: RunConfig, step: int) -> int:
     """The number of updates before the phase."""
     return max((phase.from_step for phase in run.data.phases if phase.from_step <= step), default=0)

@@ -16,7 +16,7 @@ from data_pipeline.location import shown
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.faults import Fault
 from pretrain.live_bar import live_bar
-from pretrain.phases import begins_phase, runs_of_phases
+from pretrain.phases import advice_on_phases, begins_phase, runs_of_phases
 from pretrain.schedule import learning_rate_at
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrain.distributed import init_world, leave_world
 
     world = init_world()
+    if world.is_main and (advice := advice_on_phases(config)):
+        print(advice, flush=True)
     try:
         with live_bar():
             return train_in(config, arguments.run_dir, world)

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.mixture_part import MixturePart
 from data_pipeline.segment_lengths import SegmentLengths
+from pretrain.cli import main
 from pretrain.config import DataConfig, OptimConfig, PhaseConfig, RunConfig
 from pretrain.healing import Spike, lane_lengths, segments_behind, window_of
 from pretrain.phases import (
+    advice_on_phases,
     begins_lanes,
     begins_phase,
     first_step_at,
@@ -23,6 +26,7 @@ from pretrain.phases import (
 from pretrain.run_dir import RunDir
 from tests.unit.pretrain.test_healing import SETTINGS
 
+MODELS = Path(__file__).parents[3] / "configs" / "models"
 AT_40 = PhaseConfig(from_step=40, lanes=4)
 BOOKS = (MixturePart(path="books"),)  # type: ignore[arg-type]
 RUN = RunConfig(
@@ -107,3 +111,14 @@ def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
     lengths = lane_lengths(WARM_UP, 40, [range(5, 8)])
     assert (lengths.first, *lengths.changes) == (16, (13, 32), (33, 64))
     assert lane_lengths(WARM_UP, 55, [range(5, 8)]) == SegmentLengths(64)
+
+
+def test_phases_beyond_the_end_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=31))) == ""
+    assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=30))).endswith(
+        "data.phases from step 30 on never begin"
+    )
+    assert "step 10, 30 on" in advice_on_phases(replace(RUN, optim=OptimConfig(steps=5)))
+    settings = ["optim.steps=20", "data.phases=[{from_step: 20, segment_length: 32}]"]
+    assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings]) == 0
+    assert "the run ends after step 20: data.phases from step 20 on never begin" in capsys.readouterr().out
