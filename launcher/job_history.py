@@ -12,9 +12,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from launcher.journal import Event
 from launcher.requeue import Attempt, NextAction
 from launcher.srun import Step
+from pretrain.time_spent import Event
 
 _CHANCES = 2  # attempts on a host
 LOST_HOST = "its first host was lost"

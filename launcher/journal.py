@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-Event = Mapping[str, Any]
-BEGINNINGS = ("start", "resume")
+from pretrain.time_spent import BEGINNINGS, Event, is_beginning, time_of
+
 _ENDS = ("stop", "finish", "attempt_ended")
 _FAILURES = ("retry", "give up", "refused")
 _REFUSED_JOB = "refused: "  # begins why a job ended that came second
@@ -22,11 +20,6 @@ def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
         if event.get("event") == "job_ended" and str(event.get("why", "")).startswith(_REFUSED_JOB)
     }
     return [event for event in ledger if event.get("job") not in refused]
-
-
-def time_of(event: Event) -> float:
-    """When it was written, in seconds since 1970."""
-    return datetime.datetime.fromisoformat(event["time"]).timestamp()
 
 
 def last_of(ledger: Sequence[Event], *kinds: str) -> Event | None:
@@ -78,23 +71,9 @@ def is_interruption(event: Event) -> bool:
     return event.get("next") in _FAILURES
 
 
-def is_beginning(event: Event) -> bool:
-    return event.get("event") in BEGINNINGS
-
-
 def begins_in(event: Event, start: str) -> bool:
     """Whether ranks of this job (17), or of this start of a job (17.2), began; they say so late where it is ending."""
     return is_beginning(event) and str(event.get("attempt", "")).startswith(f"{start}.")
-
-
-def is_finished(event: Event) -> bool:
-    """Whether it says that all steps were made."""
-    return event.get("event") == "finish" or event.get("next") == "finished"
-
-
-def is_request(event: Event) -> bool:
-    """Whether it says that an attempt stopped because it was asked to."""
-    return event.get("event") == "stop" or event.get("next") == "stopped"
 
 
 def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
@@ -106,18 +85,6 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
         elif event.get("event") == "attempt_ended":
             count, is_open = count + (not is_open), False
     return count + (is_running and not is_open)
-
-
-def seconds_spent(ledger: Sequence[Event], end: float) -> float:
-    """Time from the first start to `end`, without that in which the run was finished, stopped or in Slurm's queue."""
-    spent, since, has_begun = 0.0, None, False
-    for event in ledger:
-        has_begun = has_begun or is_beginning(event)
-        if since is None and (is_beginning(event) or (has_begun and event.get("event") == "job_started")):
-            since = time_of(event)
-        elif since is not None and (is_finished(event) or is_request(event) or event.get("event") == "job_ended"):
-            spent, since = spent + time_of(event) - since, None
-    return spent if since is None else spent + end - since
 
 
 def _last(ledger: Sequence[Event], fits: Callable[[Event], bool]) -> Event | None:

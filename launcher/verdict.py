@@ -6,23 +6,11 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.journal import (
-    BEGINNINGS,
-    Event,
-    begins_in,
-    is_beginning,
-    is_finished,
-    is_interruption,
-    is_request,
-    last_end,
-    last_failure,
-    last_of,
-    last_turn,
-    seconds_spent,
-    time_of,
-)
+from launcher.journal import begins_in, is_interruption, last_end, last_failure, last_of, last_turn
 from launcher.signs import Beat, Lock, Measured, is_alive
+from pretrain import time_spent
 from pretrain.console import clock
+from pretrain.time_spent import BEGINNINGS, Event, is_beginning, is_finished, is_request, time_of
 
 # A rank elsewhere whose last sign of life is older than this may be gone; one here is asked for by its process id.
 SILENT_SECONDS = 300.0
@@ -71,14 +59,9 @@ def judge(evidence: Evidence) -> tuple[str, str]:
 
 
 def goodput(evidence: Evidence, is_running: bool) -> float | None:
-    """The share of the time since the run's first step that went into steps which count; None before the first one.
-
-    Time in which it was stopped on request does not count against it. Saves, evaluations, start-up, waiting after
-    failures and steps done again do.
-    """
-    spent = seconds_spent(evidence.ledger, end=evidence.now if is_running else evidence.last_sign)
-    useful = evidence.measured.seconds
-    return min(1.0, useful / spent) if spent > 0 and useful else None
+    """The share of the run's time so far that went into steps which count; None before the first one."""
+    end = evidence.now if is_running else evidence.last_sign
+    return time_spent.goodput(evidence.measured.seconds, time_spent.seconds_spent(evidence.ledger, end))
 
 
 def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, str] | None:

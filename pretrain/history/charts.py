@@ -111,16 +111,16 @@ def value_of_memory(axes: Axes, history: History, colours: Colours) -> None:
 
 
 def progress(axes: Axes, history: History, colours: Colours) -> None:
-    """The step over the time since the run began, with every begin and every way back."""
+    """The step over the time since the run began, with every failed attempt and every way back."""
     seconds_X, steps_X = history.progress
     unit, divisor = (
         ("hours", 3600) if seconds_X[-1] > 7200 else ("minutes", 60) if seconds_X[-1] > 180 else ("seconds", 1)
     )
     axes.plot(seconds_X / divisor, steps_X, color=colours.second, linewidth=1.6)
-    drops = np.flatnonzero(np.diff(steps_X) < 0)
-    axes.plot(
-        seconds_X[drops] / divisor, steps_X[drops], "x", color=colours.alarm, markersize=7, label="lost steps behind it"
-    )
+    failed_X, reached_X = history.setbacks
+    if len(failed_X):
+        words = "attempt failed, or went back"
+        axes.plot(failed_X / divisor, reached_X, "x", color=colours.alarm, markersize=7, label=words)
     axes.set_xlabel(f"{unit} since the first start")
 
 

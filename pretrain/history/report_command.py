@@ -47,7 +47,7 @@ def summary(history: History) -> str:
     parts = [f"step {history.step:,} of {steps:,}", f"loss {history.loss:.4f}"]
     if history.goodput is not None:
         parts.append(f"goodput {history.goodput:.0%}")
-    parts.append(f"failed attempts: {history.num_failures}, rewinds: {len(history.events('rewind'))}")
+    parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.events('rewind'))}")
     parts.append(f"skipped steps: {history.num_skipped}")
     return ", ".join(parts)
 
@@ -110,7 +110,7 @@ def _cards(history: History) -> list[Card]:
         cards.append(Card(f"{history.goodput:.0%}", f"of {spent} under way went into steps that count"))
     rewinds = len(history.events("rewind"))
     words = f"failed attempts; {rewinds} times it went back by itself, {history.num_skipped} of its steps were skipped"
-    cards.append(Card(str(history.num_failures), words, "bad" if history.events("gave_up") else ""))
+    cards.append(Card(str(len(history.failures)), words, "bad" if history.events("gave_up") else ""))
     return cards
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError
+from pretrain import time_spent
 from pretrain.config import RunConfig
 from pretrain.run_dir import RunDir
+from pretrain.time_spent import time_of
 
-BEGINNINGS = ("start", "resume")
-ENDS = ("finish", "stop", "attempt_ended", "rewind", "out_of_memory", "gave_up")
 FAILURES = ("attempt_ended", "out_of_memory", "gave_up")
 SMOOTHED_PARTS = 60  # a smooth curve averages over this part of the run
 
@@ -92,23 +91,14 @@ class History:
         return [event for event in self.ledger if event.get("event") in kinds]
 
     @property
-    def num_failures(self) -> int:
+    def failures(self) -> list[Mapping[str, Any]]:
         """Attempts that ended badly, where a launcher or the run itself could still write it down."""
-        return sum(
-            event.get("next") != "finished" and event.get("next") != "stopped" for event in self.events(*FAILURES)
-        )
+        return [event for event in self.events(*FAILURES) if event.get("next") not in ("finished", "stopped")]
 
     @property
     def seconds_under_way(self) -> float:
-        """From the first step of each attempt to its end; of one that was killed, to the next one's begin."""
-        total, begun = 0.0, None
-        for event in self.ledger:
-            if event.get("event") not in (*BEGINNINGS, *ENDS):
-                continue
-            if begun is not None:
-                total += time_of(event) - begun
-            begun = time_of(event) if event["event"] in BEGINNINGS else None
-        return total if begun is None else total + max(0.0, self.last_sign - begun)
+        """Time from the first start on in which the run was not finished, stopped or queued."""
+        return time_spent.seconds_spent(self.ledger, max(self.last_sign, time_of(self.ledger[-1])))
 
     @property
     def seconds_that_count(self) -> float:
@@ -117,9 +107,8 @@ class History:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time under way that went into steps that count, saves and evaluations left out."""
-        spent = self.seconds_under_way
-        return min(1.0, self.seconds_that_count / spent) if spent > 0 else None
+        """The share of the time under way that went into steps that count."""
+        return time_spent.goodput(self.seconds_that_count, self.seconds_under_way)
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +117,18 @@ class History:
         points += [(time_of(event) + 0.001, event["to_step"]) for event in self.events("rewind")]
         points += [(line["time"], line["step"]) for line in self.train if "time" in line]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
-        return seconds_X - (seconds_X[0] if len(seconds_X) else 0.0), steps_X
+        return seconds_X - self._first_second, steps_X
+
+    @property
+    def setbacks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds since the first start, and the newest saved or reached step, where an attempt failed or went back."""
+        points = [(time_of(event), event.get("step", 0)) for event in [*self.failures, *self.events("rewind")]]
+        seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
+        return seconds_X - self._first_second, steps_X
+
+    @property
+    def _first_second(self) -> float:
+        return min(time_of(event) for event in self.ledger if "step" in event)
 
 
 def read_history(path: Path) -> History:
@@ -146,8 +146,3 @@ def read_history(path: Path) -> History:
         ledger=run_dir.read_ledger(),
         last_sign=run_dir.metrics.stat().st_mtime,
     )
-
-
-def time_of(event: Mapping[str, Any]) -> float:
-    """When it was written, in seconds since 1970."""
-    return datetime.datetime.fromisoformat(event["time"]).timestamp()
