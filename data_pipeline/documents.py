@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -39,7 +40,7 @@ def read_documents(
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
     raw = file.read(config.max_document_bytes + 1)
-    yield document_of_bytes(raw, source.name, source.name, config)
+    yield document_of_bytes(raw.removeprefix(codecs.BOM_UTF8), source.name, source.name, config)
 
 
 def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
@@ -47,6 +48,8 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Ite
     number = 0
     while line := file.readline(longest_line):
         number += 1
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         place = f"{source.name}:{number}"
         if len(line) == longest_line and not line.endswith(b"\n"):
             yield too_long(place, config)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import json
@@ -45,6 +46,13 @@ def compressed(name, content):
         packer = zstandard.ZstdCompressor()
         return packer.compress(content[:100]) + packer.compress(content[100:])
     return content
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\n{"text": "two"}\n')
+    assert [document.text for document in read_all(config_of(tmp_path, format="jsonl"))] == ["one", "two"]
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"three")
+    assert [document.text for document in read_all(config_of(tmp_path / "b.txt"))] == ["three"]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
