@@ -32,7 +32,6 @@ from pretrain.config import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    ScheduleConfig,
     accumulation_steps,
     lanes_of_rank,
 )
@@ -40,6 +39,7 @@ from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
 from pretrain.engine import Engine, StepResult
 from pretrain.faults import Fault
 from pretrain.layer_norms import layer_of, numbers_of_layers
+from pretrain.optim_config import ScheduleConfig
 from pretrain.schedule import learning_rate_at
 from pretrain.state import TrainState
 from pretrain.train import build_engine, memories_behind
