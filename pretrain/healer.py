@@ -74,7 +74,8 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
             return
         ledger = run_dir.read_ledger()
         windows = windows_passed_over(ledger)
-        if len(windows) >= run.healing.max_rewinds:
+        num_rewinds = sum(event["event"] == REWIND for event in ledger)  # windows that touch are one
+        if num_rewinds >= run.healing.max_rewinds:
             run_dir.append_ledger({"event": "gave_up", "step": spike.last_step, "reason": spike.in_words()})
             raise TrainingError(_report(run, spike, ledger))
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
@@ -94,7 +95,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         )
         print(
             f"healing: {spike.in_words()}; back to step {step}, passing over segments {window.start} to "
-            f"{window.stop - 1} (rewind {len(windows) + 1} of at most {run.healing.max_rewinds})",
+            f"{window.stop - 1} (rewind {num_rewinds + 1} of at most {run.healing.max_rewinds})",
             flush=True,
         )
 

@@ -135,6 +135,16 @@ def test_a_run_that_may_not_go_back_again_stops_with_a_report(experiment, tmp_pa
     assert events_of(run_dir, "gave_up")
 
 
+@pytest.mark.slow
+def test_rewinds_whose_windows_touch_are_counted_one_by_one(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    harmful = ("healing.skip_norm=1e-9", "healing.max_rewinds=2", "healing.spike_steps=2", "metrics.interval=2")
+    ended = train(experiment, run_dir, *harmful, "optim.steps=30")
+    assert ended.returncode == 2
+    assert "were all skipped, after 2 rewinds (healing.max_rewinds=2)" in ended.stderr
+    assert len(events_of(run_dir, "rewind")) == 2
+
+
 SHORT = ("optim.steps=30", "checkpoint.interval=10")
 
 
