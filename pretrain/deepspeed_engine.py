@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.lanes import SegmentBatch
 from pretrain.config import RunConfig
+from pretrain.deepspeed_settings import checked, deepspeed_config, is_plain
 from pretrain.distributed import World
 from pretrain.engine import (
     Memory,
@@ -36,35 +36,6 @@ from pretrain.partitioned_model import build_partitioned
 from pretrain.precision import DTYPES
 
 
-def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
-    """DeepSpeed's JSON, derived from the run; `engine.deepspeed_extra` is merged last and may not contradict it."""
-    derived: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": run.data.lanes // (world_size * accumulation_steps),
-        "gradient_accumulation_steps": accumulation_steps,
-        # Without ZeRO in fp32 DeepSpeed clips but does not report the norm, so there the engine does both.
-        "gradient_clipping": 0.0 if _is_plain(run) else run.optim.clip_norm,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,  # it knows optimizers by their exact type only
-        "zero_optimization": {
-            "stage": run.engine.zero_stage,
-            # On, it replaces torch.nn.functional.linear for the whole process and shifts bf16 results between stages.
-            "memory_efficient_linear": False,
-        },
-    }
-    if run.engine.offload_optimizer:
-        derived["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        derived["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW is as fast there and needs no compiler
-    if run.engine.precision == "bf16":
-        derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    if run.engine.precision == "fp16":
-        derived["fp16"] = {"enabled": True, "loss_scale": 1.0}  # constant to DeepSpeed: `LossScaler` sets it
-    if run.engine.precision != "fp32" and run.engine.zero_stage > 0:
-        # Stage 0 cannot accumulate in another type than the weights'.
-        derived["data_types"] = {"grad_accum_dtype": "fp32"}
-        derived["communication_data_type"] = "fp32"
-    return _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
-
-
 class DeepSpeedEngine:
     """The model under ZeRO (Rajbhandari et al. 2020): stage 1 shards the moments, 2 also gradients, 3 also weights."""
 
@@ -73,7 +44,7 @@ class DeepSpeedEngine:
     ) -> None:
         """`build` makes the model; under stage 3 its parameters are spread over the ranks while it does."""
         deepspeed = _import_deepspeed(world.device)
-        config = deepspeed_config(run, world.world_size, accumulation_steps)
+        config = checked(deepspeed, deepspeed_config(run, world.world_size, accumulation_steps))
         self.world = world
         self._run = run
         self._accumulation_steps = accumulation_steps
@@ -110,7 +81,7 @@ class DeepSpeedEngine:
         self._slots_done = 0
         for group in self._base_optimizer.param_groups:
             group["lr"] = learning_rate
-        self._plain_norm = clip_gradients(self.module, self._run.optim) if _is_plain(self._run) else None
+        self._plain_norm = clip_gradients(self.module, self._run.optim) if is_plain(self._run) else None
         self._meter.begin(measure_layers)
         self._engine.step()
         # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
@@ -184,7 +155,7 @@ class DeepSpeedEngine:
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Stage 0: in fp32 a parameter is its own master; otherwise DeepSpeed keeps fp32 copies in the same order."""
-        if _is_plain(self._run):
+        if is_plain(self._run):
             for parameter in self.module.parameters():
                 yield parameter, parameter
         else:
@@ -228,7 +199,7 @@ class DeepSpeedEngine:
             self._write_stage_3_weights()
         elif stage > 0:
             self._optimizer.update_lp_params()
-        elif not _is_plain(self._run):
+        elif not is_plain(self._run):
             for weight, master in self._weights_and_masters():
                 weight.data.copy_(master.data)
 
@@ -258,25 +229,6 @@ def _built(
     if run.engine.precision == "fp32":
         return module, {}
     return module, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
-def _is_plain(run: RunConfig) -> bool:
-    """ZeRO 0 in fp32: DeepSpeed runs the optimizer as it is, without a wrapper of its own."""
-    return run.engine.zero_stage == 0 and run.engine.precision == "fp32"
-
-
-def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
-    merged = dict(derived)
-    for key, value in extra.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
-            merged[key] = _merged(merged[key], value, f"{where}.{key}")
-        elif key in merged and merged[key] != value:
-            raise ConfigError(
-                f"{where}.{key}={value!r} contradicts {merged[key]!r}, which follows from the run's settings; remove it"
-            )
-        else:
-            merged[key] = value
-    return merged
 
 
 def _import_deepspeed(device: torch.device) -> Any:

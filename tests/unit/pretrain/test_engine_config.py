@@ -8,6 +8,7 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config import EngineConfig, RunConfig
+from pretrain.deepspeed_settings import checked, deepspeed_config
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,31 @@ def test_numbers_that_mean_nothing_are_refused_in_one_line(
     name, value = setting.split("=")
     assert f"{name}={value}" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "deepspeed_extra.scheduler would change nothing; use optim.schedule"),
+        ({"optimizer": {"type": "Adam"}}, "deepspeed_extra.optimizer would change nothing; use optim.name"),
+        ({"train_batch_size": 3}, "deepspeed_extra.train_batch_size=3 contradicts 16"),
+        ({"zero_optimization": {"stage": 3}}, "deepspeed_extra.zero_optimization.stage=3 contradicts 1"),
+    ],
+)
+def test_what_deepspeed_may_not_be_told_is_refused(extra: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        deepspeed_config(RunConfig(engine=EngineConfig(deepspeed_extra=extra)), 2, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"overlap_com": True}, {"reduce_bucket_size": "large"}])
+def test_what_deepspeed_refuses_is_said_in_one_line(wrong: dict) -> None:
+    import deepspeed
+
+    run = RunConfig(engine=EngineConfig(deepspeed_extra={"zero_optimization": wrong}))
+    with pytest.raises(ConfigError) as caught:
+        checked(deepspeed, deepspeed_config(run, 1, 1))
+    assert str(caught.value).startswith("engine.deepspeed_extra: DeepSpeed refuses it: ")
+    assert next(iter(wrong)) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    good = deepspeed_config(RunConfig(), 1, 1)
+    assert checked(deepspeed, good) == good
