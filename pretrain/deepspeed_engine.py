@@ -86,6 +86,8 @@ class DeepSpeedEngine:
         self._engine.step()
         # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
         skipped = self._gradients_are_harmful()
+        if skipped:
+            self._forget_gradients()
         layers = self._meter.take() if measure_layers and not skipped else None
         return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
@@ -126,6 +128,12 @@ class DeepSpeedEngine:
         norm = self._optimizer._global_grad_norm
         scaled = self.loss_scaler is not None and self._run.engine.zero_stage == 0
         return norm / self._optimizer.loss_scale if scaled else norm
+
+    def _forget_gradients(self) -> None:
+        """With the optimizer on the CPU, stages 1 and 2 would add those of a step left out to the next step's."""
+        if getattr(self._optimizer, "cpu_offload", False):
+            for group in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[group] = None
 
     def _gradients_are_harmful(self) -> bool:
         return is_harmful(self._grad_norm(), self._run.healing.skip_norm)

@@ -116,6 +116,9 @@ def further(results: Results, tiny_corpus: Path, output: Path) -> Results:
         for kind, more in HARMFUL.items()
         if name.endswith("none")
     ]
+    # Two more steps: what a skipped one left behind would show there.
+    offloaded = {**engine_settings(2, "bf16", "none", micro=2), "offload_optimizer": True}
+    cells.append(cell("nan-offloaded", offloaded, save_at=[], **{**HARMFUL["nan"], "until": 5}))
     train_cells(tiny_corpus, output, cells, num_ranks=2)
     return {**results, **{each["name"]: read_result(output / f"{each['name']}.json") for each in cells}}
 
@@ -149,6 +152,13 @@ def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(further:
         assert [step for step, loss in losses.items() if math.isnan(loss)] == [3]
         assert [losses[1], losses[2]] == [whole[1], whole[2]]
         assert further[f"long-{name}"]["losses"][1] == whole[1]
+
+
+@pytest.mark.slow
+def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_a_skipped_step(further: Results) -> None:
+    norms = further["nan-offloaded"]["norms"]
+    assert [step for step, norm in norms.items() if not math.isfinite(norm)] == [3]
+    assert norms[5] < 2 * norms[2]
 
 
 @pytest.mark.slow

@@ -78,6 +78,8 @@ def results(tiny_corpus: Path, output: Path) -> Results:
             on_two.append(
                 cell(f"zero{stage}-{kind}", half(stage, FITTING), fault=fault, skips=skips, until=4, save_at=[])
             )
+    offloaded = {**half(1, FITTING), "offload_optimizer": True}
+    on_two.append(cell("offloaded-inf", offloaded, fault={"step": 3, "kind": "inf"}, until=6, save_at=[]))
     plain = {"kind": "torch", **engine_settings(1, "fp16", "none", micro=0), "initial_loss_scale": FITTING}
     on_one = [
         cell("torch-fp16", plain, save_at=[]),
@@ -108,6 +110,14 @@ def test_gradients_infinite_on_one_rank_are_skipped_by_all_and_the_scale_halves(
         assert list(found["scales"].values()) == [FITTING, FITTING, FITTING, FITTING / 2]
         assert all(found["losses"][step] == fitting["losses"][step] for step in (1, 2, 3))
         assert [math.isfinite(norm) for norm in found["norms"].values()] == [True, True, False, True]
+
+
+@pytest.mark.slow
+def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_an_overflow(results: Results) -> None:
+    if results:
+        found, usual = results["offloaded-inf"], results["zero1-inf"]
+        assert [math.isfinite(norm) for norm in found["norms"].values()] == [True, True, False, True, True, True]
+        assert abs(found["losses"][4] - usual["losses"][4]) < TOLERANCE
 
 
 @pytest.mark.slow
