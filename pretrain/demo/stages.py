@@ -43,7 +43,8 @@ def write_corpus(screen: Screen, settings: Settings, results: Results) -> Result
     if settings.corpus is None:
         documents, where = texts.standard_library(), "this Python's standard library"
     else:
-        documents, where = texts.folder_of_text(settings.corpus), f"--corpus {settings.corpus}"
+        documents = texts.folder_of_text(settings.corpus, settings.documents.parent)
+        where = f"--corpus {settings.corpus}"
     written = texts.write_jsonl(settings.documents, documents)
     texts.refuse_too_little(written, where)
     return {**written, "source": where}

@@ -56,11 +56,11 @@ def documentation_topics() -> Iterator[Named]:
         yield f"topics/{name}", topics[name].lstrip("\n")
 
 
-def folder_of_text(folder: Path) -> Iterator[Named]:
-    """The documents of the user's text files and JSONL, long ones in parts."""
+def folder_of_text(folder: Path, output: Path) -> Iterator[Named]:
+    """The documents of the user's text files and JSONL, long ones in parts; nothing of `output`, if it lies in there."""
     if not folder.is_dir():
         raise DataError(f"--corpus {folder} is no folder; give one with text files (or JSONL) in it")
-    config = CorpusConfig(input=(folder,), output=folder)
+    config = CorpusConfig(input=(folder,), output=output)
     for source in list_sources((folder,), config):
         for document in read_documents(source, config):
             if isinstance(document, Document):

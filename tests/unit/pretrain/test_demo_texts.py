@@ -37,7 +37,10 @@ def test_a_users_folder_may_mix_text_and_compressed_jsonl(tmp_path):
     (tmp_path / "notes" / "one.txt").write_text("first")
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
         file.write(json.dumps({"id": "a", "text": "second"}) + "\n" + json.dumps({"id": "b", "text": "third"}) + "\n")
-    assert sorted(text for _, text in texts.folder_of_text(tmp_path)) == ["first", "second", "third"]
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "report.txt").write_text("the demo's own")
+    found = texts.folder_of_text(tmp_path, output=tmp_path / "demo")
+    assert sorted(text for _, text in found) == ["first", "second", "third"]
 
 
 def test_too_little_text_is_refused_with_how_much_is_needed(tmp_path):
@@ -55,4 +58,4 @@ def test_more_text_than_the_demo_can_read_is_left_out(tmp_path, monkeypatch):
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(DataError, match="no_such is no folder"):
-        list(texts.folder_of_text(tmp_path / "no_such"))
+        list(texts.folder_of_text(tmp_path / "no_such", tmp_path / "demo"))
