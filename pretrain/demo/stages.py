@@ -43,7 +43,7 @@ def write_corpus(screen: Screen, settings: Settings, results: Results) -> Result
     if settings.corpus is None:
         documents, where = texts.standard_library(), "this Python's standard library"
     else:
-        documents = texts.folder_of_text(settings.corpus, settings.documents.parent)
+        documents = texts.folder_of_text(settings.corpus, settings.directory)
         where = f"--corpus {settings.corpus}"
     written = texts.write_jsonl(settings.documents, documents)
     texts.refuse_too_little(written, where)

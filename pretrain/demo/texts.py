@@ -57,7 +57,7 @@ def documentation_topics() -> Iterator[Named]:
 
 
 def folder_of_text(folder: Path, output: Path) -> Iterator[Named]:
-    """The documents of the user's text files and JSONL, long ones in parts; nothing of `output`, if it lies in there."""
+    """The documents of the user's text files and JSONL, long ones in parts; none of `output`, if it lies in there."""
     if not folder.is_dir():
         raise DataError(f"--corpus {folder} is no folder; give one with text files (or JSONL) in it")
     config = CorpusConfig(input=(folder,), output=output)
