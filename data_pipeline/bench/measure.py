@@ -41,6 +41,6 @@ def table(rows: list[Row]) -> str:
     lines = ["| what | measured | goal | |", "|---|---|---|---|"]
     for row in rows:
         goal = f"at most {row.goal:g} {row.unit}" if row.goal else ""
-        verdict = "" if not row.goal else "ok" if row.passes else "MISSED"
+        verdict = "" if not row.goal else "ok" if row.value <= row.goal else "close" if row.passes else "MISSED"
         lines.append(f"| {row.name} | {row.value:.3g} {row.unit} | {goal} | {verdict} |")
     return "\n".join(lines)
