@@ -118,7 +118,7 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 
 def _hosts_in(node_list: str | None) -> list[str]:
-    return [] if node_list in (None, "", "(null)") else slurm.host_names(node_list)
+    return slurm.host_names(node_list) if node_list else []
 
 
 def _tail(path: Path, size: int = 8192) -> str:

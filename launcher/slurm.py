@@ -131,9 +131,10 @@ def jobs(ids: Sequence[str]) -> list[QueuedJob]:
 
 
 def details(job: str) -> dict[str, str]:
-    """All that `scontrol show job` says, such as JobState, Reason, NodeList; empty for a job it has forgotten."""
+    """What `scontrol show job` says, such as JobState, Reason, NodeList; empty for a job it has forgotten."""
     result = _run(["scontrol", "show", "job", "-o", job])
-    return dict(re.findall(r"(\w+)=(\S*)", result.stdout)) if result.returncode == 0 else {}
+    fields = re.findall(r"(\w+)=(\S*)", result.stdout) if result.returncode == 0 else []
+    return {name: value for name, value in fields if value != "(null)"}
 
 
 def records(ids: Sequence[str]) -> list[JobRecord]:
@@ -176,13 +177,13 @@ def requeue(job: str, exclude: Sequence[str] = ()) -> None:
 
     Slurm then holds it back for the life of a credential, by default two minutes.
     """
-    before = details(job).get("ExcNodeList", "(null)")
+    before = details(job).get("ExcNodeList")
     # The commands inherit the mask: of its own job's last signals to this process they must not die half-way.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         _checked(["scontrol", "requeue", job])
         if exclude:  # Slurm takes this of jobs that wait only
-            hosts = [*exclude, *([] if before == "(null)" else [before])]
+            hosts = [*exclude, *([before] if before else [])]
             _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}"])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

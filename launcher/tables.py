@@ -12,7 +12,7 @@ from rich.text import Text
 
 from launcher.node_report import NodeReport
 from launcher.run_state import RunState
-from pretrain.console import clock, si
+from pretrain.console import clock, counted, si
 
 STYLES = {
     "running": "green",
@@ -147,7 +147,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
 
 
 def _attempts(state: RunState) -> str:
-    ranks = "" if state.ranks is None else f", {state.ranks} rank{'s' * (state.ranks != 1)}"
+    ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
     return f"{state.attempts}{ranks}" + (f" on {' '.join(state.hosts)}" if state.hosts else "")
 
 

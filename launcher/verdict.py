@@ -79,11 +79,13 @@ def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, 
         return "cancelled", f"after step {evidence.newest_step:,}"
     if submitted > (0.0 if last is None else time_of(last)):
         return "queued", "submitted, and not begun since"
-    if last is not None and last["event"] == "job_ended" and last["why"] == "cancelled":
+    if last is None or last["event"] != "job_ended":
+        return None
+    if last["why"] == "cancelled":
         return "cancelled", f"after step {evidence.newest_step:,}"
-    if last is not None and last["event"] == "job_ended" and last.get("next") == "give up":
+    if last.get("next") == "give up":
         return "failed", last["why"]
-    if last is not None and last["event"] == "job_ended" and is_interruption(last):
+    if is_interruption(last):
         # its supervisor has put it back into the queue, or Slurm has
         return ("preempted" if last["why"] == "preempted" else "requeued"), last["why"]
     return None

@@ -28,7 +28,7 @@ from torch import Tensor
 from data_pipeline.lanes import SegmentBatch
 from data_pipeline.prefetch import Prefetcher
 from pretrain.config import RunConfig
-from pretrain.console import evaluation_line, perplexity, si, train_line
+from pretrain.console import counted, evaluation_line, perplexity, si, train_line
 from pretrain.distributed import World, sum_over_ranks
 from pretrain.engine import StepResult
 from pretrain.lane_meter import LaneMeter
@@ -219,10 +219,10 @@ class Metrics:
         }
 
     def _say_peak(self) -> None:
-        ranks = f"{self._world.world_size} rank{'s' * (self._world.world_size > 1)}"
         print(
             f"MFU = tokens/s x {si(self._flops_per_token)}FLOP per token / {si(self._peak)}FLOP/s, "
-            f"the matrix product measured on {ranks} in {self._run.engine.precision}",
+            f"the matrix product measured on {counted(self._world.world_size, 'rank')} "
+            f"in {self._run.engine.precision}",
             flush=True,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 from pretrain.checkpoint_files import steps_on_disk
 from pretrain.compare import differing_losses, summary
 from pretrain.run_dir import RunDir
+from pretrain.time_spent import time_of
 from tests.slurm.lab import SlurmLab
 
 STEPS, INTERVAL = 300, 60
@@ -172,8 +172,9 @@ class SlurmRun:
     def timeline(self) -> str:
         """The journal, a line each, with the seconds since the first event."""
         events = self.dir.read_ledger()
-        times = [datetime.datetime.fromisoformat(event.pop("time")).timestamp() for event in events]
-        return "\n".join(f"{time - times[0]:8.1f}  {event}" for time, event in zip(times, events, strict=True))
+        times = [time_of(event) for event in events]
+        told = [{key: value for key, value in event.items() if key != "time"} for event in events]
+        return "\n".join(f"{time - times[0]:8.1f}  {event}" for time, event in zip(times, told, strict=True))
 
     def logs(self) -> str:
         """Everything that could explain a failure."""
