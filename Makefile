@@ -66,12 +66,12 @@ golden: $(STAMP)  ## compare with recorded results of the original, where they a
 	pretrain golden ../shared/golden/*.npz
 
 bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
-	OMP_NUM_THREADS=2 python -m pretrain bench
-	OMP_NUM_THREADS=1 data-pipeline bench
+	OMP_NUM_THREADS=2 python -m benchmarks model
+	OMP_NUM_THREADS=1 python -m benchmarks data
 
 bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
 	python -m pytest -q -m gpu tests/gpu
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi
-	python -m pretrain bench --gpu
+	python -m benchmarks model --gpu

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.audit_command import add_audit_arguments
-from data_pipeline.bench.command import add_bench_arguments
-from data_pipeline.build_command import add_build_arguments, add_merge_arguments
 from data_pipeline.command_flags import check_positive
+from data_pipeline.commands.audit import add_audit_arguments
+from data_pipeline.commands.build import add_build_arguments, add_merge_arguments
+from data_pipeline.commands.store import add_fetch_arguments, add_upload_arguments, near
 from data_pipeline.errors import DataError, exit_status_of
 from data_pipeline.location import shown, url_of
-from data_pipeline.store_command import add_fetch_arguments, add_upload_arguments, near
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(
-        required=True, metavar="build | merge | fetch | upload | verify | inspect | audit | bench"
-    )
+    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | upload | verify | inspect | audit")
     build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
     add_build_arguments(build)
     add_merge_arguments(commands.add_parser("merge", help="make one corpus of the parts that `build --part` built"))
@@ -49,18 +46,17 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--lanes", type=int, default=16)
         command.add_argument("--seed", type=int, default=1, help="of the run")
     add_audit_arguments(audit)
-    add_bench_arguments(commands.add_parser("bench", help="measure the promised costs on this machine, side by side"))
     return parser
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from data_pipeline.commands.verify import splits_of, verify_split
     from data_pipeline.progress import StatusLine
-    from data_pipeline.verify import splits_of, verify_split
 
     problems = []
     status = StatusLine()
     if url := url_of(options.directory):
-        from data_pipeline.copy_corpus import problems_at
+        from data_pipeline.commands.copy_corpus import problems_at
 
         problems = problems_at(url, status.show)
     else:
@@ -76,7 +72,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from data_pipeline.verify import describe_split, splits_of
+    from data_pipeline.commands.verify import describe_split, splits_of
 
     check_positive(options, "lanes")
     for split in splits_of(near(options.directory)):

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from launcher.requeue import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts, silent_rank
-from pretrain.checkpoint_files import steps_on_disk
-from pretrain.local_ranks import EXIT_STOPPED
-from pretrain.run_dir import RunDir
+from launcher.restart_policy import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts, silent_rank
+from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.run_dir import RunDir
 
 _WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {

@@ -7,32 +7,34 @@ import os
 import sys
 from typing import NoReturn
 
-from data_pipeline.commands import Program
+from data_pipeline.program import Program
 
 # name -> (module, what it does)
 COMMANDS = {
-    "train": ("pretrain.train", "train or resume one run (one rank's program; 'launcher local' starts several)"),
+    "train": (
+        "pretrain.commands.train",
+        "train or resume a run as one rank; 'launcher local' starts several",
+    ),
     "evaluate": (
-        "pretrain.evaluate_command",
+        "pretrain.commands.evaluate",
         "loss and bits per character with memories of any length, and how far back models look",
     ),
-    "generate": ("pretrain.generate", "sample text from a checkpoint"),
-    "export": ("pretrain.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
+    "generate": ("pretrain.evaluation.sampling", "sample text from a checkpoint"),
+    "export": ("pretrain.weights.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
     "import-original": (
-        "pretrain.import_original",
+        "pretrain.weights.import_original",
         "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
     ),
-    "describe": ("pretrain.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
-    "report": ("pretrain.history.report_command", "a run's loss, speed, failures and settings as one page"),
-    "compare": ("pretrain.history.compare_command", "several runs side by side: numbers, settings, curves"),
-    "checkpoint": ("pretrain.checkpoint_command", "list, verify or prune what a run has saved"),
-    "golden": ("pretrain.golden", "compare the model with recorded results of the original implementation"),
+    "describe": ("pretrain.commands.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
+    "report": ("pretrain.commands.report", "a run's loss, speed, failures and settings as one page"),
+    "compare": ("pretrain.commands.compare", "several runs side by side: numbers, settings, curves"),
+    "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune what a run has saved"),
+    "golden": ("pretrain.weights.golden", "compare the model with recorded results of the original implementation"),
     "verify-resume": (
-        "pretrain.verify_resume",
+        "pretrain.commands.verify_resume",
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",
     ),
-    "bench": ("pretrain.bench.command", "measure the speeds the project promises, as ratios in one run"),
-    "scale": ("pretrain.scale", "scaling-law experiments: plan, collect, fit, predict, report, context"),
+    "scale": ("pretrain.commands.scale", "scaling-law experiments: plan, collect, fit, predict, report, context"),
     "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
 }
 PROGRAM = Program("pretrain", "Pretrain Transformer-XL language models, with exact memory and exact resume.", COMMANDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from data_pipeline.lanes import LaneCursor
-from pretrain.engine import Memory
+from data_pipeline.lanes.lane_stream import LaneCursor
+from pretrain.engines.engine import Memory
 
 
 @dataclass

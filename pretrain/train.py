@@ -1,36 +1,25 @@
-"""`pretrain train`: build everything a run needs, then the loop."""
+"""The training loop, and nothing else: `pretrain/run.py` builds what it works with."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import UserError
-from data_pipeline.location import shown
-from pretrain.config import RunConfig, accumulation_steps
-from pretrain.faults import Fault
-from pretrain.live_bar import live_bar
-from pretrain.phases import advice_on_phases, begins_phase, runs_of_phases
-from pretrain.schedule import learning_rate_at
+import torch
 
-if TYPE_CHECKING:
-    from data_pipeline.lanes import SegmentBatch
-    from pretrain.checkpoint import Checkpointer
-    from pretrain.distributed import World
-    from pretrain.engine import Engine, Memory
-    from pretrain.healer import Healer
-    from pretrain.heartbeat import Heartbeat
-    from pretrain.memory_offload import MemoryOffload
-    from pretrain.metrics import Metrics
-    from pretrain.model.transformer_xl import TransformerXL
-    from pretrain.preemption import StopRequest
-    from pretrain.state import TrainState
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.config.phases import begins_phase
+from pretrain.config.run import RunConfig
+from pretrain.engines.engine import Engine, Memory
+from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.metrics.metrics import Metrics
+from pretrain.model.memory import behind_forgotten
+from pretrain.optim.schedule import learning_rate_at
+from pretrain.recovery.faults import Fault
+from pretrain.recovery.rewind import Healer
+from pretrain.recovery.stop_requests import StopRequest
+from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.state import TrainState
 
 
 def train(
@@ -52,7 +41,7 @@ def train(
 
     SpikeFound, on every rank, when the losses are far out of line; CheckpointError when a rank cannot write its part.
     """
-    offload = memory_offload(run, engine)
+    offload = MemoryOffload(engine.world.device, run.engine.offload_memories)
     while state.step < run.optim.steps:
         batch = next(lanes)
         metrics.add_batch(batch)
@@ -106,112 +95,7 @@ def train(
 
 def memories_behind(batch: SegmentBatch, memories: Sequence[Memory | None]) -> list[Memory | None]:
     """The memories of the slots where nothing of this batch is remembered."""
-    import torch
-
-    from pretrain.model.memory import behind_forgotten
-
     slots = batch.split(len(memories))
     return [
         behind_forgotten(memory, torch.from_numpy(slot.starts_BL)) for memory, slot in zip(memories, slots, strict=True)
     ]
-
-
-def memory_offload(run: RunConfig, engine: Engine) -> MemoryOffload:
-    """Where the run keeps the memories of slots that are not at work."""
-    from pretrain.memory_offload import MemoryOffload
-
-    return MemoryOffload(engine.world.device, run.engine.offload_memories)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain train`, one rank's program."""
-    parser.add_argument("config", type=Path, help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, help="where checkpoints and metrics go; resumed if it holds this run"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Train or resume the run of this directory as one rank of WORLD_SIZE."""
-    config = resolve(load_config(RunConfig, arguments.config, arguments.overrides))
-    set_threads(config)
-    from pretrain.attempt import train_in
-    from pretrain.distributed import init_world, leave_world
-
-    world = init_world()
-    if world.is_main and (advice := advice_on_phases(config)):
-        print(advice, flush=True)
-    try:
-        with live_bar():
-            return train_in(config, arguments.run_dir, world)
-    finally:
-        leave_world()
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what follows from the corpus, the vocabulary size; refuse a corpus that cannot fill the lanes."""
-    from data_pipeline.lanes import LaneStream
-    from data_pipeline.mixture import open_training_data
-    from data_pipeline.tokenizer import Tokenizer
-
-    phases = runs_of_phases(config)
-    corpora = [open_training_data(phase.data.path, phase.data.mixture, phase.data.cache) for phase in phases]
-    for phase, corpus in zip(phases, corpora, strict=True):
-        LaneStream(corpus, phase.data.lanes, config.seed, phase.data.segment_length, range(1))
-    vocab_size = Tokenizer.load(corpora[0].tokenizer_directory).vocab_size  # all have the same
-    if config.model.vocab_size not in (0, vocab_size):
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {shown(config.data.path)} has "
-            f"{vocab_size} tokens; leave the setting out, it is taken from the corpus"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-
-
-def set_threads(config: RunConfig) -> None:
-    """Give every rank its share of the cores, more makes ranks wait for each other; and vanishing numbers no time."""
-    import torch
-
-    torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_here()))
-    # Weights below 1e-38, such as alibi's of far keys, cost a CPU a hundred times as much as zeros do.
-    torch.set_flush_denormal(True)
-
-
-def ranks_here() -> int:
-    """How many ranks share this machine."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
-
-
-def build_engine(config: RunConfig, world: World) -> Engine:
-    """The model with its published initialisation, the same on every rank, inside the engine the run asks for."""
-    import torch
-
-    from pretrain.model.transformer_xl import TransformerXL
-
-    torch.manual_seed(config.seed)
-    engine = config.engine
-    build = partial(
-        TransformerXL,
-        config.model,
-        engine.activation_checkpointing,
-        engine.attention_kernel,
-        engine.head_chunk_tokens,
-        engine.checkpoint_every,
-    )
-    built = _engine_of_kind(config, build, world)
-    if not config.optim.average_decay:
-        return built
-    from pretrain.averaging import AveragingEngine
-
-    return cast("Engine", AveragingEngine(built, config.optim.average_decay))
-
-
-def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:
-    slots = accumulation_steps(config, world.world_size)
-    if config.engine.kind == "torch":
-        from pretrain.engine import TorchEngine
-
-        return TorchEngine(config, build(), world, slots)
-    from pretrain.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(config, build, world, slots)

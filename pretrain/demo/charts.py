@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretrain.report import ALARM, FAINT, FIRST, INK, SECOND, chart_html, legend, new_chart
+from pretrain.reporting.html import ALARM, FAINT, FIRST, INK, SECOND, chart_html, legend, new_chart
 
 LABEL: dict[str, Any] = {"color": INK, "fontsize": 9}
 

@@ -6,13 +6,13 @@ import argparse
 import time
 from pathlib import Path
 
-from pretrain.console import clock
 from pretrain.demo.journal import Journal, key_of
 from pretrain.demo.screen import Screen
 from pretrain.demo.settings import RANKS, Settings, make_settings
 from pretrain.demo.stages import Result, Results, Stage, remove
 from pretrain.demo.story import memory_gain, story
-from pretrain.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.train_lines import clock
 
 EXIT_NOT_SHOWN = 1  # a claim of the demo did not hold
 

@@ -9,11 +9,11 @@ from importlib.metadata import version
 from typing import Any
 
 from data_pipeline.files import write_text
-from pretrain import report
 from pretrain.demo import charts, training
 from pretrain.demo.screen import Screen
 from pretrain.demo.settings import CONFIG, RANKS, Settings
-from pretrain.report import Card, paragraph, section, table, text
+from pretrain.reporting import html as report
+from pretrain.reporting.html import Card, paragraph, section, table, text
 
 Results = dict[str, dict[str, Any]]
 

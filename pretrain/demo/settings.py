@@ -7,8 +7,8 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 CONFIG = Path(__file__).parents[2] / "configs" / "experiments" / "demo.yaml"
 RANKS = 2

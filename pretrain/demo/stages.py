@@ -51,8 +51,8 @@ def write_corpus(screen: Screen, settings: Settings, results: Results) -> Result
 
 
 def train_tokenizer(screen: Screen, settings: Settings, results: Results) -> Result:
-    from data_pipeline.build_tokenizer import prepare_tokenizer
-    from data_pipeline.sources import list_sources
+    from data_pipeline.builder.sources import list_sources
+    from data_pipeline.builder.train_tokenizer import prepare_tokenizer
 
     config = corpus_config(settings)
     tokenizer = prepare_tokenizer(settings.tokenizer, list_sources(config.input, config), config)
@@ -60,7 +60,7 @@ def train_tokenizer(screen: Screen, settings: Settings, results: Results) -> Res
 
 
 def write_shards(screen: Screen, settings: Settings, results: Results) -> Result:
-    from data_pipeline.build import build_corpus
+    from data_pipeline.builder.build_corpus import build_corpus
 
     with screen.progress("encoding", None) as meter:
         built = build_corpus(corpus_config(settings, settings.tokenizer), lambda what: meter.advance(1, str(what)))
@@ -93,8 +93,8 @@ def train_and_kill(screen: Screen, settings: Settings, results: Results) -> Resu
 
 
 def resume_and_compare(screen: Screen, settings: Settings, results: Results) -> Result:
-    from pretrain import checkpoint_files
-    from pretrain.compare import differing_losses, differing_state
+    from pretrain.checkpoint import directory as checkpoint_files
+    from pretrain.commands.same_run import differing_losses, differing_state
 
     start = training.train(screen, settings, settings.killed, attempt=1)
     undisturbed, killed = settings.undisturbed, settings.killed
@@ -114,10 +114,10 @@ def resume_and_compare(screen: Screen, settings: Settings, results: Results) -> 
 def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Result:
     import torch
 
-    from data_pipeline.corpus import Corpus
-    from pretrain.distributed import init_world, leave_world
-    from pretrain.evaluate import TrainedScorer, evaluate
-    from pretrain.inference import load_trained
+    from data_pipeline.corpora.corpus import Corpus
+    from pretrain.distributed.world import init_world, leave_world
+    from pretrain.evaluation.evaluate import TrainedScorer, evaluate
+    from pretrain.weights.trained_model import load_trained
 
     corpus = Corpus.open(settings.data / "validation")
     tokens = min(EVALUATION_TOKENS, corpus.num_tokens)
@@ -152,8 +152,8 @@ def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Res
 def sample(screen: Screen, settings: Settings, results: Results) -> Result:
     import torch
 
-    from pretrain.generate import Sampling, TextStream, generate, prompt_tokens
-    from pretrain.inference import load_tokenizer, load_trained
+    from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
+    from pretrain.weights.trained_model import load_tokenizer, load_trained
 
     trained = load_trained(settings.killed.path, torch.device("cpu"), say=screen.say)
     tokenizer = load_tokenizer(trained, settings.data)

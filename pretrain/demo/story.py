@@ -6,11 +6,11 @@ import sys
 from typing import Any
 
 from data_pipeline.config_loader import to_tree
-from pretrain.console import clock
 from pretrain.demo import stages
 from pretrain.demo.page import write_report
 from pretrain.demo.settings import RANKS, Settings
 from pretrain.demo.stages import Result, Stage
+from pretrain.terminal.train_lines import clock
 
 
 def story() -> tuple[Stage, ...]:

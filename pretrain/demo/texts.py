@@ -12,12 +12,12 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.records import Document
+from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import read_documents
 from data_pipeline.errors import DataError, UserError, exit_status_of
 from data_pipeline.files import replacing
-from data_pipeline.records import Document
-from data_pipeline.sources import list_sources
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TOPICS_FILE = "pydoc_data/topics.py"  # its entries are documents of their own

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.errors import UserError
-from pretrain import checkpoint_files
+from pretrain.checkpoint import directory as checkpoint_files
 from pretrain.demo.screen import Screen
 from pretrain.demo.settings import CONFIG, RANKS, Settings
-from pretrain.faults import VARIABLE as FAULT_VARIABLE
-from pretrain.local_ranks import RankGroup, failure_in_words
-from pretrain.run_dir import RunDir
+from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
+from pretrain.rundir.run_dir import RunDir
 
 POLL_SECONDS = 0.25
 

@@ -1,0 +1,4 @@
+"""Relative attention as tiles on the CPU and as Triton kernels on a GPU.
+
+Imported by `model`; uses nothing of `pretrain`.
+"""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.embedding import Embedding, EmbeddingBin, bin_ranges, bin_width
 from pretrain.model.parameters import normal, zeros
 

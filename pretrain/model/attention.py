@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.config.run import AttentionKernel, ModelConfig
 from pretrain.model.attention_paths import DistanceTerms, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.masks import Visibility

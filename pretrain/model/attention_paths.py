@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.config import AttentionKernel
-from pretrain.kernels.cpu_attention import relative_attention
-from pretrain.kernels.triton_support import interprets_kernels, unsupported_reason
+from pretrain.config.run import AttentionKernel
+from pretrain.kernels.cpu.attention import relative_attention
+from pretrain.kernels.triton.support import interprets_kernels, unsupported_reason
 from pretrain.model.dropout import DropoutStream, Site, drop, realised_rate
 from pretrain.model.masks import Visibility
 
@@ -62,7 +62,7 @@ def fused_attention(
     query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility, dropout: WeightDropout
 ) -> Tensor:
     """By the Triton kernels; dropout draws masks of its own."""
-    from pretrain.kernels.triton_attention import fused_relative_attention
+    from pretrain.kernels.triton.attention import fused_relative_attention
 
     key_BCGH, value_BCGH = torch.cat(list(parts), dim=1).unbind(2)
     rate, lane_keys_B = 0.0, None

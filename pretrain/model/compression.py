@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.memory import Memory, keep_last_rows

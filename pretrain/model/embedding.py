@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.parameters import normal
 
 

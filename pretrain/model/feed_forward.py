@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import normal, zeros
 

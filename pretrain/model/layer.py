@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.config.run import AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import DistanceTerms
 from pretrain.model.dropout import DropoutStream

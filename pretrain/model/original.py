@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.embedding import bin_ranges
 
 # theirs -> ours, inside one layer

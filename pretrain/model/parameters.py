@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 
 NORM_EPSILON = 1e-5
 

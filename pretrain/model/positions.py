@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.parameters import normal
 
 SMALLEST_TABLE = 64

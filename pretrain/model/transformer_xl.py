@@ -6,7 +6,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.adaptive_softmax import AdaptiveSoftmax, with_gradient_of
 from pretrain.model.compression import (
     Compression,
@@ -78,13 +77,6 @@ class TransformerXL(nn.Module):
             self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)
         width = config.head_width if config.positions == "rope" else config.d_model
         self._encodings = RelativePositions(width, config.clamp_length)
-
-    @classmethod
-    def from_export(cls, directory: Path | str) -> TransformerXL:
-        """The model that `pretrain export` wrote, in evaluation mode, on the CPU; needs no DeepSpeed."""
-        from pretrain.exported import load_export  # which builds this class
-
-        return load_export(Path(directory))[0]
 
     def forward(
         self,

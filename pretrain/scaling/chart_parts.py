@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain import report
+from pretrain.reporting import html as report
 from pretrain.scaling.wording import amount
 
 if TYPE_CHECKING:

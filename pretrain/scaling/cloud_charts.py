@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.console import counted
 from pretrain.scaling.agreement import beyond
 from pretrain.scaling.chart_parts import LOSS, Palette, canvas, legend, log_amount_axis, plain_ticks
 from pretrain.scaling.charts import APPROACH_COLOURS
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LawLine
 from pretrain.scaling.points import Array
+from pretrain.terminal.train_lines import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
-from pretrain.scaling.costs import cost_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.csv_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep

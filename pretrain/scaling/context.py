@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.scaling.costs import RunCost, cost_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 
 

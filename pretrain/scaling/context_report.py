@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.files import replacing, write_text
-from pretrain.report import Card, chart_html, page, paragraph, section, table
+from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
 from pretrain.scaling import context_charts
 from pretrain.scaling.chart_parts import PAGE, PRINT, Palette
 from pretrain.scaling.context_table import ContextRow

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.console import counted
 from pretrain.scaling import agreement
 from pretrain.scaling.bootstrap import parametric_draws
 from pretrain.scaling.checks import LeftOut, Prediction, leave_largest_out, predict_holdouts
@@ -18,6 +17,7 @@ from pretrain.scaling.isoflop import isoflop_draws
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
 from pretrain.scaling.lines import Approach, LawLine
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
+from pretrain.terminal.train_lines import counted
 
 DEFAULT_DRAWS = 1000
 ROUGH_FLOPS_LAW = 0.03

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.console import counted
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
 from pretrain.scaling.points import Array, Points
+from pretrain.terminal.train_lines import counted
 
 FEWEST_SIZES = 3
 GOOD_SIZES = 5

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.scaling.costs import RunCost, cost_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.recipe import Rule, refuse_unsuited, with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from data_pipeline.config_loader import differences, load_config, to_tree
-from data_pipeline.corpus import SPLITS, Corpus
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.errors import ConfigError, DataError
-from pretrain.config import RunConfig
-from pretrain.console import counted
-from pretrain.scaling.costs import RunCost
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import RunCost
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, write_sweep
+from pretrain.terminal.train_lines import counted
 
 
 class Planned(Protocol):

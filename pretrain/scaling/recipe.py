@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.scaling.costs import cost_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
 
 Rule = Literal["step-law", "base"]
 RULES: tuple[Rule, ...] = ("step-law", "base")

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.files import replacing, write_json, write_text
-from pretrain.console import counted
-from pretrain.report import Card, chart_html, page, paragraph, section, table
+from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
 from pretrain.scaling import charts, cloud_charts, wording
 from pretrain.scaling.agreement import beyond, disagreement
 from pretrain.scaling.chart_parts import PAGE, PRINT
@@ -19,6 +18,7 @@ from pretrain.scaling.lines import LEVEL
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
 from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, lost_lines, unavailable_lines
 from pretrain.scaling.wording import amount, shown
+from pretrain.terminal.train_lines import counted
 
 PNG_DPI = 150
 MOST_ROWS = 60

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.scaling.costs import cost_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
 
 DEPTH_FREEDOM = 1.4  # layers may differ from the base's ratio to the width by this factor, to come nearer to a size
 DEPTH_WEIGHT = 0.1  # how much a wrong depth counts against a wrong size, both as logarithms

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.console import counted
 from pretrain.scaling import wording
 from pretrain.scaling.agreement import beyond, disagreement
 from pretrain.scaling.checks import LeftOut, relative_error, seed_spread
@@ -18,6 +17,7 @@ from pretrain.scaling.law import NAMES
 from pretrain.scaling.lines import LEVEL, Interval, LawLine, interval
 from pretrain.scaling.predict import Forecast
 from pretrain.scaling.wording import shown
+from pretrain.terminal.train_lines import counted
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

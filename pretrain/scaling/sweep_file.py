@@ -31,7 +31,7 @@ from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import Tree, dump_yaml, read_tree, shown
-from pretrain.config import RunConfig
+from pretrain.config.run import RunConfig
 
 FORMAT = 1
 _SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # what else would not do in a directory's name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pretrain.console import prefixed, si
 from pretrain.scaling.lines import Interval
+from pretrain.terminal.train_lines import prefixed, si
 
 LOSS_DECIMALS = 4
 ERRORS = "errors are predicted minus measured (+: too much was predicted)"

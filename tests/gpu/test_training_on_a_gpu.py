@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneStream
-from pretrain.bench.gpu import CHECKED
-from pretrain.bench.gpu_report import correctness
-from pretrain.config import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed import init_world, leave_world
-from pretrain.engine import TorchEngine
-from pretrain.memory_offload import MemoryOffload
+from benchmarks.gpu import CHECKED
+from benchmarks.gpu_report import correctness
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.engine import TorchEngine
+from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.corpora import make_tiny_corpus
 

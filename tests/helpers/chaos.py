@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain import checkpoint_files as files
+from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.compare import differing_losses, differing_state, summary
-from pretrain.run_dir import RunDir
+from pretrain.commands.same_run import differing_losses, differing_state, summary
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 

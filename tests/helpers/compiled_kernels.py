@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.kernels.triton_settings import Tile, Variant, tiles_for
+from pretrain.kernels.triton.settings import Tile, Variant, tiles_for
 
 NUM_HEADS = 16
 FLOAT32_POINTERS = {
@@ -112,10 +112,10 @@ def resources_of(wanted: str) -> Resources:
 
 
 def kernels() -> dict[str, Any]:
-    from pretrain.kernels.triton_backward_keys import key_gradient_kernel
-    from pretrain.kernels.triton_backward_positions import position_gradient_kernel
-    from pretrain.kernels.triton_backward_queries import query_gradient_kernel
-    from pretrain.kernels.triton_forward import forward_kernel
+    from pretrain.kernels.triton.backward_keys import key_gradient_kernel
+    from pretrain.kernels.triton.backward_positions import position_gradient_kernel
+    from pretrain.kernels.triton.backward_queries import query_gradient_kernel
+    from pretrain.kernels.triton.forward import forward_kernel
 
     return {
         "forward": forward_kernel,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.build import build_corpus
+from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.files import sha256_of
-from data_pipeline.manifest import Manifest, ShardInfo
-from data_pipeline.shards import ShardFormat, shard_name, write_shard
+from data_pipeline.shards.shards import ShardFormat, shard_name, write_shard
 from data_pipeline.tokenizer import Tokenizer
 
 SUBJECTS = [

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain import checkpoint_files as files
-from pretrain.compare import differing_state, summary
-from pretrain.local_ranks import RankGroup, failure_in_words
+from pretrain.checkpoint import directory as files
+from pretrain.commands.same_run import differing_state, summary
+from pretrain.processes.local_ranks import RankGroup, failure_in_words
 
 STEPS = 20
 HALF = 10

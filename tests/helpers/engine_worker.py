@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneStream
-from pretrain.checkpoint import Checkpointer
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.cli import end_process
-from pretrain.config import (
+from pretrain.config.optim import ScheduleConfig
+from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
@@ -35,14 +36,14 @@ from pretrain.config import (
     accumulation_steps,
     lanes_of_rank,
 )
-from pretrain.distributed import World, init_world, leave_world, sum_over_ranks
-from pretrain.engine import Engine, StepResult
-from pretrain.faults import Fault
-from pretrain.layer_norms import layer_of, numbers_of_layers
-from pretrain.optim_config import ScheduleConfig
-from pretrain.schedule import learning_rate_at
+from pretrain.distributed.world import World, init_world, leave_world, sum_over_ranks
+from pretrain.engines.engine import Engine, StepResult
+from pretrain.optim.layer_norms import layer_of, numbers_of_layers
+from pretrain.optim.schedule import learning_rate_at
+from pretrain.recovery.faults import Fault
+from pretrain.run import build_engine
 from pretrain.state import TrainState
-from pretrain.train import build_engine, memories_behind
+from pretrain.train import memories_behind
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 MODEL: dict[str, Any] = {

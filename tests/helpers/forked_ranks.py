@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.cli import end_process
-from pretrain.local_ranks import die_with, rank_environment
+from pretrain.processes.local_ranks import die_with, rank_environment
 
 
 def import_everything() -> None:
     """What a rank would import, before the first fork."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     logging.disable(logging.WARNING)
-    for name in ("deepspeed", "pretrain.attempt", "pretrain.deepspeed_engine"):
+    for name in ("deepspeed", "pretrain.run", "pretrain.engines.deepspeed_engine"):
         importlib.import_module(name)
 
 

@@ -130,8 +130,8 @@ def errors_of(case: Case) -> dict[str, float]:
 
 def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) -> Tensor:
     """The kernel on this case's options and tiles."""
-    from pretrain.kernels.triton_attention import fused_relative_attention
-    from pretrain.kernels.triton_settings import Tile, Tiles
+    from pretrain.kernels.triton.attention import fused_relative_attention
+    from pretrain.kernels.triton.settings import Tile, Tiles
 
     size = case.size
     tiles = Tiles(

@@ -10,7 +10,7 @@ import json
 import torch
 from torch import Tensor
 
-from pretrain.config import AttentionKernel, ModelConfig
+from pretrain.config.run import AttentionKernel, ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data_pipeline.config_loader import parse_config
-from pretrain.config import RunConfig
-from pretrain.distributed import init_world, leave_world
-from pretrain.engine import Engine
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.engine import Engine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.train import build_engine
+from pretrain.run import build_engine
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 

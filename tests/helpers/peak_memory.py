@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from data_pipeline.config_loader import parse_config
-from data_pipeline.segment_batch import SegmentBatch
-from pretrain.config import DataConfig, ModelConfig, RunConfig, accumulation_steps
-from pretrain.distributed import World, init_world, leave_world
-from pretrain.engine import Memory
-from pretrain.train import build_engine
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
+from pretrain.distributed.world import World, init_world, leave_world
+from pretrain.engines.engine import Memory
+from pretrain.run import build_engine
 
 STEPS = 3  # the second is the first with a full memory
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from data_pipeline.stores import Patience
+from data_pipeline.corpora.stores import Patience
 
 FAULTS = ("truncate", "reset", "stall", "500", "flip")
 STALL_SECONDS = 3.0

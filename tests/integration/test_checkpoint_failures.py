@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import checkpoint_files as files
-from pretrain.local_ranks import RankGroup
-from pretrain.run_dir import RunDir
+from pretrain.checkpoint import directory as files
+from pretrain.processes.local_ranks import RankGroup
+from pretrain.rundir.run_dir import RunDir
 
 SETTINGS = (
     "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8", "data.lanes=4",

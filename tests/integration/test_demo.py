@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.demo import texts
-from pretrain.local_ranks import RankGroup
+from pretrain.processes.local_ranks import RankGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 24

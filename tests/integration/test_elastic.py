@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain import checkpoint_files as files
-from pretrain.checkpoint_reader import FragmentReader, load_memory
-from pretrain.compare import differing_progress
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.reader import FragmentReader, load_memory
+from pretrain.commands.same_run import differing_progress
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)

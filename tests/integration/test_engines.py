@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain import checkpoint_files as files
-from pretrain.checkpoint_reader import load_weights
-from pretrain.compare import differing_state, summary
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.reader import load_weights
+from pretrain.commands.same_run import differing_state, summary
+from pretrain.config.model import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.model_config import ModelConfig
 from tests.helpers.engine_cells import (
     STAGES,
     STEPS,

@@ -13,9 +13,8 @@ import torch
 
 from data_pipeline.errors import CheckpointError
 from pretrain.cli import main
-from pretrain.exported import load_export
-from pretrain.inference import load_trained
-from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.load_export import load_export, load_model
+from pretrain.weights.trained_model import load_trained
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     with torch.no_grad():
         expected, _ = of_run.module.logits_BLV(tokens_BL)
         found, _ = module.logits_BLV(tokens_BL)
-        again, _ = TransformerXL.from_export(output).logits_BLV(tokens_BL)
+        again, _ = load_model(output).logits_BLV(tokens_BL)
     assert torch.equal(found, expected)
     assert torch.equal(again, expected)
     assert step == of_run.step == 20

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pretrain.checkpoint_files import steps_on_disk
-from pretrain.fence import VARIABLE, Fence
-from pretrain.run_dir import RunDir
+from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.rundir.fence import VARIABLE, Fence
+from pretrain.rundir.run_dir import RunDir
 
 SETTINGS = """model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}

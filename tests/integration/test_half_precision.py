@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import checkpoint_files as files
+from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.precision import cpu_has_fp16
-from pretrain.run_dir import RunDir
+from pretrain.engines.precision import cpu_has_fp16
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.engine_cells import (
     HALF,
     STAGES,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.local_ranks import RankGroup
-from pretrain.run_dir import RunDir
+from pretrain.processes.local_ranks import RankGroup
+from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 

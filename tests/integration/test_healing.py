@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.build import build_corpus
+from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from pretrain.compare import differing_losses, summary
-from pretrain.faults import VARIABLE
-from pretrain.local_ranks import RankGroup, failure_in_words
-from pretrain.run_dir import RunDir
+from pretrain.commands.same_run import differing_losses, summary
+from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl
 
 POISONED = "d70"

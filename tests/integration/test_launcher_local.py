@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from launcher.run_state import read_state
-from pretrain.compare import differing_losses
-from pretrain.faults import VARIABLE
-from pretrain.local_ranks import EXIT_STOPPED
-from pretrain.run_dir import RunDir
-from pretrain.scaling.memory import checkpoint_bytes
+from launcher.status.run_state import read_state
+from pretrain.commands.same_run import differing_losses
+from pretrain.costs.memory import checkpoint_bytes
+from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.run_dir import RunDir
 
 RANKS = 2
 STEPS = 400

@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneCursor, LaneStream
-from data_pipeline.mixture import Mixture
-from pretrain import checkpoint_files as files
-from pretrain.compare import differing_losses
-from pretrain.config import RunConfig
-from pretrain.distributed import init_world, leave_world
-from pretrain.engine import Memory
-from pretrain.faults import VARIABLE
-from pretrain.run_dir import RunDir
-from pretrain.schedule import learning_rate_at
-from pretrain.train import build_engine, resolve
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.mixture import Mixture
+from pretrain.checkpoint import directory as files
+from pretrain.commands.same_run import differing_losses
+from pretrain.config.resolve import resolve
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.engine import Memory
+from pretrain.optim.schedule import learning_rate_at
+from pretrain.recovery.faults import VARIABLE
+from pretrain.run import build_engine
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
 SEED, LENGTH = 4, 16

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 # A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory "$RUN".

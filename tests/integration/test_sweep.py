@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.code_version import code_version
-from pretrain.run_dir import RunDir
+from pretrain.rundir.code_version import code_version
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, collect_rows
 from pretrain.scaling.sweep_file import read_sweep
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from data_pipeline.corpus import Corpus
-from data_pipeline.shard_cache import GIB
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.shard_cache import GIB
 from pretrain.cli import main as pretrain
-from pretrain.compare import losses_apart
-from pretrain.faults import VARIABLE
-from pretrain.run_dir import RunDir
+from pretrain.commands.same_run import losses_apart
+from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.stores import client
 

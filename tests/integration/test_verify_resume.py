@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli import main
-from pretrain.compare import losses_apart
-from pretrain.run_dir import RunDir
+from pretrain.commands.same_run import losses_apart
+from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 

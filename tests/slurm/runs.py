@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint_files import steps_on_disk
-from pretrain.compare import differing_losses, summary
-from pretrain.run_dir import RunDir
-from pretrain.time_spent import time_of
+from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.commands.same_run import differing_losses, summary
+from pretrain.rundir.goodput import time_of
+from pretrain.rundir.run_dir import RunDir
 from tests.slurm.lab import SlurmLab
 
 STEPS, INTERVAL = 300, 60

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.compare import differing_losses
+from pretrain.commands.same_run import differing_losses
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun
 

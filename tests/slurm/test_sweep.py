@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 

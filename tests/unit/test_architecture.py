@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config_loader import load_config
-from pretrain.config import RunConfig
+from pretrain.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("data_pipeline", "pretrain", "launcher")
@@ -23,12 +23,12 @@ MAY_IMPORT = {
 }
 # Where a heavy dependency may be imported; a folder stands for all modules in it.
 HOMES = {
-    "deepspeed": ("pretrain/deepspeed_engine.py",),
+    "deepspeed": ("pretrain/engines/deepspeed_engine.py",),
     "triton": ("pretrain/kernels/",),
     "streaming": ("data_pipeline/",),
     "webdataset": ("data_pipeline/",),
-    "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/build_tokenizer.py", "data_pipeline/bench/"),
-    "torch.utils.tensorboard": ("pretrain/metrics_files.py",),
+    "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/builder/train_tokenizer.py"),
+    "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),
 }
 EXPERIMENTS = sorted((ROOT / "configs" / "experiments").glob("*.yaml")) + sorted(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneStream
-from data_pipeline.mixture import open_mixture
-from data_pipeline.mixture_part import MixturePart
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.mixture import open_mixture
+from data_pipeline.lanes.mixture_part import MixturePart
 from tests.helpers.corpora import write_numbered_corpus
 
 NUM_LANES, LENGTH, STEPS = 8, 16, 60

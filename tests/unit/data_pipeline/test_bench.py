@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.bench.measure import Row, medians, table
-from data_pipeline.bench.reading import ReadingSize, reading_rows
-from data_pipeline.bench.scale import ScaleSize, scale_rows
-from data_pipeline.bench.storage import StorageSize, storage_rows
-from data_pipeline.cli import main
+from benchmarks.__main__ import main
+from benchmarks.data_measure import Row, medians, table
+from benchmarks.data_reading import ReadingSize, reading_rows
+from benchmarks.data_scale import ScaleSize, scale_rows
+from benchmarks.data_storage import StorageSize, storage_rows
 
 
 def test_medians_leave_the_first_round_out_and_change_the_order():
@@ -53,5 +53,5 @@ def test_the_wait_for_a_slow_store_is_measured_with_and_without_reading_ahead(tm
 
 def test_an_unknown_part_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "--only", "nothing"])
+        main(["data", "--only", "nothing"])
     assert "invalid choice" in capsys.readouterr().err

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.build import build_corpus
-from data_pipeline.build_tokenizer import fraction_of
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.train_tokenizer import fraction_of
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.manifest import MANIFEST_NAME
 from tests.helpers.corpora import config_of, contents, documents_of, make_tiny_corpus, some_texts
 
 
@@ -76,8 +76,8 @@ def test_no_validation_split_is_made_when_none_is_wanted(tmp_path):
 
 
 def test_the_sample_for_training_a_tokenizer_is_capped_and_from_all_over_the_training_split(tmp_path):
-    from data_pipeline.build_tokenizer import training_sample
-    from data_pipeline.sources import list_sources
+    from data_pipeline.builder.sources import list_sources
+    from data_pipeline.builder.train_tokenizer import training_sample
 
     texts = [f"{number} " * 30 + "\n\n" + f"{number} " * 30 for number in range(300)]
     config = config_of(tmp_path, texts, tokenizer=TokenizerConfig(training_bytes=8000, vocab_size=300))

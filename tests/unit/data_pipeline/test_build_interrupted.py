@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.build import build_corpus
+from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
+from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.files import sha256_of
-from data_pipeline.manifest import MANIFEST_NAME
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
 
@@ -29,7 +29,9 @@ from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 def processes():
     """Starts processes that have imported streaming already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["streaming", "webdataset.writer", "data_pipeline.build", "data_pipeline.cli"])
+    context.set_forkserver_preload(
+        ["streaming", "webdataset.writer", "data_pipeline.builder.build_corpus", "data_pipeline.cli"]
+    )
     return context
 
 
@@ -188,10 +190,10 @@ def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(tmp_p
     config = config_of(tmp_path, some_texts())
     build_corpus(replace(config, output=tmp_path / "whole"))
     steps = {
-        "the index": "data_pipeline.split_writer.write_index",
-        "the manifests": "data_pipeline.manifest.write_json",
-        "the recipe": "data_pipeline.build_journal.write_json",
-        "cleaning up": "data_pipeline.build_journal.shutil.rmtree",
+        "the index": "data_pipeline.builder.split_writer.write_index",
+        "the manifests": "data_pipeline.corpora.manifest.write_json",
+        "the recipe": "data_pipeline.builder.journal.write_json",
+        "cleaning up": "data_pipeline.builder.journal.shutil.rmtree",
     }
     with monkeypatch.context() as patched:
         # Only the last call: shards are written by way of rmtree too.

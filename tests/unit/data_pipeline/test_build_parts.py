@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.build import build_corpus
-from data_pipeline.build_parts import build_part, merge_parts, parts_directory
-from data_pipeline.build_processes import build_in_processes
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.parts import build_part, merge_parts, parts_directory
+from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.cli import main
+from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from data_pipeline.verify import verify_split
 from tests.helpers.corpora import contents, some_texts
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
@@ -148,7 +148,7 @@ def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_pat
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.build_processes._run_parts", stop)
+        patch.setattr("data_pipeline.builder.processes._run_parts", stop)
         with pytest.raises(Stopped):  # the tokenizer is trained, no part has begun
             build_in_processes(config, 2)
     with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):

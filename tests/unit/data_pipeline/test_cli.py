@@ -7,7 +7,7 @@ import time
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from tests.helpers.corpora import contents, make_tiny_corpus, some_texts, write_jsonl
 
 
@@ -179,8 +179,9 @@ def test_the_command_starts_at_once_and_imports_nothing_heavy():
 def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
     code = (
         "import sys; from pathlib import Path\n"
-        "from data_pipeline.lanes import LaneStream; from data_pipeline.corpus import Corpus\n"
-        "import data_pipeline.build, data_pipeline.verify, data_pipeline.audit, data_pipeline.prefetch\n"
+        "from data_pipeline.lanes.lane_stream import LaneStream; from data_pipeline.corpora.corpus import Corpus\n"
+        "import data_pipeline.builder.build_corpus, data_pipeline.commands.verify\n"
+        "import data_pipeline.lanes.audit, data_pipeline.lanes.prefetch\n"
         f"next(LaneStream(Corpus.open(Path({str(corpus / 'train')!r})), 2, 1, 8, range(2))).cursor\n"
         "sys.exit(bool({'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'} & set(sys.modules)))"
     )

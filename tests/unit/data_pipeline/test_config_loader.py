@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import dump_yaml
-from pretrain.config import RunConfig
+from pretrain.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

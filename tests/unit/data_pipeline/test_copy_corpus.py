@@ -8,11 +8,11 @@ import time
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
-from data_pipeline.corpus import Corpus
+from data_pipeline.commands.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import MANIFEST_NAME
+from data_pipeline.corpora.stores import Patience
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import MANIFEST_NAME
-from data_pipeline.stores import Patience
 from tests.helpers.corpora import contents, make_tiny_corpus
 from tests.helpers.stores import QUICK, STALL_SECONDS, FileServer, client
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.corpus import Corpus, split_directory
+from data_pipeline.corpora.corpus import Corpus, split_directory
+from data_pipeline.corpora.manifest import Manifest
 from data_pipeline.errors import DataError
-from data_pipeline.lanes import LaneStream
-from data_pipeline.manifest import Manifest
+from data_pipeline.lanes.lane_stream import LaneStream
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 

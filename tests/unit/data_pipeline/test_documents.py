@@ -9,11 +9,11 @@ import os
 import pytest
 import zstandard
 
+from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.records import Document, Reject
+from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import read_documents
 from data_pipeline.errors import ConfigError, DataError, exit_status_of
-from data_pipeline.records import Document, Reject
-from data_pipeline.sources import list_sources
 
 
 def config_of(*inputs, **settings):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_pipeline.corpus import Corpus
-from data_pipeline.evaluation_stream import EvaluationStream, useful_lanes
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from tests.helpers.corpora import write_numbered_corpus
 
 

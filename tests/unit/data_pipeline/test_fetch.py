@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.corpus import mismatch
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_shard, fetch_tokenizer
+from data_pipeline.corpora.manifest import mismatch
+from data_pipeline.corpora.stores import Patience, StoreError, store_at, within
 from data_pipeline.errors import DataError
-from data_pipeline.fetch import NotFetchedError, fetch_manifest, fetch_shard, fetch_tokenizer
 from data_pipeline.files import sha256_of
-from data_pipeline.stores import Patience, StoreError, store_at, within
 from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, QUICK_SDK, FileServer, put_directory

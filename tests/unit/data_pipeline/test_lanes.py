@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.lanes import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from tests.helpers.corpora import write_numbered_corpus
 
 SEED = 5

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 
 SHARDS = (ShardInfo("a.mds", 3, 30, 15, 99, "0a", 120, 110), ShardInfo("b.mds", 2, 12, 11, 55, "0b", 40, 40))
 MANIFEST = Manifest(dtype="uint16", tokenizer="f00", end_id=1, vocab_size=300, shards=SHARDS)

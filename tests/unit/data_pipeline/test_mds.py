@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards import ShardReader, write_index, write_shard
+from data_pipeline.shards.shards import ShardReader, write_index, write_shard
 from tests.helpers.corpora import make_tiny_corpus
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.lane_tokens import plan_of
-from data_pipeline.lanes import LaneCursor, LaneStream
-from data_pipeline.mixture import Mixture, open_mixture, open_training_data
-from data_pipeline.mixture_part import MixturePart
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_tokens import plan_of
+from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data
+from data_pipeline.lanes.mixture_part import MixturePart
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 NUM_LANES = 4

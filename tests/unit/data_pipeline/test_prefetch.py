@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.lanes import LaneStream
-from data_pipeline.prefetch import Prefetcher
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.prefetch import Prefetcher
 from tests.helpers.corpora import write_numbered_corpus
 
 
@@ -80,7 +80,7 @@ def test_waiting_is_counted_and_closing_stops_a_reader_that_waits():
 
 
 def test_closing_does_not_wait_for_a_reader_that_waits_for_a_store(monkeypatch):
-    monkeypatch.setattr("data_pipeline.prefetch.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("data_pipeline.lanes.prefetch.CLOSE_SECONDS", 0.05)
     never = threading.Event()
 
     def stuck():

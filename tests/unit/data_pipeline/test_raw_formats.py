@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.records import Document, Reject
+from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
-from data_pipeline.documents import read_documents
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.records import Document, Reject
-from data_pipeline.sources import list_sources
 
 
 def read_all(path: Path, **settings) -> list[Document | Reject]:

@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.cache_config import CacheConfig
 from data_pipeline.config_loader import parse_config, to_tree
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.read_ahead import ReadAhead
+from data_pipeline.corpora.remote_corpus import CachedShards, at_hand
+from data_pipeline.corpora.shard_cache import GIB, ShardCache
+from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import DataError
-from data_pipeline.evaluation_stream import EvaluationStream
-from data_pipeline.lanes import LaneStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.mixture import open_training_data
+from data_pipeline.lanes.mixture_part import MixturePart
 from data_pipeline.location import absolute, url_of
-from data_pipeline.mixture import open_training_data
-from data_pipeline.mixture_part import MixturePart
-from data_pipeline.read_ahead import ReadAhead
-from data_pipeline.remote_corpus import CachedShards, at_hand
-from data_pipeline.shard_cache import GIB, ShardCache
-from data_pipeline.stores import store_at
-from pretrain.config import DataConfig
+from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, FileServer, put_directory
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.cache_config import CacheConfig
+from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
+from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.shard_cache import GIB, CacheFullError, ShardCache
-from data_pipeline.stores import store_at
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer
 
@@ -22,10 +22,10 @@ NUM_SHARDS = 8
 FETCH = """
 import sys
 from pathlib import Path
-from data_pipeline.cache_config import CacheConfig
-from data_pipeline.manifest import read_manifest
-from data_pipeline.shard_cache import ShardCache
-from data_pipeline.stores import store_at
+from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.corpora.manifest import read_manifest
+from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.stores import store_at
 cache = ShardCache(CacheConfig(directory=Path(sys.argv[1])))
 for info in read_manifest(Path(sys.argv[3])).shards:
     cache.open(store_at(sys.argv[2]), info).close()

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.build import build_corpus
-from data_pipeline.corpus import Corpus
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.commands.verify import verify_split
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import DataError
-from data_pipeline.shards import ShardReader, write_shard
-from data_pipeline.verify import verify_split
+from data_pipeline.shards.shards import ShardReader, write_shard
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
-from launcher import slurm
-from launcher.cluster import ClusterConfig
-from launcher.sbatch import Job, NodeRange, render_array
+from launcher.slurm import client as slurm
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.sbatch import Job, NodeRange, render_array
 
 JOB = Job(
     name="grid-1a2b",

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from pretrain.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 def stop(*_):
     run.append_ledger({"event": "attempt_ended", "next": "stopped", "step": 40})

@@ -10,7 +10,7 @@ from launcher.cli import main
 
 def test_starting_the_launcher_imports_no_torch():
     code = (
-        "import sys, launcher.cli, launcher.local\n"
+        "import sys, launcher.cli, launcher.commands.local\n"
         "found = {'torch', 'deepspeed', 'streaming', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.cluster import ClusterConfig
-from launcher.job_end import JobEnd, end_of
-from launcher.job_history import LOST_HOST, host_to_leave, hosts_left, open_start, other_jobs, past_attempts
-from launcher.journal import last_turn
-from launcher.srun import Step
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.job_end import JobEnd, end_of
+from launcher.slurm.job_history import LOST_HOST, host_to_leave, hosts_left, open_start, other_jobs, past_attempts
+from launcher.slurm.srun import Step
+from launcher.status.journal import last_turn
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
 REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}

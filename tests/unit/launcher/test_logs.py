@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.run_logs import error_lines
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from launcher.status.run_logs import error_lines
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 TRACEBACK = """Traceback (most recent call last):
   File "x.py", line 3, in step
@@ -79,7 +79,10 @@ def test_lines_that_speak_of_an_error_are_told_from_others(line, tells):
 
 
 def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with_the_run(run_dir):
-    lock = f"from pretrain.run_dir import RunDir; from pathlib import Path; run = RunDir(Path({str(run_dir.path)!r}))"
+    lock = (
+        "from pretrain.rundir.run_dir import RunDir; from pathlib import Path; "
+        f"run = RunDir(Path({str(run_dir.path)!r}))"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{lock}\nwith run.locked('launcher'): print('held', flush=True); input()"],
         stdin=subprocess.PIPE,

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from launcher.node_report import PairResult, judge, rounds_of
-from pretrain.node_findings import Found
+from launcher.preflight.node_report import PairResult, judge, rounds_of
+from pretrain.processes.node_findings import Found
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 FAST, SLOW = 100e6, 20e6

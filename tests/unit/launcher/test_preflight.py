@@ -13,12 +13,12 @@ import pytest
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_json
-from launcher import node_checks
 from launcher.cli import main
-from launcher.cluster import ClusterConfig
-from launcher.node_checks import gather, pair_up
-from launcher.preflight import srun_line
-from pretrain.node_findings import END, Found, Link, link_file, rank_file, round_file
+from launcher.commands.preflight import srun_line
+from launcher.preflight import node_checks
+from launcher.preflight.node_checks import gather, pair_up
+from launcher.slurm.cluster import ClusterConfig
+from pretrain.processes.node_findings import END, Found, Link, link_file, rank_file, round_file
 
 
 def found(rank: int, host: str) -> Found:
@@ -79,7 +79,7 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     script = command[-1].splitlines()
     assert script[0] == "module load cuda"
     assert "export NCCL_DEBUG=WARN" in script
-    assert script[-1].endswith("-m pretrain.node_check /shared/out")
+    assert script[-1].endswith("-m pretrain.processes.node_check /shared/out")
 
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from launcher import slurm
-from launcher.queue_state import Queue, ask, joined, with_queue
-from launcher.run_state import RunState
-from launcher.slurm import JobRecord, QueuedJob, SlurmUnreachable
+from launcher.slurm import client as slurm
+from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
+from launcher.status.queue_state import Queue, ask, joined, with_queue
+from launcher.status.run_state import RunState
 
 RUN = RunState(
     name="books", path="runs/books", state="failed", why="its processes ended without a word", step=40, job="17"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.requeue import Attempt, NextAction, Policy, decide, fruitless_attempts, silent_rank
-from pretrain.local_ranks import EXIT_STOPPED
+from launcher.restart_policy import Attempt, NextAction, Policy, decide, fruitless_attempts, silent_rank
+from pretrain.processes.local_ranks import EXIT_STOPPED
 
 POLICY = Policy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 

@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from launcher.journal import last_failure, last_job, num_attempts, without_refused_jobs
-from launcher.run_state import read_state
-from launcher.signs import Beat, Lock, Measured, read_beats, read_lock, read_measured
-from launcher.verdict import SILENT_SECONDS, Evidence, goodput, judge
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from launcher.status.journal import last_failure, last_job, num_attempts, without_refused_jobs
+from launcher.status.liveness import Beat, Lock, Measured, read_beats, read_lock, read_measured
+from launcher.status.run_state import read_state
+from launcher.status.run_status import SILENT_SECONDS, Evidence, goodput, judge
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 NOW = 1_700_000_000.0
 ENDED = "attempt_ended"

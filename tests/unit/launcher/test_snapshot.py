@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.snapshot import with_absolute_paths
-from pretrain.config import DataConfig, MixturePart, PhaseConfig, RunConfig
+from launcher.slurm.snapshot import with_absolute_paths
+from pretrain.config.run import DataConfig, MixturePart, PhaseConfig, RunConfig
 
 
 def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> None:

@@ -10,23 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import ClusterConfig
-from launcher.srun import Step, _first_hand, free_port_near, srun_command
-from launcher.task import rank_variables
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.srun import Step, _first_hand, free_port_near, srun_command
+from launcher.slurm.task import rank_variables
 
 STEP = Step(hosts=("n1", "n2", "n3"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
 
 
 def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
-    command = srun_command(STEP, ["-m", "launcher.task"])
-    assert command[-3:] == [sys.executable, "-m", "launcher.task"]
+    command = srun_command(STEP, ["-m", "launcher.slurm.task"])
+    assert command[-3:] == [sys.executable, "-m", "launcher.slurm.task"]
     wanted = {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--nodelist=n1,n2"}
     assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
 
 
 def in_container(**settings) -> list[str]:
     cluster = ClusterConfig(gpus_per_node=2, container_image="/images/x.sqsh", container_mounts=("/data",), **settings)
-    return srun_command(dataclasses.replace(STEP, cluster=cluster), ["-m", "launcher.task"], mounts=[Path("/runs/a")])
+    return srun_command(
+        dataclasses.replace(STEP, cluster=cluster), ["-m", "launcher.slurm.task"], mounts=[Path("/runs/a")]
+    )
 
 
 def test_pyxis_gets_the_image_and_sees_run_and_data():
@@ -34,14 +36,22 @@ def test_pyxis_gets_the_image_and_sees_run_and_data():
     assert "--container-image=/images/x.sqsh" in command
     assert "--container-mounts=/runs/a:/runs/a,/data:/data" in command
     assert f"--container-workdir={os.getcwd()}" in command
-    assert command[-3:] == ["python3", "-m", "launcher.task"]
+    assert command[-3:] == ["python3", "-m", "launcher.slurm.task"]
 
 
 def test_apptainer_runs_the_task_inside_the_image():
     command = in_container(container_runtime="apptainer", container_python="/opt/python")
     begin = command.index("apptainer")
     binds = ["--nv", "--bind=/runs/a", "--bind=/data", f"--pwd={os.getcwd()}"]
-    assert command[begin:] == ["apptainer", "exec", *binds, "/images/x.sqsh", "/opt/python", "-m", "launcher.task"]
+    assert command[begin:] == [
+        "apptainer",
+        "exec",
+        *binds,
+        "/images/x.sqsh",
+        "/opt/python",
+        "-m",
+        "launcher.slurm.task",
+    ]
 
 
 def test_a_taken_port_is_passed_over():
@@ -66,7 +76,7 @@ TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", 
 
 
 def run_task(log: str, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launcher.task", log, "-c", code]
+    command = [sys.executable, "-m", "launcher.slurm.task", log, "-c", code]
     return subprocess.run(command, env={**os.environ, **TASK}, capture_output=True, text=True)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.run_state import RunState
-from launcher.tables import age, console, render
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from launcher.commands.tables import age, console, render
+from launcher.status.run_state import RunState
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 
 from data_pipeline.config_loader import load_config
 from launcher.cli import main
-from launcher.cluster import load_cluster
-from launcher.snapshot import Snapshot
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from launcher.slurm.cluster import load_cluster
+from launcher.slurm.snapshot import Snapshot
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2", "model.num_layers=2", "data.lanes=8"]
 

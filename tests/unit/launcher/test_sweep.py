@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cells import CellRun, in_words, longest_first, read_cells
 from launcher.cli import main
-from launcher.cluster import ClusterConfig
-from launcher.sbatch import NodeRange
-from launcher.sweep_jobs import array_of, classes
-from pretrain.config import DataConfig, ModelConfig
-from pretrain.run_dir import RunDir
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.sbatch import NodeRange
+from launcher.sweep.cells import CellRun, in_words, longest_first, read_cells
+from launcher.sweep.jobs import array_of, classes
+from pretrain.config.run import DataConfig, ModelConfig
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 
 CLUSTER = ClusterConfig(ranks_per_node=2)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.build import build_corpus
+from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 
 TEXTS = [f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5) for number in range(40)]
 

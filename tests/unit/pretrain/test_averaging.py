@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes import LaneStream
-from pretrain.averaging import AVERAGE
-from pretrain.config import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed import init_world, leave_world
-from pretrain.train import build_engine
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.ema import AVERAGE
+from pretrain.run import build_engine
 from tests.helpers.corpora import make_tiny_corpus
 
 DECAY = 0.75

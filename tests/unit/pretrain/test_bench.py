@@ -7,15 +7,15 @@ import argparse
 import pytest
 import torch
 
+from benchmarks.command import add_arguments, all_comparisons, machine, run
+from benchmarks.compare import Comparison, Measurement, measure, table
+from benchmarks.saving import bench_run
+from benchmarks.scaling import points
 from data_pipeline.errors import UserError
-from pretrain.bench.command import add_arguments, all_comparisons, machine, run
-from pretrain.bench.compare import Comparison, Measurement, measure, table
-from pretrain.bench.saving import bench_run
-from pretrain.bench.scaling import points
+from pretrain.costs.flops import parameters_of
 from pretrain.model.original import original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.scaling.costs import parameters_of
 from tests.helpers.models import TINY, random_tokens
 from tests.helpers.reference_training import ReferenceTransformerXL, original_state
 

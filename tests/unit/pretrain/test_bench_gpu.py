@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pretrain.bench import gpu
-from pretrain.bench.compare import measure
-from pretrain.bench.gpu_report import correctness, promised_flops
-from pretrain.cli import main
+from benchmarks import gpu
+from benchmarks.__main__ import main
+from benchmarks.compare import measure
+from benchmarks.gpu_report import correctness, promised_flops
+from pretrain.costs.flops import cost_of
 from pretrain.model.attention_paths import plain_attention
-from pretrain.scaling.costs import cost_of
 
 CPU = torch.device("cpu")
 SMALL = gpu.Shape(B=2, L=12, M=7, N=2, H=16)
@@ -61,5 +61,5 @@ def test_names_of_gpus_are_found_in_what_the_driver_says() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the bench would run")
 def test_without_a_gpu_it_says_so(capsys) -> None:
-    assert main(["bench", "--gpu"]) == 2
+    assert main(["model", "--gpu"]) == 2
     assert "found no CUDA device" in capsys.readouterr().err

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
-from pretrain import checkpoint_files as files
-from pretrain.checkpoint import Checkpointer
-from pretrain.checkpoint_save import HostBuffers, Save, files_of_rank
-from pretrain.config import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
-from pretrain.distributed import World, init_world, leave_world
-from pretrain.engine import Engine
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.save import HostBuffers, Save, files_of_rank
+from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.distributed.world import World, init_world, leave_world
+from pretrain.engines.engine import Engine
+from pretrain.run import build_engine
 from pretrain.state import TrainState
-from pretrain.train import build_engine
 from tests.helpers.models import random_tokens
 
 RUN = RunConfig(

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
-from pretrain import checkpoint_files as files
+from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.config import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
-from pretrain.run_dir import RunDir
+from pretrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
+from pretrain.rundir.run_dir import RunDir
 from tests.unit.pretrain.test_checkpoint_files import flip_a_bit, publish_step
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import sha256_of, write_json
-from pretrain import checkpoint_files as files
+from pretrain.checkpoint import directory as files
 
 
 def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> Path:

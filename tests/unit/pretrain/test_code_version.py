@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pretrain.code_version import PACKAGES, code_version
+from pretrain.rundir.code_version import PACKAGES, code_version
 
 ROOT = Path(__file__).parents[3]
 
 
 def version_of(copy: Path) -> str:
-    code = "from pretrain.code_version import code_version; print(code_version())"
+    code = "from pretrain.rundir.code_version import code_version; print(code_version())"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=copy, env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, check=True
     ).stdout.decode().strip()  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import ModelConfig
-from pretrain.context_length import Contexts, Losses, SplitPositions, relative_effective_context_lengths
+from pretrain.config.run import ModelConfig
+from pretrain.evaluation.context_length import Contexts, Losses, SplitPositions, relative_effective_context_lengths
 from pretrain.model.transformer_xl import TransformerXL
 
 CONTEXTS = Contexts(step=10, longest=100)

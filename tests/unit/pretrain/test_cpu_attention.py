@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.kernels.cpu_attention import relative_attention
-from pretrain.kernels.cpu_tile_math import shifted, unshift_
-from pretrain.kernels.cpu_tiles import Tiling
+from pretrain.kernels.cpu.attention import relative_attention
+from pretrain.kernels.cpu.tile_math import shifted, unshift_
+from pretrain.kernels.cpu.tiles import Tiling
 from tests.helpers.exact_attention import exact_attention
 
 SMALL_TILES = Tiling(rows=3, scores=70)  # several blocks, lane groups and head groups in a case of a few rows

@@ -10,9 +10,9 @@ import pytest
 
 from data_pipeline.config_loader import load_config
 from pretrain.cli import main
-from pretrain.config import DataConfig, EngineConfig, ModelConfig, RunConfig
-from pretrain.scaling.costs import flops_of, parameters_of
-from pretrain.scaling.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.costs.flops import flops_of, parameters_of
+from pretrain.costs.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 

@@ -7,8 +7,8 @@ import pytest
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
-from pretrain.config import EngineConfig, RunConfig
-from pretrain.deepspeed_settings import checked, deepspeed_config
+from pretrain.config.run import EngineConfig, RunConfig
+from pretrain.engines.deepspeed_settings import checked, deepspeed_config
 
 
 @pytest.mark.parametrize(

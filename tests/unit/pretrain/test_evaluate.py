@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from data_pipeline.corpus import Corpus
-from data_pipeline.evaluation_stream import EvaluationStream
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from pretrain.config import DataConfig, ModelConfig, PhaseConfig, RunConfig
-from pretrain.console import aligned
-from pretrain.distributed import init_world, leave_world
-from pretrain.evaluate import EvaluationResult, TrainedScorer, evaluate
-from pretrain.evaluate_command import loss_rows
-from pretrain.inference import TrainedModel
+from pretrain.commands.evaluate import loss_rows
+from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.terminal.train_lines import aligned
+from pretrain.weights.trained_model import TrainedModel
 
 
 @pytest.fixture

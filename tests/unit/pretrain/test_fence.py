@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from data_pipeline.errors import UserError
-from pretrain.fence import Fence
+from pretrain.rundir.fence import Fence
 
 
 def test_only_the_newest_attempt_may_write(tmp_path):

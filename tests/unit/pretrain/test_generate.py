@@ -7,8 +7,8 @@ import torch
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from pretrain.config import ModelConfig
-from pretrain.generate import Sampling, TextStream, choose, generate, penalized, prompt_tokens
+from pretrain.config.run import ModelConfig
+from pretrain.evaluation.sampling import Sampling, TextStream, choose, generate, penalized, prompt_tokens
 from pretrain.model.transformer_xl import TransformerXL
 
 END = 16

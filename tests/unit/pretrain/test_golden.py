@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data_pipeline.errors import DataError
-from pretrain import golden
 from pretrain.cli import main
+from pretrain.weights import golden
 from tests.golden.record import CASES, LOSSES, losses_of
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 from tests.helpers.shared import shared_path

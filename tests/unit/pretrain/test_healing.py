@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import DataConfig, EngineConfig, HealingConfig, RunConfig
-from pretrain.healing import (
+from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, RunConfig
+from pretrain.metrics.stragglers import Straggler, StragglerWatch, slowest_of
+from pretrain.recovery.loss_spikes import (
     Spike,
     SpikeDetector,
     fitting,
@@ -20,7 +21,6 @@ from pretrain.healing import (
     window_of,
     windows_passed_over,
 )
-from pretrain.stragglers import Straggler, StragglerWatch, slowest_of
 
 SETTINGS = HealingConfig(spike_score=5.0, spike_steps=3, window=20, skip_margin=4)
 

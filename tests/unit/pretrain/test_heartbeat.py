@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain.heartbeat import Heartbeat
+from pretrain.rundir.heartbeat import Heartbeat
 
 STEPS_THEN_WAITS = """
 import sys, time
 from pathlib import Path
-from pretrain.heartbeat import Heartbeat
-from pretrain.preemption import StopRequest
+from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.recovery.stop_requests import StopRequest
 
 def wait_for_ever():
     deadline = time.monotonic() + 60

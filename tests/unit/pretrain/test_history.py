@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pretrain.cli import main
-from pretrain.config import DataConfig, OptimConfig, RunConfig
-from pretrain.history.charts import PRINT
-from pretrain.history.events import in_words
-from pretrain.history.run_history import read_history
-from pretrain.run_dir import RunDir
+from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.reporting.events import in_words
+from pretrain.reporting.run_charts import PRINT
+from pretrain.reporting.run_history import read_history
+from pretrain.rundir.run_dir import RunDir
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
 STEPS = 40

@@ -19,12 +19,12 @@ from unittest import mock
 
 import numpy as np
 
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.files import sha256_of, write_json
-from data_pipeline.lanes import LaneCursor, LaneStream
-from pretrain import checkpoint_files as files
-from pretrain.config import DataConfig, ModelConfig, RunConfig, lanes_of_rank
-from pretrain.run_dir import RunDir
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from pretrain.checkpoint import directory as files
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
 KILLS = 1000

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.corpus import Corpus
+from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes import LaneStream
-from pretrain.config import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed import init_world, leave_world
-from pretrain.fragments import Placement, create_moments, fragment_of
-from pretrain.lamb import Lamb
-from pretrain.optim import decays
-from pretrain.run_dir import RunDir
-from pretrain.train import build_engine
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.optim.fragments import Placement, create_moments, fragment_of
+from pretrain.optim.groups import decays
+from pretrain.optim.lamb import Lamb
+from pretrain.run import build_engine
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
 STEPS, RATE, DECAY, BETAS, EPSILON = 20, 0.02, 0.1, (0.9, 0.98), 1e-6

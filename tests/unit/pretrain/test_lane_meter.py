@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.lanes import LaneStream
-from pretrain.config import DataConfig, ModelConfig, RunConfig
-from pretrain.lane_meter import LaneMeter
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig
+from pretrain.metrics.lane_meter import LaneMeter
 from pretrain.state import TrainState
 from tests.helpers.corpora import write_numbered_corpus
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from data_pipeline.corpus import Corpus
-from data_pipeline.lanes import LaneStream
-from pretrain.attempt import train_in
-from pretrain.config import (
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.resolve import resolve
+from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
@@ -25,11 +25,11 @@ from pretrain.config import (
     OptimConfig,
     RunConfig,
 )
-from pretrain.distributed import init_world, leave_world
-from pretrain.engine import StepResult
-from pretrain.layer_norms import layer_of, numbers_of_layers
-from pretrain.run_dir import RunDir
-from pretrain.train import build_engine, resolve
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.engine import StepResult
+from pretrain.optim.layer_norms import layer_of, numbers_of_layers
+from pretrain.run import build_engine, train_in
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
 RATE = 1e-2

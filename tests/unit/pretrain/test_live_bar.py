@@ -5,12 +5,12 @@ import pty
 import subprocess
 import sys
 
-from pretrain.console import train_line
-from pretrain.live_bar import LiveOutput, echo
+from pretrain.terminal.live_bar import LiveOutput, echo
+from pretrain.terminal.train_lines import train_line
 
 SCRIPT = """
 import sys
-from pretrain.live_bar import live_bar
+from pretrain.terminal.live_bar import live_bar
 print("before")
 with live_bar():
     print("step  5/10  loss 2.5", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.local_ranks import EXIT_STOPPED, RankGroup, failure_in_words, rank_environment, status_in_words
+from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, failure_in_words, rank_environment, status_in_words
 
 STOP_ON_TERM = f"""
 import signal, sys, time
@@ -113,7 +113,7 @@ def test_waiting_too_long_says_so_and_leaves_the_ranks_running(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_die_with_their_parent(tmp_path, number):
     parent_code = (
-        "from pathlib import Path\nfrom pretrain.local_ranks import RankGroup\n"
+        "from pathlib import Path\nfrom pretrain.processes.local_ranks import RankGroup\n"
         f"with RankGroup(['sleep', '60'], 2, Path({str(tmp_path)!r})) as group:\n"
         "    print(*group.pids, flush=True)\n    group.wait()\n"
     )

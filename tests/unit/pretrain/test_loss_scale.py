@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.distributed import init_world, leave_world
-from pretrain.loss_scale import LossScaler
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.optim.loss_scale import LossScaler
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.prefetch import Prefetcher
-from pretrain.config import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.console import clock, counted, perplexity, si
-from pretrain.distributed import init_world, leave_world
-from pretrain.engine import StepResult
-from pretrain.metrics import Metrics
-from pretrain.run_dir import RunDir
+from data_pipeline.lanes.prefetch import Prefetcher
+from pretrain.config.run import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.distributed.world import init_world, leave_world
+from pretrain.engines.engine import StepResult
+from pretrain.metrics.metrics import Metrics
+from pretrain.metrics.stragglers import ForwardClock
+from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
-from pretrain.stragglers import ForwardClock
+from pretrain.terminal.train_lines import clock, counted, perplexity, si
 
 RUN = RunConfig(
     model=ModelConfig(vocab_size=50, num_layers=1, d_model=8, num_heads=2, memory_length=4),

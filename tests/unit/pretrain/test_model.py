@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config import ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility, forbidden_LC

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.config import ModelConfig, OptimConfig
+from pretrain.config.run import ModelConfig, OptimConfig
 from pretrain.model.compression import num_leaving_rows
 from pretrain.model.feed_forward import FeedForward
 from pretrain.model.parameters import RMSNorm
 from pretrain.model.positions import DistanceBias, alibi_slopes_N, rotated_BXNH, sinusoids_PD, t5_buckets_of
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim import parameter_groups
+from pretrain.optim.groups import parameter_groups
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
 
 COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}

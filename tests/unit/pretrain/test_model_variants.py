@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import memory_num_rows
 from pretrain.model.transformer_xl import TransformerXL

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from pretrain.node_findings import TOKEN
-from pretrain.node_strays import find_strays
+from pretrain.processes.node_findings import TOKEN
+from pretrain.processes.stray_processes import find_strays
 
 BUSY = [sys.executable, "-c", "while True: pass"]
 

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.mixture_part import MixturePart
-from data_pipeline.segment_lengths import SegmentLengths
+from data_pipeline.lanes.mixture_part import MixturePart
+from data_pipeline.lanes.segment_lengths import SegmentLengths
 from pretrain.cli import main
-from pretrain.config import DataConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.healing import Spike, lane_lengths, segments_behind, window_of
-from pretrain.phases import (
+from pretrain.config.phases import (
     advice_on_phases,
     begins_lanes,
     begins_phase,
@@ -23,7 +21,9 @@ from pretrain.phases import (
     runs_of_phases,
     tokens_of_steps,
 )
-from pretrain.run_dir import RunDir
+from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.recovery.loss_spikes import Spike, lane_lengths, segments_behind, window_of
+from pretrain.rundir.run_dir import RunDir
 from tests.unit.pretrain.test_healing import SETTINGS
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from pretrain.report import FIRST, Card, chart_html, new_chart, page, paragraph, section, table
+from pretrain.reporting.html import FIRST, Card, chart_html, new_chart, page, paragraph, section, table
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
 

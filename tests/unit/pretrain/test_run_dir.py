@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.run_dir import RunDir
+from pretrain.config.run import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 RUN = RunConfig(name="first", model=ModelConfig(vocab_size=300))
 
@@ -152,7 +152,7 @@ def test_ledger_events_survive_a_line_cut_short(tmp_path):
 
 def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
-    code = f"from pretrain.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"
+    code = f"from pretrain.rundir.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"
     with run_dir.locked(), run_dir.locked("launcher"):
         refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"in use by process {os.getpid()} (train)" in refused.stderr
@@ -161,7 +161,7 @@ def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
 
 def test_a_lock_ends_with_its_process(tmp_path):
     code = (
-        "import os, signal\nfrom pretrain.run_dir import RunDir\n"
+        "import os, signal\nfrom pretrain.rundir.run_dir import RunDir\n"
         f"with RunDir({str(tmp_path)!r}).locked():\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

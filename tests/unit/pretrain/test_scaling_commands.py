@@ -16,11 +16,12 @@ import pytest
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import exit_status_of
 from data_pipeline.files import write_text
-from pretrain import scale, scaling
-from pretrain.config import RunConfig
-from pretrain.run_dir import RunDir
+from pretrain import scaling
+from pretrain.commands import scale
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import read_curves
-from pretrain.scaling.costs import cost_of
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling import HOFFMANN
 from tests.helpers.shared import shared_path
@@ -209,7 +210,7 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
     modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
-    for heavy, names in (("torch", modules), ("numpy", ["pretrain.scaling.sweep_file", "pretrain.scale"])):
+    for heavy, names in (("torch", modules), ("numpy", ["pretrain.scaling.sweep_file", "pretrain.commands.scale"])):
         code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(scaling.__path__[0]).parents[1])
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
-from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.optim_config import ScheduleConfig
-from pretrain.run_dir import RunDir
+from pretrain.config.optim import ScheduleConfig
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.costs.memory import checkpoint_bytes
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.context import plan_contexts
-from pretrain.scaling.memory import checkpoint_bytes
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.corpora import make_tiny_corpus
 

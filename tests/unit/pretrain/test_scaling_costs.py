@@ -11,10 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.config_loader import load_config
-from pretrain.config import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.costs.flops import cost_of, flops_of, parameters_of, tail_shares
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.scaling.collect import flops_after
-from pretrain.scaling.costs import cost_of, flops_of, parameters_of, tail_shares
 from tests.helpers.shared import shared_path
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"

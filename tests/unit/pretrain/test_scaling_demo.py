@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config_loader import load_config
-from launcher import sweep as launcher_sweep
-from pretrain import scale
+from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
-from pretrain.config import RunConfig
+from pretrain.commands import scale
+from pretrain.config.run import RunConfig
 from pretrain.demo import texts
 from pretrain.scaling.sweep_file import config_of, read_sweep
 

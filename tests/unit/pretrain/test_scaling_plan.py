@@ -10,9 +10,9 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
-from pretrain.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.optim_config import ScheduleConfig
-from pretrain.scaling.costs import cost_of
+from pretrain.config.optim import ScheduleConfig
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.costs.flops import cost_of
 from pretrain.scaling.plan import optimum_at_ratio, plan_runs
 from pretrain.scaling.planned import make_sweep, refuse_more_tokens, with_vocabulary
 from pretrain.scaling.recipe import step_law, with_budget

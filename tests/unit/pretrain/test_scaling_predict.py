@@ -12,8 +12,8 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
-from pretrain.run_dir import RunDir
-from pretrain.scaling.costs import cost_of
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.law import Law, log_loss, log_optimum
 from pretrain.scaling.points import make_points

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from pretrain.optim_config import OptimConfig, ScheduleConfig
-from pretrain.schedule import learning_rate_at
+from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.optim.schedule import learning_rate_at
 
 
 def optim(shape: str, **settings: float) -> OptimConfig:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.errors import ConfigError
-from pretrain.config import ModelConfig
+from pretrain.config.run import ModelConfig
+from pretrain.evaluation.sliding_window import attention_lengths, compare
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.sliding_window import attention_lengths, compare
 
 CONFIG = ModelConfig(vocab_size=50, num_layers=2, d_model=32, num_heads=2, memory_length=48)
 

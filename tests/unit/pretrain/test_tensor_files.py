@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline.files import sha256_of
-from pretrain.tensor_files import BLOCK_BYTES, Pieces, copy_to_host, layout_of, write_file
+from pretrain.checkpoint.tensor_files import BLOCK_BYTES, Pieces, copy_to_host, layout_of, write_file
 
 
 def written(path: Path, tensors: Pieces) -> dict[str, object]:

@@ -1,0 +1,141 @@
+"""What a split holds: its shards in order, their sizes and checksums, and the tokenizer that made the tokens.
+
+The manifest is written after everything it names, so a directory with a manifest is a whole split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.files import sha256_of, write_json
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = 1
+TOKENIZER_DIRECTORY = "tokenizer"
+SPLITS = ("train", "validation")
+REMOTE_NAME = "remote.json"  # in the place of the shards, where those are fetched when they are read
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One shard; sizes are of the file as it lies on disk, text sizes of what was tokenised."""
+
+    path: str  # relative to the manifest
+    documents: int
+    tokens: int
+    longest_document: int  # tokens
+    size: int  # bytes on disk
+    sha256: str
+    text_bytes: int  # UTF-8
+    characters: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A split's shards in their order, and how to read them."""
+
+    dtype: str  # of the tokens: uint16 or uint32
+    tokenizer: str  # fingerprint
+    end_id: int  # the token that closes every document
+    vocab_size: int
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(shard.text_bytes for shard in self.shards)
+
+    @property
+    def characters(self) -> int:
+        return sum(shard.characters for shard in self.shards)
+
+    @property
+    def longest_document(self) -> int:
+        return max((shard.longest_document for shard in self.shards), default=0)
+
+    @cached_property
+    def hash(self) -> str:
+        """Changes whenever the tokens or their order could have changed."""
+        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def _content(self) -> dict[str, Any]:
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        names = [field.name for field in fields(ShardInfo)]
+        content["shards"] = [{name: getattr(shard, name) for name in names} for shard in self.shards]
+        return {**content, "format": MANIFEST_FORMAT}
+
+    def write(self, directory: Path) -> None:
+        """Make the split in `directory` count as whole; everything the manifest names must be on disk already."""
+        totals = {"documents": self.documents, "tokens": self.tokens}
+        write_json(directory / MANIFEST_NAME, {**self._content(), "hash": self.hash, "totals": totals})
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a split; DataError when it is absent, damaged, or was edited after it was written."""
+    path = directory / MANIFEST_NAME
+    try:
+        tree = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(_missing_manifest(directory)) from None
+    except NotADirectoryError:
+        raise DataError(f"{directory} is a file; give the directory that `data-pipeline build` wrote") from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
+    manifest = _parse(tree, path)
+    if manifest.hash != tree.get("hash"):
+        raise DataError(
+            f"{path} was changed after it was written: its contents hash to {manifest.hash[:16]}, "
+            f"it says {str(tree.get('hash'))[:16]}; restore it or build the corpus again"
+        )
+    return manifest
+
+
+def _parse(tree: Any, path: Path) -> Manifest:
+    found = tree.get("format") if isinstance(tree, dict) else None
+    if found != MANIFEST_FORMAT:
+        raise DataError(f"{path} has format {found!r}; this version reads format {MANIFEST_FORMAT}: build it again")
+    try:
+        shards = tuple(ShardInfo(**shard) for shard in tree["shards"])
+        return Manifest(**{f.name: tree[f.name] for f in fields(Manifest) if f.name != "shards"}, shards=shards)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
+
+
+def _missing_manifest(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory} does not exist; build the corpus with `data-pipeline build`"
+    splits = sorted(found.parent.name for found in directory.glob(f"*/{MANIFEST_NAME}"))
+    if splits:
+        return f"{directory} holds the splits {', '.join(splits)}; give one of them, such as {directory / splits[0]}"
+    return f"{directory} has no {MANIFEST_NAME}, so it is no finished corpus; run `data-pipeline build` to its end"
+
+
+def check_shard(path: Path, info: ShardInfo, with_hash: bool = True) -> None:
+    """Nothing, if the file is the one the manifest describes; else DataError with its name and what differs."""
+    if not path.exists():
+        raise DataError(f"shard {path} is missing; restore it or build the corpus again")
+    if problem := mismatch(path, info, with_hash):
+        raise DataError(f"shard {path} is damaged: {problem}; restore it or build the corpus again")
+
+
+def mismatch(path: Path, info: ShardInfo, with_hash: bool = True) -> str | None:
+    """How an existing file differs from what the manifest says of the shard; None when it does not."""
+    if (size := path.stat().st_size) != info.size:
+        return f"it has {size} bytes, the manifest says {info.size}"
+    if with_hash and (found := sha256_of(path)) != info.sha256:
+        return f"its SHA-256 is {found[:16]}, the manifest says {info.sha256[:16]}"
+    return None

@@ -1,0 +1,146 @@
+"""`launcher preflight`: a short job that names slow and broken nodes before a long one finds them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError, UserError
+from launcher.preflight.node_checks import gather, pair_up
+from launcher.preflight.node_report import NodeReport, judge
+from launcher.slurm import client as slurm
+from launcher.slurm.cluster import ClusterConfig, load_cluster
+from launcher.slurm.job_checks import check_request
+from launcher.slurm.sbatch import NodeRange
+from pretrain.processes.local_ranks import RankGroup
+from pretrain.processes.node_findings import END, TOKEN
+
+EXIT_FOUND_DIFFERENCES = 1
+_MINUTES = 15
+_LEAVE_SECONDS = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher preflight`."""
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
+    place.add_argument("--local", action="store_true", help="this machine alone")
+    parser.add_argument("--nodes", type=int, default=2, help="with --cluster: how many (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=_num_gpus() or 2, help="with --local (default: one per GPU, or 2)")
+    parser.add_argument("--directory", type=Path, default=Path("."), help="disk to measure; all nodes must see it")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when all nodes are well, 1 when one is busy, slow or broken."""
+    for name in ("nodes", "ranks"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}={getattr(arguments, name)} must be 1 or more")
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    out = Path(tempfile.mkdtemp(prefix=".preflight-", dir=arguments.directory)).resolve()
+    out.chmod(0o755)
+    try:
+        reports = _check_here(arguments.ranks, out) if arguments.local else _check_cluster(arguments, out)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    _print(reports, arguments)
+    return 0 if all(report.verdict == "ok" for report in reports) else EXIT_FOUND_DIFFERENCES
+
+
+def _num_gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
+    command = [sys.executable, "-m", "pretrain.processes.node_check", str(out)]
+    with RankGroup(command, num_ranks, out / "logs", environment={TOKEN: out.name}) as ranks:
+        try:
+            return _led(out, num_ranks, [], lambda: None in ranks.poll())
+        except UserError as error:
+            said = ranks.logs[0].read_text(errors="replace").strip().splitlines()
+            raise UserError(f"{error}; rank 0 said last: {said[-1] if said else 'nothing'}") from None
+
+
+def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
+    cluster = load_cluster(arguments.cluster)
+    check_request(cluster, NodeRange(arguments.nodes, arguments.nodes), slurm.partitions())
+    name = f"preflight-{secrets.token_hex(4)}"
+    with _step(srun_line(cluster, arguments.nodes, name, out), out) as srun:
+
+        def is_running() -> bool:
+            return srun.poll() is None
+
+        return _led(out, arguments.nodes * cluster.tasks_per_node, [name], is_running)
+
+
+def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
+    """The command that gets nodes and starts a rank per device; a node that fails leaves the others running."""
+    options = {
+        "job-name": name,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "nodes": nodes,
+        "ntasks": nodes * cluster.tasks_per_node,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "gpus-per-node": cluster.gpus_per_node,
+        "cpus-per-task": cluster.cpus_per_rank,
+        "time": _MINUTES,
+        **cluster.options,
+    }
+    script = [
+        *(f"module load {shlex.quote(module)}" for module in cluster.modules),
+        *cluster.setup,
+        *(f"export {key}={shlex.quote(value)}" for key, value in {TOKEN: name, **cluster.environment}.items()),
+        "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
+        f"exec {shlex.join([sys.executable, '-m', 'pretrain.processes.node_check', str(out)])}",
+    ]
+    flags = [f"--{key}={value}" for key, value in options.items() if value]
+    return ["srun", *flags, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "bash", "-c", "\n".join(script)]
+
+
+@contextmanager
+def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """srun while it runs; afterwards the ranks have left, asked first, ended if need be."""
+    srun = slurm.start(command)
+    try:
+        yield srun
+    finally:
+        (out / END).touch()
+        for end in (lambda: None, srun.terminate, srun.kill):
+            end()
+            try:
+                srun.wait(_LEAVE_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _led(out: Path, num_ranks: int, jobs: Sequence[str], is_running: Callable[[], bool]) -> list[NodeReport]:
+    found = gather(out, num_ranks, is_running)
+    pairs = pair_up(out, found, is_running)
+    hosts = {host for name in jobs for job in slurm.live_jobs(name) for host in slurm.host_names(job.hosts)}
+    (out / END).touch()
+    return judge(found, pairs, missing=sorted(hosts - {one.host for one in found}))
+
+
+def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps({"nodes": [asdict(report) for report in reports]}))
+        return
+    from launcher.commands.tables import console, nodes_table
+
+    console().print(nodes_table(reports))
+    bad = [report.host for report in reports if report.verdict in ("slow", "broken")]
+    if bad and arguments.cluster:
+        print(f"leave them out: 'exclude: {','.join(bad)}' under options: in {arguments.cluster}")

@@ -1,0 +1,85 @@
+"""`launcher status`: how runs stand, told from their directories."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from launcher.status.queue_state import read_states
+from launcher.status.run_state import is_run
+
+_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_WATCH_SECONDS = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher status`."""
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directories of runs (default: --all)")
+    parser.add_argument("--all", action="store_true", help="every run below --runs-dir")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where --all looks (default %(default)s)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object per run and line, for scripts")
+    form.add_argument("--watch", action="store_true", help=f"again every {_WATCH_SECONDS:g} s, until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print how the runs stand; 0."""
+    if arguments.all and arguments.runs:
+        raise ConfigError("--all and the names of runs contradict each other; give one of them")
+    if arguments.watch:
+        return _watch(arguments)
+    states = read_states(chosen(arguments))
+    if arguments.json:
+        for state in states:
+            print(json.dumps({**asdict(state), "done_share": state.done_share}))
+        return 0
+    from launcher.commands.tables import console, render
+
+    console().print(render(states, in_full=bool(arguments.runs)))
+    return 0
+
+
+def chosen(arguments: argparse.Namespace) -> list[Path]:
+    """The directories asked for; ConfigError if there is none."""
+    if arguments.runs:
+        return arguments.runs
+    found = sorted(find_runs(arguments.runs_dir))
+    if not found:
+        raise ConfigError(f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are")
+    return found
+
+
+def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Directories of runs at or below `root`; nothing is looked for inside of one."""
+    if is_run(root):
+        yield root
+    elif depth and root.is_dir():
+        for entry in root.iterdir():
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from find_runs(entry, depth - 1)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if not sys.stdout.isatty():
+        raise ConfigError("--watch draws on a terminal and this is none; leave it out, or use --json")
+    from rich.console import RenderableType
+    from rich.live import Live
+
+    from launcher.commands.tables import console, render
+
+    def picture() -> RenderableType:
+        return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
+
+    try:
+        with Live(picture(), console=console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(_WATCH_SECONDS)
+                live.update(picture(), refresh=True)
+    except KeyboardInterrupt:
+        return 0

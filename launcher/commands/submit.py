@@ -1,0 +1,90 @@
+"""`launcher submit`: checks a run against a cluster, keeps its code and settings, hands it to Slurm once."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.slurm import client as slurm
+from launcher.slurm.cluster import load_cluster
+from launcher.slurm.job_checks import check_request, check_run
+from launcher.slurm.sbatch import Job, parse_nodes, render
+from launcher.slurm.snapshot import Snapshot, with_absolute_paths
+from pretrain.commands.describe import with_vocabulary
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher submit`."""
+    parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument("--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)")
+    parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts; 4:16 takes what is free (default 1)")
+    parser.add_argument("--name", help="name of the run (default: the experiment's)")
+    parser.add_argument("--run-dir", type=Path, help="on a disk that all hosts share (default runs/NAME)")
+    add_policy_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit, and say which job has the run and where it goes; 0."""
+    policy_of(arguments)  # refused here rather than in the job
+    config = with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
+    if arguments.name:
+        config = replace(config, name=arguments.name)
+    job = planned(arguments, config)
+    for line in check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir):
+        print(line, file=sys.stderr)
+    if arguments.dry_run:
+        print(render(job), end="")
+        return 0
+    number = submit(job, config)
+    print(f"job {number} ({job.name}), run directory {job.run_dir}")
+    print(f"how it stands: launcher status {job.run_dir}\nwhat it says:  launcher logs {job.run_dir} --follow")
+    return 0
+
+
+def planned(arguments: argparse.Namespace, config: RunConfig) -> Job:
+    """The job that the command line asks for."""
+    run_dir = (arguments.run_dir or Path("runs") / config.name).resolve()
+    return Job(
+        name=job_name(config.name, run_dir),
+        run_dir=run_dir,
+        code=Snapshot(run_dir).code,
+        python=sys.executable,
+        nodes=parse_nodes(arguments.nodes),
+        cluster=load_cluster(arguments.cluster),
+        attempts_without_progress=arguments.attempts_without_progress,
+    )
+
+
+def job_name(name: str, run_dir: Path) -> str:
+    """One name for one run directory: with it a run's job is found even if nobody noted its number."""
+    return f"{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+
+
+def submit(job: Job, config: RunConfig) -> str:
+    """Keep what the job runs, submit it once, note it in the journal; the job's id."""
+    run_dir = RunDir(job.run_dir)
+    if run_dir.exists():
+        RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
+    check_request(job.cluster, job.nodes, slurm.patiently(slurm.partitions))
+    with run_dir.locked("submit"):
+        if live := slurm.live_jobs(job.name):
+            raise ConfigError(
+                f"job {live[0].id} ({live[0].state.lower()}) has the run {job.run_dir} already; "
+                f"wait for it, or end it: scancel {live[0].id}"
+            )
+        snapshot = Snapshot(job.run_dir)
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        snapshot.take(config, job.cluster, render(job))
+        number = slurm.submit(snapshot.script, job.name)
+        run_dir.append_ledger({"event": "submitted", "job": number, "job_name": job.name})
+    return number

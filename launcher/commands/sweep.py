@@ -1,0 +1,112 @@
+"""`launcher sweep`: the cells of a sweep file, on this machine or as array jobs; what is done is never done again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
+from launcher.slurm.cluster import load_cluster
+from launcher.slurm.sbatch import parse_nodes
+from launcher.supervisor import StopSignals
+from launcher.sweep.cells import CellRun, in_words, longest_first, read_cells
+from launcher.sweep.jobs import array_of, classes, submit_array
+from launcher.sweep.local import run_cells
+from launcher.sweep.table import planned, write_results
+from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.sweep_file import Sweep, read_sweep
+from pretrain.terminal.train_lines import counted
+
+_ACTIONS = (
+    "plan: show the cells",
+    "submit: start what is neither done nor on its way",
+    "status: how each cell stands",
+    "collect: settings and results as CSV",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep`."""
+    parser.add_argument("action", choices=("plan", "submit", "status", "collect"), help="; ".join(_ACTIONS))
+    parser.add_argument("sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them")
+    parser.add_argument("--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="on this machine")
+    place.add_argument("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
+    parser.add_argument("-j", "--jobs", type=int, help="cells at a time (default: 1 here, on a cluster all)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each cell here (default %(default)s)")
+    parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts of each cell; 1:4 gives each the fewest")
+    parser.add_argument("--output", type=Path, metavar="CSV", help="what 'collect' writes (default RUNS/results.csv)")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts; write and submit nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when every cell is done or in the queue (or for `status`), 2 when one failed, 75 when stopped on request."""
+    sweep = read_sweep(arguments.sweep)
+    runs = arguments.runs_dir or Path("runs") / sweep.name
+    if arguments.action != "submit":
+        return _show(read_cells(sweep, arguments.sweep, runs), arguments, runs)
+    for name in ("jobs", "ranks"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name}={value} must be 1 or more")
+    if not arguments.local and not arguments.cluster:
+        raise ConfigError("neither --local nor --cluster is given; say where the cells should run")
+    if arguments.dry_run and arguments.local:
+        raise ConfigError("--dry-run prints batch scripts and --local has none; use 'launcher sweep status'")
+    cells = read_cells(sweep, arguments.sweep, runs)
+    print(in_words(cells), flush=True)
+    if arguments.cluster:
+        return _submit(sweep, cells, arguments, runs)
+    return _run_here(cells, arguments, runs)
+
+
+def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+    from launcher.commands.tables import console, many_runs, plain_table
+
+    if arguments.action == "collect":
+        output = arguments.output or runs / "results.csv"
+        write_results(output, cells)
+        print(f"{output}: {in_words(cells)}")
+        return 0
+    plan = arguments.action == "plan"
+    console().print(plain_table(list(map(planned, cells))) if plan else many_runs([cell.state for cell in cells]))
+    print(in_words(cells))
+    return 0
+
+
+def _submit(sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+    cluster, nodes = load_cluster(arguments.cluster), parse_nodes(arguments.nodes)
+    waiting = [cell for cell in cells if cell.is_waiting]
+    for count, group in classes(waiting, cluster, nodes).items():
+        job, script = array_of(group, count, cluster, sweep.name, runs, arguments.jobs)
+        if arguments.dry_run:
+            print(script, end="")
+            continue
+        with RunDir(runs).locked("sweep"):
+            number = submit_array(job, script, group)
+        limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
+        print(f"job {number}: {counted(len(group), 'cell')} on {counted(count, 'node')} each{limit}", flush=True)
+    if waiting and not arguments.dry_run:
+        print(f"how they stand: launcher sweep status {arguments.sweep} --runs-dir {runs}")
+    return 0
+
+
+def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+    runs.mkdir(parents=True, exist_ok=True)
+    waiting = [cell for cell in cells if cell.is_waiting]
+    with StopSignals() as stop, RunDir(runs).locked("sweep"):
+        order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
+        failed = run_cells(order, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
+        if stop.requests:
+            print("stopped on request; the same command goes on")
+            return EXIT_STOPPED
+    if failed:
+        count, names = counted(len(failed), "cell"), ", ".join(failed)
+        print(f"{count} failed: {names}; the same command tries them again, and only them")
+        return EXIT_USER_ERROR
+    if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
+        print(f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}")
+        print(f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}")
+    return 0

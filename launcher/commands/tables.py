@@ -1,0 +1,167 @@
+"""Runs' states and nodes' reports for people. The only module of the launcher that draws with rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from launcher.preflight.node_report import NodeReport
+from launcher.status.run_state import RunState
+from pretrain.terminal.train_lines import clock, counted, si
+
+STYLES = {
+    "running": "green",
+    "done": "bold green",
+    "queued": "yellow",
+    "requeued": "yellow",
+    "preempted": "yellow",
+    "stopped": "cyan",
+    "cancelled": "magenta",
+    "silent": "bold red",
+    "failed": "bold red",
+}
+VERDICT_STYLES = {"ok": "green", "busy": "yellow", "link": "yellow", "slow": "bold red", "broken": "bold red"}
+WIDTH_OF_PIPES = 200
+NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
+
+
+def console() -> Console:
+    """Where tables go; a pipe gets whole lines, whatever the terminal's width."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
+
+
+def render(states: Sequence[RunState], in_full: bool) -> Group | Table:
+    """One run in full if that was asked for, several as a table."""
+    return one_run(states[0]) if in_full and len(states) == 1 else many_runs(states)
+
+
+def many_runs(states: Sequence[RunState]) -> Table:
+    """A row per run, named by its path below what all paths have in common."""
+    names = _short_names([state.path for state in states])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("run", "state", *NUMBERS):
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim")
+    table.add_column("", overflow="fold")
+    for name, state in zip(names, states, strict=True):
+        table.add_row(
+            name,
+            _word(state),
+            f"{state.step:,}",
+            f"{state.done_share:.0%}",
+            _number(state.loss, ".4f"),
+            _number(state.tokens_per_second, ",.0f"),
+            _number(state.goodput, ".0%"),
+            _left(state),
+            "-" if state.checkpoint is None else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
+            str(state.attempts),
+            Text(state.why, style="dim"),
+        )
+    return table
+
+
+def one_run(state: RunState) -> Group:
+    """Everything known of a run, a line each."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in _lines(state):
+        grid.add_row(name, value)
+    return Group(grid)
+
+
+def nodes_table(reports: Sequence[NodeReport]) -> Table:
+    """A row per node of a preflight."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("node", "verdict", "ranks", "device", "matmul", "disk", "all-reduce"):
+        table.add_column(name, no_wrap=True, header_style="dim")
+    table.add_column("", overflow="fold")
+    for report in reports:
+        table.add_row(
+            report.host,
+            Text(report.verdict, style=VERDICT_STYLES[report.verdict]),
+            str(report.ranks),
+            report.device,
+            _rate(report.matmul_flops, "FLOP/s"),
+            _rate(report.disk_bytes, "B/s"),
+            _rate(report.link_worst, "B/s") + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
+            "; ".join(report.words),
+        )
+    return table
+
+
+def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """A row each, under the names that the first one has."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    *columns, last = rows[0]
+    for name in columns:
+        table.add_column(name, no_wrap=True, header_style="dim")
+    table.add_column(last, overflow="fold", header_style="dim")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def age(seconds: float | None) -> str:
+    """How long ago, in the largest unit that says enough."""
+    if seconds is None:
+        return "?"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
+    return [os.path.relpath(os.path.abspath(path), os.path.commonpath(parents)) for path in paths]
+
+
+def _lines(state: RunState) -> list[tuple[str, str | Text]]:
+    checkpoint = "none yet"
+    if state.checkpoint is not None:
+        checkpoint = f"step {state.checkpoint:,}, {age(state.checkpoint_age)}"
+    lines: list[tuple[str, str | Text]] = [
+        ("run", f"{state.name}  {state.path}"),
+        ("state", _word(state) if not state.why else _word(state).append(f"  {state.why}", style="default")),
+        ("step", f"{state.step:,} of {state.steps:,}  ({state.done_share:.0%})"),
+        ("loss", _number(state.loss, ".4f")),
+        ("speed", "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s"),
+        ("time left", _left(state)),
+        ("goodput", "-" if state.goodput is None else f"{state.goodput:.0%} of the time went into steps that count"),
+        ("checkpoint", checkpoint),
+        ("attempts", _attempts(state)),
+    ]
+    if state.job:
+        lines.append(("job", state.job))
+    if state.last_failure:
+        ago = ""
+        if state.last_failure_age is not None:
+            ago = f", {age(state.last_failure_age)}"
+        lines.append(("last trouble", f"{state.last_failure}{ago}"))
+    return lines
+
+
+def _attempts(state: RunState) -> str:
+    ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
+    return f"{state.attempts}{ranks}" + (f" on {' '.join(state.hosts)}" if state.hosts else "")
+
+
+def _word(state: RunState) -> Text:
+    return Text(state.state, style=STYLES.get(state.state, "default"))
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{si(value)}{unit}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _left(state: RunState) -> str:
+    return "-" if state.seconds_left is None else clock(state.seconds_left)

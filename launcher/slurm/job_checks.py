@@ -1,0 +1,109 @@
+"""Whether a run and a cluster fit each other, told before anything is queued."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from launcher.slurm.client import Partition
+from launcher.slurm.cluster import ClusterConfig, seconds_of
+from launcher.slurm.sbatch import NodeRange
+from pretrain.commands.describe import flops_of_step
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
+
+
+def check_run(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path) -> list[str]:
+    """Raise ConfigError for what can not work; returns warnings, a line each. `config` knows its vocabulary."""
+    ranks = nodes.least * cluster.tasks_per_node
+    accumulation_steps(config, ranks)
+    if cluster.gpu:
+        _check_memory(config, cluster, ranks)
+    _check_disk(config, run_dir)
+    return [*_uneven_sizes(config, cluster, nodes), *_slow_checkpoints(config, cluster, ranks)]
+
+
+def check_request(cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]) -> None:
+    """ConfigError if the partition is unknown or its nodes can never hold the job."""
+    names = {partition.name: partition for partition in partitions}
+    chosen = names.get(cluster.partition) or next((each for each in partitions if each.is_default), None)
+    if cluster.partition and cluster.partition not in names:
+        raise ConfigError(f"partition {cluster.partition!r} is unknown here; this cluster has {', '.join(names)}")
+    if chosen is None:  # sbatch knows a default that sinfo does not show
+        return
+    wanted = {
+        "nodes": (nodes.least, chosen.num_nodes),
+        "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, chosen.cpus_per_node),
+        "GPUs per node": (cluster.gpus_per_node, chosen.gpus_per_node),
+    }
+    for what, (asked, there) in wanted.items():
+        if asked > there:
+            raise ConfigError(f"{asked} {what} asked for, partition {chosen.name!r} has {there}; ask for fewer")
+    if chosen.time_limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(chosen.time_limit):
+        raise ConfigError(
+            f"time_limit={cluster.time_limit} is beyond the {chosen.time_limit} of partition {chosen.name!r}; "
+            "ask for less, a run goes on in the next job"
+        )
+
+
+def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
+    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly; 0 if there is none."""
+    for count in range(nodes, 0, -1):
+        try:
+            for phase in runs_of_phases(config):
+                accumulation_steps(phase, count * ranks_per_node)
+            return count
+        except ConfigError:
+            continue
+    return 0
+
+
+def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
+    room = USABLE * DEVICES[cluster.gpu].memory
+    config = largest_phase(config, ranks, on_gpu=True)
+    needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
+    if needed > room:
+        micro = largest_micro_batch(config, ranks, room, on_gpu=True)
+        advice = f"set engine.micro_batch_lanes={micro}" if micro else "use more nodes or a higher engine.zero_stage"
+        raise ConfigError(
+            f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves {room / GIB:.1f} GiB; {advice} "
+            "('pretrain describe' shows the parts)"
+        )
+
+
+def _check_disk(config: RunConfig, run_dir: Path) -> None:
+    place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    kept = config.checkpoint.keep_last + 1
+    needed = kept * checkpoint_bytes(config)
+    if needed > free:
+        raise ConfigError(
+            f"{place} has {free / GIB:.1f} GiB free, {kept} checkpoints need {needed / GIB:.1f} GiB; "
+            "free some space, choose another --run-dir or lower checkpoint.keep_last"
+        )
+
+
+def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -> list[str]:
+    used = usable_nodes(config, cluster.tasks_per_node, nodes.most)
+    if used == nodes.most:
+        return []
+    return [
+        f"note: on {nodes.most} nodes only {used} would be used, for data.lanes={config.data.lanes} to divide evenly"
+    ]
+
+
+def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
+    if not cluster.gpu:
+        return []
+    rate = ranks * GPU_MFU * DEVICES[cluster.gpu].peak(config.engine.precision)
+    between = config.checkpoint.interval * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config)) / rate
+    if between <= seconds_of(cluster.time_limit) - cluster.warning_seconds:
+        return []
+    return [
+        f"note: a checkpoint comes about every {between / 3600:.1f} hours, a job lasts {cluster.time_limit}; after a "
+        f"failure all of a job may be done again: lower checkpoint.interval={config.checkpoint.interval}"
+    ]

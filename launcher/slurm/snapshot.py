@@ -1,0 +1,79 @@
+"""What a job runs, kept in its run directory, so that later edits do not reach a job that waits.
+
+RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.diff}
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from data_pipeline.config_loader import to_tree
+from data_pipeline.files import write_text
+from data_pipeline.location import absolute
+from data_pipeline.yaml_files import dump_yaml
+from launcher.slurm.cluster import ClusterConfig
+from pretrain.config.run import MixturePart, RunConfig
+
+_SOURCE = Path(__file__).resolve().parents[2]
+_PACKAGES = ("data_pipeline", "launcher", "pretrain")
+
+
+class Snapshot:
+    """Paths below RUN/slurm. The constructor touches nothing."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "slurm"
+        self.script = self.path / "job.sbatch"
+        self.experiment = self.path / "experiment.yaml"
+        self.cluster = self.path / "cluster.yaml"
+        self.code = self.path / "code"
+
+    def take(self, config: RunConfig, cluster: ClusterConfig, script: str) -> None:
+        """Keep the settings, this project's code with its git state, and the script. An older snapshot goes."""
+        self.take_settings(config, cluster)
+        self.take_code(script)
+
+    def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
+        """Keep what is trained and where: all that a cell of a sweep has of its own."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.experiment, dump_yaml(to_tree(config)))
+        write_text(self.cluster, dump_yaml(to_tree(cluster)))
+
+    def take_code(self, script: str) -> None:
+        """Keep this project's code with its git state, and the script that runs it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.code, ignore_errors=True)
+        for package in _PACKAGES:
+            shutil.copytree(_SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
+        for name, command in {"code.commit": ["rev-parse", "HEAD"], "code.diff": ["diff", "HEAD"]}.items():
+            write_text(self.path / name, _git(*command))
+        write_text(self.script, script)
+
+
+def _git(*command: str) -> str:
+    """What git says about the source; empty where it is no work tree, as after an installation."""
+    try:
+        result = subprocess.run(["git", "-C", str(_SOURCE), *command], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The ranks run elsewhere: paths relative to the user's directory would lead nowhere."""
+    data = config.data
+    data = replace(
+        data,
+        path=absolute(Path(data.path)),
+        mixture=_with_absolute_paths(data.mixture),
+        phases=tuple(replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases),
+    )
+    weights = config.initial_weights
+    return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)
+
+
+def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:
+    return tuple(replace(part, path=absolute(Path(part.path))) for part in mixture)

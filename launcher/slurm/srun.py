@@ -1,0 +1,165 @@
+"""The ranks of one attempt as a step of the surrounding Slurm job: one task per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError, UserError
+from launcher.slurm.cluster import ClusterConfig
+from pretrain.processes.local_ranks import EXIT_STOPPED, failure_in_words
+from pretrain.rundir.run_dir import RunDir
+
+_LOST = -signal.SIGKILL  # a rank that left no status was killed together with its task
+_POLL_SECONDS = 0.2
+_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What srun is asked for."""
+
+    hosts: tuple[str, ...]  # all of the job's, in order
+    nodes: int  # how many of them are used
+    ranks: int
+    cluster: ClusterConfig
+
+    @property
+    def tasks_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank runs: srun fills one host after the other."""
+        return self.hosts[rank // self.tasks_per_node]
+
+
+def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
+    """The srun command line. A task that fails ends the others; none is hurried while it saves."""
+    cluster = step.cluster
+    command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.ranks}", f"--ntasks-per-node={step.tasks_per_node}"]
+    command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.hosts[: step.nodes])}"]
+    command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
+    if not cluster.container_image:
+        return [*command, sys.executable, *task]
+    seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
+    if cluster.container_runtime == "pyxis":
+        command += [f"--container-image={cluster.container_image}"]
+        command += [f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}"]
+        command += [f"--container-workdir={os.getcwd()}"]
+    else:
+        binds = [f"--bind={path}" for path in seen]
+        gpus = ["--nv"] if cluster.gpus_per_node else []
+        command += ["apptainer", "exec", *gpus, *binds, f"--pwd={os.getcwd()}", cluster.container_image]
+    return [*command, cluster.container_python, *task]
+
+
+class SlurmRanks:
+    """One attempt, already started; `variables` are those that all its ranks share."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        step: Step,
+        run_dir: RunDir,
+        attempt: int,
+        variables: Mapping[str, str],
+        may_go_on: Callable[[], None],
+    ) -> None:
+        self._may_go_on = may_go_on
+        self.first_failure: int | None = None
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)]
+        task = ["-m", "launcher.slurm.task", str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"), *command]
+        meeting_point = {"MASTER_ADDR": step.hosts[0], "PYTHONUNBUFFERED": "1"}
+        line = srun_command(step, task, mounts=[run_dir.path])
+        self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
+        with open(self._log, "ab") as log:
+            log.write(f"{shlex.join(line)}\n".encode())
+            log.flush()
+            self._srun = subprocess.Popen(
+                line, env={**os.environ, **meeting_point, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
+        """Statuses in rank order, from the files the tasks wrote; UserError as soon as `may_go_on` raises it."""
+        while self._srun.poll() is None:
+            try:
+                # An srun left over signals steps by number, and those of the next start of the job have the same.
+                self._may_go_on()
+                meanwhile()
+            except UserError:
+                _kill_without_a_word(self._srun.pid)
+                raise
+            time.sleep(_POLL_SECONDS)
+        written = {rank: file for rank, log in enumerate(self.logs) if (file := log.with_suffix(".status")).exists()}
+        statuses = [int(written[rank].read_text()) if rank in written else _LOST for rank in range(len(self.logs))]
+        self.first_failure = _first_hand(
+            statuses,
+            {rank: file.stat().st_mtime for rank, file in written.items()},
+            self._log.read_text(errors="replace"),
+        )
+        return statuses
+
+    def terminate(self) -> None:
+        """srun passes USR2 on to every rank, where it means: save and stop."""
+        self._srun.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        self._srun.kill()
+
+    def failure_in_words(self, statuses: Sequence[int]) -> str:
+        return failure_in_words(statuses, self.logs, first_failure=self.first_failure)
+
+
+def _kill_without_a_word(srun: int) -> None:
+    """End srun and, first, the helper it has for ending the step by its number when srun dies."""
+    helpers = Path(f"/proc/{srun}/task/{srun}/children")
+    for pid in [*map(int, helpers.read_text().split()), srun]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def hosts_that_miss(step: Step, path: Path) -> list[str]:
+    """The hosts of the step that do not see `path`."""
+    command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.nodes}", "--ntasks-per-node=1", "--chdir=/"]
+    command += ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
+    return sorted(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout.split())
+
+
+def free_port_near(number: int) -> int:
+    """A port derived from `number` that nothing listens on here; rank 0 runs on this host."""
+    for offset in range(_NUM_PORTS):
+        port = _FIRST_PORT + (number * 7 + offset) % _NUM_PORTS
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _NUM_PORTS}; is this host overrun?")
+
+
+def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
+    """The rank whose failure made the others fail: one that a signal ended, else the first to end badly.
+
+    Where it left no status, for its task could not even begin, it is the first that srun names; those that srun then
+    ended by SIGTERM are not to blame.
+    """
+    failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED, -signal.SIGTERM)]
+    killed = [rank for rank in failed if statuses[rank] < 0]
+    if failed:
+        return min(killed or failed, key=lambda rank: ended[rank])
+    named = _NAMED_FIRST.search(srun_log)
+    is_lost = any(status not in (0, EXIT_STOPPED) for status in statuses)
+    return int(named[1]) if named and is_lost else None

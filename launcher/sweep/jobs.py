@@ -1,0 +1,91 @@
+"""A sweep's cells as array jobs: one for all cells that need equally many nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from launcher.restart_policy import Policy
+from launcher.slurm import client as slurm
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.job_checks import check_request, check_run
+from launcher.slurm.sbatch import Job, NodeRange, render_array
+from launcher.slurm.snapshot import Snapshot, with_absolute_paths
+from launcher.status.journal import last_of
+from launcher.sweep.cells import CellRun
+from pretrain.commands.describe import with_vocabulary
+from pretrain.rundir.run_dir import RunDir
+
+ARRAYS = ".arrays"  # below the cells' directories; no cell's name begins with a dot
+
+
+def classes(cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange) -> dict[int, list[CellRun]]:
+    """How many nodes -> the cells that need so many: each gets the fewest within `nodes` that hold it."""
+    found: dict[int, list[CellRun]] = {}
+    for cell in cells:
+        found.setdefault(_fewest_nodes(cell, cluster, nodes), []).append(cell)
+    return dict(sorted(found.items()))
+
+
+def array_of(
+    cells: Sequence[CellRun], num_nodes: int, cluster: ClusterConfig, sweep: str, runs: Path, at_a_time: int | None
+) -> tuple[Job, str]:
+    """The job of cells that need equally many nodes, and its script.
+
+    The job's name follows from what these cells were submitted as before, so that a job whose number was lost on the
+    way is found by it, while cells that are tried again get a new one.
+    """
+    before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
+    name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"
+    directory = runs.resolve() / ARRAYS / name
+    job = Job(
+        name=name,
+        run_dir=directory,
+        code=Snapshot(directory).code,
+        python=sys.executable,
+        nodes=NodeRange(num_nodes, num_nodes),
+        cluster=cluster,
+        attempts_without_progress=Policy.attempts_without_progress,
+    )
+    return job, render_array(job, {cell.index: cell.path.resolve() for cell in cells}, at_a_time)
+
+
+def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
+    """Keep what the cells run, submit them once, note it in their journals; the array's id."""
+    check_request(job.cluster, job.nodes, slurm.partitions())
+    for cell in cells:
+        config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)
+        if run_dir.exists():
+            RunDir.open(cell.path).refuse_other_run(with_vocabulary(config))
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        Snapshot(cell.path).take_settings(config, job.cluster)
+    (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    snapshot = Snapshot(job.run_dir)
+    snapshot.take_code(script)
+    number = slurm.submit(snapshot.script, job.name)
+    for cell in cells:
+        event = {"event": "submitted", "job": f"{number}_{cell.index}", "job_name": job.name}
+        RunDir(cell.path).append_ledger(event)
+    return number
+
+
+def was_array_task(run_dir: RunDir) -> bool:
+    """Whether the run's last job was a task of a sweep's array."""
+    event = last_of(run_dir.read_ledger(), "submitted")
+    return event is not None and "_" in str(event["job"])
+
+
+def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange) -> int:
+    config = with_vocabulary(with_absolute_paths(cell.config))
+    problem = ""
+    for count in range(nodes.least, nodes.most + 1):
+        try:
+            for line in check_run(config, cluster, NodeRange(count, count), cell.path.resolve()):
+                print(f"{cell.cell.name}: {line}", file=sys.stderr)
+            return count
+        except ConfigError as error:
+            problem = problem or str(error)
+    raise ConfigError(f"cell {cell.cell.name}: {problem}")

@@ -1,0 +1,206 @@
+"""Saving and restoring a run: engine state by fragments, lane memories by lane, at any world size and ZeRO stage.
+
+Each rank writes its own files without talking to the others (layout and publication: `checkpoint_files`), in a thread
+beside the loop (`checkpoint_save`). A reader takes the slices it needs (`checkpoint_reader`), so the writer's world
+size and stage do not matter. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from data_pipeline.config_loader import to_tree
+from data_pipeline.errors import CheckpointError, UserError
+from data_pipeline.lanes.lane_stream import LaneCursor
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.reader import load_engine, load_memory, restore_random_state
+from pretrain.checkpoint.save import HostBuffers, RankFile, Save, files_of_rank
+from pretrain.config.phases import begins_lanes
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed.world import World, from_main_rank, gather_errors, sum_over_ranks
+from pretrain.engines.engine import Engine, Memory
+from pretrain.state import TrainState
+
+INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
+
+
+class Checkpointer:
+    """Saves and restores one run. `attempt` is a token that all ranks of this start share and no other start has.
+
+    Checkpoints say `run_id`, and those of another run are refused. `may_write` is asked before anything is published;
+    it raises UserError in a start that has been overtaken.
+    A context manager: a save still under way at its end is given up, so `finish` before. All ranks call `save`,
+    `finish` and `restore_latest` together.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        root: Path,
+        world: World,
+        attempt: str,
+        run_id: str,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run = run
+        self._root = root
+        self._world = world
+        self._attempt = attempt
+        self._run_id = run_id
+        self._may_write = may_write
+        self._buffers = HostBuffers(world.device)
+        self._save: Save | None = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._save is not None:
+            self._save.abandon()
+
+    def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
+        """Begin a checkpoint of `state.step`, after the one before is published; with `asynchronous: false` end it too.
+
+        Call `wait_for_copy` before the engine's next update. Raises on every rank if there is no room for the
+        checkpoint, or if any rank could not write its part of the one before.
+        """
+        self.finish()
+        rank_files = files_of_rank(engine, state)
+        self._require_space(state.step, rank_files)
+        partial = files.partial_directory(self._root, state.step, self._attempt)
+        publish = self._publication(partial, engine, state, validation_loss)
+        self._save = Save(state.step, partial, rank_files, self._report(state), self._buffers, self._world, publish)
+        self._save.start()
+        if not self._run.checkpoint.asynchronous:
+            self.finish()
+
+    def wait_for_copy(self) -> None:
+        """Return when the engine and the memories may change: what is being saved has been copied."""
+        if self._save is not None:
+            self._save.wait_for_copy()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write its part of the save under way, as far as it knows by now.
+
+        Ranks may differ. When any says so, `finish` raises on all of them.
+        """
+        return self._save is not None and self._save.has_failed
+
+    def finish(self) -> None:
+        """Return when the save under way, if any, is published; raises on every rank if any could not write."""
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        # Nobody waits for a rank that failed: first all say whether their files are written, then rank 0 goes on.
+        problems = gather_errors(save.wait_for_files()) or gather_errors(save.wait_for_publication())
+        if not problems:
+            return
+        save.abandon()
+        if self._world.is_main:
+            files.remove_partial(self._root)
+        raise _could_not_save(save.step, problems[0])
+
+    def restore_latest(self, engine: Engine) -> TrainState | None:
+        """Load the newest good checkpoint into the engine; None when the run has none yet."""
+        self.finish()
+        found, problem = None, ""
+        if self._world.is_main:
+            files.remove_partial(self._root)
+            try:
+                found = files.newest_good(self._root, say=lambda text: print(text, flush=True), run_id=self._run_id)
+            except UserError as error:
+                problem = str(error)
+        found, problem = from_main_rank((found, problem))
+        if problem:
+            raise CheckpointError(problem)
+        if found is None:
+            return None
+        if self._world.is_main:
+            print(f"going on from {found.directory}", flush=True)
+        load_engine(engine, found)
+        return self._restore_state(engine, found)
+
+    def _require_space(self, step: int, rank_files: list[RankFile]) -> None:
+        own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
+        wanted = int(sum_over_ranks(own_bytes)) + self._world.world_size * INDEX_BYTES_PER_RANK
+        problem = ""
+        if self._world.is_main:
+            try:
+                files.require_space(self._root, wanted)
+            except (OSError, UserError) as error:
+                problem = str(error)
+        if problem := from_main_rank(problem):
+            raise _could_not_save(step, problem)
+
+    def _report(self, state: TrainState) -> dict[str, Any]:
+        lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
+        return {
+            "first_lane": lanes.start,
+            "num_lanes": len(lanes),
+            "cursor": state.cursor.to_tree() if state.cursor else None,
+        }
+
+    def _publication(
+        self, partial: Path, engine: Engine, state: TrainState, validation_loss: float | None
+    ) -> Callable[[Callable[[], None]], None]:
+        """What rank 0 does once its own files are there; everything that may change is read now."""
+        index = {
+            "run": self._run_id,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "optimizer_steps": engine.optimizer_step_count(),
+            "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
+            "validation_loss": validation_loss,
+            "world_size": self._world.world_size,
+            "config": to_tree(self._run),
+        }
+        final = files.step_directory(self._root, state.step)
+        kept = self._run.checkpoint
+
+        def publish(while_waiting: Callable[[], None]) -> None:
+            files.publish(partial, final, index, self._world.world_size, while_waiting, self._may_write)
+            files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
+
+        return publish
+
+    def _restore_state(self, engine: Engine, found: files.Checkpoint) -> TrainState:
+        world = self._world
+        lanes = lanes_of_rank(self._run, world.rank, world.world_size)
+        num_slots = accumulation_steps(self._run, world.world_size)
+        lanes_before = sum(report["num_lanes"] for report in files.rank_reports(found.index))
+        # Other lanes, other texts: no memory fits, so that all begin empty as at a run's start.
+        memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
+        per_slot = len(lanes) // num_slots
+        memories: list[Memory | None] = [None] * num_slots
+        if memory is not None:
+            dtype = next(engine.module.parameters()).dtype  # another one than was saved, if the precision changed
+            home = torch.device("cpu") if self._run.engine.offload_memories else world.device
+            moved = tuple(part.to(home, dtype if part.is_floating_point() else None) for part in memory)
+            memories = [
+                tuple(tensor[slot * per_slot : (slot + 1) * per_slot].clone() for tensor in moved)
+                for slot in range(num_slots)
+            ]
+        if found.index["world_size"] == world.world_size:
+            restore_random_state(found.directory / files.rank_file("state", world.rank))
+        cursor = None
+        if not begins_lanes(self._run, found.index["step"]):
+            cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+            cursor = LaneCursor.join(cursors).take(lanes)
+        return TrainState(
+            step=found.index["step"], tokens_seen=found.index["tokens_seen"], memories=memories, cursor=cursor
+        )
+
+
+def _could_not_save(step: int, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"could not save step {step}: {problem}; older checkpoints are untouched, free the place and start the run "
+        "again to go on from the newest"
+    )

@@ -1,0 +1,4 @@
+"""One module per command of `pretrain`; each is imported only when its command runs.
+
+The top floor, with demo.
+"""

@@ -1,0 +1,145 @@
+"""The action predict of `pretrain scale`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from data_pipeline.config_loader import load_config, to_tree
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_text
+from data_pipeline.yaml_files import dump_yaml
+from pretrain.commands.scale_fit import fit_of
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.scaling import wording
+from pretrain.scaling.agreement import contradictions
+from pretrain.scaling.fit import Fit
+from pretrain.scaling.lines import LEVEL
+from pretrain.scaling.outputs import refuse_no_file
+from pretrain.scaling.planned import with_vocabulary
+from pretrain.scaling.predict import (
+    BAND,
+    Forecast,
+    doubts,
+    forecast,
+    loss_of_run,
+    near_optimal_band,
+    preferred,
+    refuse_unknown,
+    refuse_wild,
+    run_doubts,
+)
+from pretrain.scaling.recipe import with_budget
+from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.summary import aligned, forecast_table, unavailable_lines, warning_lines
+from pretrain.scaling.wording import amount, shown
+from pretrain.terminal.train_lines import counted
+
+WORTH_SAYING = 0.01  # of the draws without an answer
+ASKED = {"flops": "at C = {} FLOPs", "tokens": "that reads D = {} tokens", "parameters": "of N = {} parameters"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the forecasts, and write the experiment file when asked to."""
+    given = _question(arguments)
+    base = with_vocabulary(load_config(RunConfig, arguments.experiment)) if arguments.experiment else None
+    fit = fit_of(arguments)
+    if len(given) == 2:
+        return _single_run(fit, arguments)
+    approach = preferred(fit, arguments.approach)
+    chosen = forecast(approach, fit.flops_law, **given)
+    reasons = doubts(fit, chosen.flops.value, approach)
+    if not arguments.force:
+        refuse_wild(reasons)
+    forecasts = [forecast(item, fit.flops_law, **given) for item in fit.approaches]
+    ((asked, value),) = given.items()
+    where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
+    print(f"the compute-optimal run {where}, by each approach; {_intervals(fit)}")
+    print("\n".join([*aligned(*forecast_table(forecasts, asked)), *unavailable_lines(fit)]))
+    if band := near_optimal_band(fit, chosen.flops.value):
+        low, high = (wording.size(size) for size in band)
+        flops = f"{chosen.flops.value:.3g} FLOPs" + ("" if asked == "flops" else f" (C of approach {chosen.approach})")
+        print(f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by approach 3")
+    for line in [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit):
+        print(line)
+    if base:
+        _nearest(base, chosen, arguments)
+    return 0
+
+
+def _question(arguments: argparse.Namespace) -> dict[str, float]:
+    """What is asked for: flops, tokens or parameters, or the last two; ConfigError for what cannot be answered."""
+    target = {"flops": arguments.flops, "tokens": arguments.tokens, "parameters": arguments.params}
+    given = {name: value for name, value in target.items() if value}
+    is_wrong = any(not 0 <= value < math.inf for value in target.values())
+    if is_wrong or not given or ("flops" in given and len(given) > 1):
+        raise ConfigError(
+            "give a positive --flops, --tokens or --params; --tokens and --params together ask for one run's loss"
+        )
+    refuse_unknown(arguments.approach)
+    if arguments.write and not arguments.experiment:
+        raise ConfigError("--write needs --experiment, the experiment whose family of shapes to choose from")
+    refuse_no_file("--write", arguments.write, "best.yaml")
+    idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
+    if len(given) == 2 and idle:
+        raise ConfigError(
+            f"--{idle[0]} says nothing to --tokens with --params: they ask for the loss of that one run, which "
+            "approach 3 tells; leave it out, or one of the two"
+        )
+    return given
+
+
+def _warnings(forecasts: Sequence[Forecast], where: str) -> list[str]:
+    """What is wrong with these answers, beside what is wrong with the fit."""
+    found = contradictions({item.approach: item.loss for item in forecasts}, f"for the run {where}")
+    found += [
+        f"approach {item.approach}: {item.unanswered:.0%} of its draws have no such run; its intervals are too narrow"
+        for item in forecasts
+        if item.unanswered >= WORTH_SAYING
+    ]
+    return [f"warning: {words}" for words in found]
+
+
+def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
+    flops = fit.flops_law.scale * arguments.params**fit.flops_law.power * arguments.tokens
+    reasons = run_doubts(fit, arguments.params, arguments.tokens)
+    if not arguments.force:
+        refuse_wild(reasons)
+    loss = loss_of_run(fit, arguments.params, arguments.tokens)
+    size, tokens = amount(arguments.params), amount(arguments.tokens)
+    print(f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, wording.loss)}")
+    print(_intervals(fit))
+    for doubt in reasons:
+        print(f"doubt: {doubt}")
+    return 0
+
+
+def _intervals(fit: Fit) -> str:
+    return f"intervals hold {LEVEL} % of {counted(fit.num_draws, 'bootstrap draw')}"
+
+
+def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -> None:
+    shaped = nearest_shape(base, chosen.parameters.value, arguments.keep_layers)
+    refuse_far_shape(shaped, chosen.parameters.value)
+    run = with_budget(shaped, chosen.flops.value, arguments.rule, arguments.lanes_multiple)
+    run = replace(run, name=f"{base.name}-c{chosen.flops.value:.3g}".replace("+", ""))
+    cost, model = cost_of(run), run.model
+    print(
+        f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
+        f"{counted(model.num_heads, 'head')} of {model.head_width}: N {amount(cost.parameters)}, "
+        f"D {amount(cost.tokens)}, {cost.flops:.3g} FLOPs; {counted(run.optim.steps, 'step')} of "
+        f"{counted(cost.tokens_per_step, 'token')}, "
+        f"learning rate {run.optim.learning_rate:.3g}"
+    )
+    if arguments.write:
+        header = (
+            f"# The optimum at {chosen.flops.value:.3g} FLOPs by approach {chosen.approach}: "
+            f"loss {shown(chosen.loss, wording.loss)}\n"
+            f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: {arguments.rule}\n"
+        )
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        write_text(arguments.write, header + dump_yaml(to_tree(run)))
+        print(f"written: {arguments.write}")

@@ -1,0 +1,170 @@
+"""Every setting of a model, and the reasons why some do not go together. Torch-free, as `pretrain.config.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from data_pipeline.errors import ConfigError
+
+Positions = Literal["relative", "rope", "alibi", "t5"]
+FeedForwardKind = Literal["relu", "gelu", "swiglu"]
+Compression = Literal["conv", "mean", "max"]
+
+SWIGLU_MULTIPLE = 64  # the derived width of a SwiGLU layer is rounded up to this
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The Transformer-XL of Dai et al. 2019; names in comments are the paper's or its published code's.
+
+    The defaults are the paper's. `docs/model.md` gives formula and source of every variant.
+    """
+
+    vocab_size: int = 0  # n_token; 0: taken from the corpus' tokenizer
+    num_layers: int = 4  # n_layer
+    d_model: int = 128
+    num_heads: int = 4  # n_head
+    num_key_heads: int = 0  # grouped-query attention: heads of keys and values; 0: num_heads
+    d_head: int = 0  # 0: d_model / num_heads
+    d_inner: int = 0  # width of the feed-forward layer; 0: 4 * d_model (swiglu, which has a third matrix: 8/3 of it)
+    d_embed: int = 0  # 0: d_model; otherwise a projection joins the two
+    memory_length: int = 128  # mem_len in training
+    compressed_length: int = 0  # rows of compressed memory behind the memory; 0: none
+    compression_rate: int = 3  # c: that many rows leaving the memory become one compressed row
+    compression: Compression = "conv"  # how; conv learns to, by reconstructing what attention read
+    positions: Positions = "relative"  # how attention knows distances
+    t5_buckets: int = 32  # num_buckets
+    t5_max_distance: int = 128  # distances from here on share the last bucket
+    query_key_norm: bool = False  # queries and keys are normalised, each head for itself
+    feed_forward: FeedForwardKind = "relu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_position: Literal["post", "pre"] = "post"  # pre_lnorm
+    untie_biases: bool = False  # untie_r: u and v per layer instead of one pair for all
+    same_length: bool = False  # every query attends to exactly memory_length keys
+    clamp_length: int = 0  # clamp_len: distances beyond it share one encoding; 0: no clamp
+    isolate_documents: bool = False  # no attention across a document boundary, in the segment or in memory
+    dropout: float = 0.0
+    attention_dropout: float = 0.0  # dropatt
+    tie_embeddings: bool = True  # tie_weight
+    cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
+    div_val: int = 1  # adaptive embedding: each cluster's width is divided by it once more
+    tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
+    z_loss: float = 0.0  # weight of log(sum of exp(logits)) squared in the gradient; the loss shown is without it
+    init_std: float = 0.02
+    projection_init_std: float = 0.01  # proj_init_std: projections of embedding and softmax
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.d_model < 2 or self.num_heads < 1:
+            raise ConfigError(
+                f"model.num_layers={self.num_layers} d_model={self.d_model} num_heads={self.num_heads}: "
+                "each must be positive"
+            )
+        if self.positions == "relative" and self.d_model % 2:
+            raise ConfigError(f"model.d_model={self.d_model} is odd; the sine and cosine halves need an even number")
+        if not self.d_head and self.d_model % self.num_heads:
+            raise ConfigError(
+                f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
+                "set model.d_head or change one of them"
+            )
+        if self.memory_length < 0 or self.clamp_length < 0:
+            raise ConfigError("model.memory_length and model.clamp_length must be 0 or more")
+        if self.same_length and not self.memory_length:
+            raise ConfigError("model.same_length needs model.memory_length > 0, the number of keys each query sees")
+        if self.z_loss < 0.0:
+            raise ConfigError(f"model.z_loss={self.z_loss} must be 0 or more")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+        self._check_heads()
+        self._check_positions()
+        self._check_compression()
+        self._check_adaptive()
+
+    def _check_heads(self) -> None:
+        if self.num_key_heads < 0 or self.num_heads % self.key_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} does not divide into num_key_heads={self.num_key_heads} groups; "
+                "use a divisor, or 0 for a key head per head"
+            )
+
+    def _check_positions(self) -> None:
+        if self.positions == "rope" and self.head_width % 2:
+            raise ConfigError(
+                f"model.positions=rope turns pairs of a head's numbers, but a head has {self.head_width}; "
+                "set an even model.d_head"
+            )
+        if self.positions == "t5" and not 2 <= self.t5_buckets < 2 * self.t5_max_distance:
+            raise ConfigError(
+                f"model.t5_buckets={self.t5_buckets} must be at least 2 and below twice "
+                f"t5_max_distance={self.t5_max_distance}: half of them are single distances"
+            )
+        if self.positions != "relative":
+            for name in ("clamp_length", "untie_biases"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"model.{name} belongs to positions=relative and means nothing with "
+                        f"positions={self.positions}; remove one of them"
+                    )
+
+    def _check_compression(self) -> None:
+        if self.compressed_length < 0 or self.compression_rate < 1:
+            raise ConfigError(
+                f"model.compressed_length={self.compressed_length} must be 0 or more and "
+                f"compression_rate={self.compression_rate} 1 or more"
+            )
+        if not self.compressed_length:
+            return
+        if not self.memory_length:
+            raise ConfigError("model.compressed_length needs model.memory_length > 0: it compresses what leaves it")
+        if self.same_length:
+            raise ConfigError(
+                "model.same_length shows each query memory_length keys and so never the compressed rows behind them; "
+                "remove it or model.compressed_length"
+            )
+
+    def _check_adaptive(self) -> None:
+        if self.vocab_size < 0 or self.div_val < 1:
+            raise ConfigError(
+                f"model.vocab_size={self.vocab_size} must be 0 or more and div_val={self.div_val} 1 or more"
+            )
+        bounds = (0, *self.cutoffs, *((self.vocab_size,) if self.vocab_size else ()))
+        if any(first >= last for first, last in pairwise(bounds)):
+            raise ConfigError(
+                f"model.cutoffs={list(self.cutoffs)} must rise from above 0 to below the vocabulary's "
+                f"{self.vocab_size or 'number of'} tokens; remove or lower some"
+            )
+        narrowest = self.embedding_width // self.div_val ** len(self.cutoffs)
+        if narrowest < 1:
+            raise ConfigError(
+                f"model.div_val={self.div_val} with {len(self.cutoffs)} cutoffs divides the embedding width "
+                f"{self.embedding_width} down to nothing; use a smaller div_val or fewer cutoffs"
+            )
+        if self.tie_projections and len(self.tie_projections) != len(self.cutoffs) + 1:
+            raise ConfigError(
+                f"model.tie_projections has {len(self.tie_projections)} entries; expected {len(self.cutoffs) + 1}, "
+                "one for the shortlist and one per cutoff"
+            )
+
+    def ties_projection(self, index: int) -> bool:
+        """Whether bin `index` of the output layer uses the embedding's projection."""
+        return bool(self.tie_projections) and self.tie_projections[index]
+
+    @property
+    def head_width(self) -> int:
+        return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_key_heads or self.num_heads
+
+    @property
+    def inner_width(self) -> int:
+        if self.d_inner or self.feed_forward != "swiglu":
+            return self.d_inner or 4 * self.d_model
+        return -(-8 * self.d_model // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
+
+    @property
+    def embedding_width(self) -> int:
+        return self.d_embed or self.d_model

@@ -1,0 +1,55 @@
+"""Settings of the optimizer and its learning rate, and which values mean nothing. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data_pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
+
+    shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # wsd: length of the final decay; 0: a fifth of the run
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optim.schedule.{name}={getattr(self, name)} must be 0 or more")
+        if not 0.0 <= self.final_fraction <= 1.0:
+            raise ConfigError(f"optim.schedule.final_fraction={self.final_fraction:g} must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW or LAMB with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
+
+    steps: int = 1000
+    name: Literal["adamw", "lamb"] = "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
+    learning_rate: float = 2.5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.25  # 0: no clipping
+    average_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"optim.steps={self.steps} must be positive")
+        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
+            if getattr(self, name) < 0.0:
+                raise ConfigError(f"optim.{name}={getattr(self, name):g} must be 0 or more")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
+        if not 0.0 <= self.average_decay < 1.0:
+            raise ConfigError(f"optim.average_decay={self.average_decay} must be 0 (no average) or more and below 1")
+        if self.schedule.warmup_steps > self.steps:
+            raise ConfigError(
+                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"
+            )

@@ -1,0 +1,222 @@
+"""What one run costs, exactly: parameters and training FLOPs of its configuration. Torch-free.
+
+T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward pass, d d_model,
+w heads times head width, k key heads times head width, f inner width, c compression rate, V vocabulary. One
+multiplication and addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from data_pipeline.errors import ConfigError
+from pretrain.config.phases import spans_of_phases
+from pretrain.config.run import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many numbers a model learns, by part."""
+
+    embedding: int  # input vectors and their projections
+    head: int  # output layer, without what it shares with the embedding
+    attention: int
+    feed_forward: int
+    norms: int
+    biases: int  # u and v, or T5's table
+    compression: int  # the convolutions of a compressed memory
+
+    @property
+    def body(self) -> int:
+        """Without the embedding and output matrices."""
+        return self.attention + self.feed_forward + self.norms + self.biases + self.compression
+
+    @property
+    def total(self) -> int:
+        return self.body + self.embedding + self.head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs per token, by part; the backward pass costs twice the forward one, less what needs no gradient."""
+
+    projections: float  # queries, keys, values, output; memory's keys and values again in every segment
+    positions: float  # W_R R, once per segment for all lanes of a forward pass
+    attention: float  # content scores, position scores, weighted values
+    feed_forward: float
+    head: float
+    compression: float  # of the rows that leave the memory, and what attention would have read from them
+    without_gradient: float  # products whose input is no result of a parameter
+
+    @property
+    def forward(self) -> float:
+        parts = (self.projections, self.positions, self.attention, self.feed_forward, self.head, self.compression)
+        return sum(parts)
+
+    @property
+    def training(self) -> float:
+        return 3 * self.forward - self.without_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """Parameters; tokens and FLOPs of training (forward and backward): of a run's first phase, and of all its steps."""
+
+    parameters: int
+    body_parameters: int  # without the embedding and output matrices
+    flops_per_token: float
+    tokens_per_step: int
+    steps: int
+    tokens: int  # of all steps, each phase with its own lanes and segments
+    flops: float
+
+
+def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
+    """The cost of a run, or of its first `steps`, on one rank without accumulation.
+
+    ConfigError when the vocabulary is not known.
+    """
+    parameters = parameters_of(run.model)
+    counted = range(run.optim.steps if steps is None else steps)
+    spans = [(phase.tokens_per_step * count, _flops_per_token(phase)) for phase, count in spans_of_phases(run, counted)]
+    return RunCost(
+        parameters=parameters.total,
+        body_parameters=parameters.body,
+        flops_per_token=_flops_per_token(run),
+        tokens_per_step=run.tokens_per_step,
+        steps=len(counted),
+        tokens=sum(tokens for tokens, _ in spans),
+        flops=sum(tokens * flops_per_token for tokens, flops_per_token in spans),
+    )
+
+
+def _flops_per_token(run: RunConfig) -> float:
+    return flops_of(run.model, run.data.segment_length, run.data.lanes).training
+
+
+def parameters_of(model: ModelConfig) -> Parameters:
+    """Every parameter of the model, exactly; ConfigError when the vocabulary is not known."""
+    _need_vocabulary(model)
+    d, layers = model.d_model, model.num_layers
+    w, k = _attention_widths(model)
+    embedding, head = _vocabulary_parameters(model)
+    position = d * w if model.positions == "relative" else 0
+    per_norm = d if model.norm == "rmsnorm" else 2 * d
+    return Parameters(
+        embedding=embedding,
+        head=head,
+        attention=layers * (2 * d * w + 2 * d * k + position),
+        feed_forward=layers * _feed_forward_parameters(model),
+        norms=layers * (2 * per_norm + (2 * model.head_width if model.query_key_norm else 0)),
+        biases=_position_biases(model),
+        compression=layers * (model.compression_rate * d * d + d) if _learns_to_compress(model) else 0,
+    )
+
+
+def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
+    """Per token of a training step whose forward passes take `lanes` lanes and find the memory full."""
+    _need_vocabulary(model)
+    d, layers = model.d_model, model.num_layers
+    w, k = _attention_widths(model)
+    relative = model.positions == "relative"
+    memory = model.memory_length + model.compressed_length
+    keys, remembered = segment_length + memory, memory / segment_length
+    positions = layers * 2 * d * w * keys / (segment_length * lanes) if relative else 0.0
+    compression, still = _compression_flops(model, segment_length)
+    return Flops(
+        projections=layers * 4 * d * (w + k * (1 + remembered)),
+        positions=positions,
+        attention=layers * (6 if relative else 4) * w * keys,
+        feed_forward=layers * (6 if model.feed_forward == "swiglu" else 4) * d * model.inner_width,
+        head=_head_flops(model),
+        compression=layers * compression,
+        # Memory rows have no gradient; with pre-norm their norm's parameters have.
+        without_gradient=positions
+        + (layers * 4 * d * k * remembered if model.norm_position == "post" else 0.0)
+        + layers * still,
+    )
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Of queries, and of keys or values."""
+    return model.num_heads * model.head_width, model.key_heads * model.head_width
+
+
+def _feed_forward_parameters(model: ModelConfig) -> int:
+    d, f = model.d_model, model.inner_width
+    return 3 * d * f if model.feed_forward == "swiglu" else 2 * d * f + f + d
+
+
+def _position_biases(model: ModelConfig) -> int:
+    if model.positions == "t5":
+        return model.t5_buckets * model.num_heads
+    if model.positions == "relative":
+        return 2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
+    return 0
+
+
+def _learns_to_compress(model: ModelConfig) -> bool:
+    return bool(model.compressed_length) and model.compression == "conv"
+
+
+def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
+    """Of one layer, forward; and the products its backward pass does without (see `model.compression`)."""
+    if not _learns_to_compress(model):
+        return 0.0, 0.0
+    d, c, T = model.d_model, model.compression_rate, segment_length
+    w, k = _attention_widths(model)
+    convolution, queries, leaving, compressed = 2 * d * d, 2 * d * w, 4 * d * k, 4 * d * k / c
+    expected, found = 4 * w * T, 4 * w * T / c
+    forward = convolution + queries + leaving + compressed + expected + found
+    return forward, convolution + 2 * (queries + leaving + expected) + compressed + found / 2
+
+
+def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
+    """(tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
+    sizes = [last - first for first, last in pairwise((0, *model.cutoffs, model.vocab_size))]
+    return [(size, model.embedding_width // model.div_val**index) for index, size in enumerate(sizes)]
+
+
+def tail_shares(model: ModelConfig) -> list[float]:
+    """The part of all tokens that falls into each bin, by Zipf's law, the vocabulary being sorted by frequency."""
+    bounds = (0, *model.cutoffs, model.vocab_size)
+    return [(_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size) for first, last in pairwise(bounds)]
+
+
+def _vocabulary_parameters(model: ModelConfig) -> tuple[int, int]:
+    bins, d = bins_of(model), model.d_model
+    shared_projection = model.div_val == 1 and model.embedding_width != d
+    projected = shared_projection or model.div_val > 1
+    embedding = sum(size * width + (width * d if model.div_val > 1 else 0) for size, width in bins)
+    embedding += model.embedding_width * d if shared_projection else 0
+    head = sum(size for size, _ in bins) + (len(bins) - 1) * (bins[0][1] + 1)
+    for index, (size, width) in enumerate(bins):
+        head += 0 if model.tie_embeddings else size * width
+        head += width * d if projected and not model.ties_projection(index) else 0
+    return embedding, head
+
+
+def _head_flops(model: ModelConfig) -> float:
+    bins, d = bins_of(model), model.d_model
+    projected = model.div_val > 1 or model.embedding_width != d
+    looked_up = 0.0
+    if projected:  # the embedding projects every token, for each bin where they differ
+        looked_up = sum(2 * width * d for _, width in bins) if model.div_val > 1 else 2 * bins[0][1] * d
+    shares = [1.0, *tail_shares(model)[1:]]
+    total = looked_up
+    for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
+        columns = size + (0 if index else len(bins) - 1)
+        total += share * (2 * width * columns + (2 * width * d if projected else 0))
+    return total
+
+
+def _need_vocabulary(model: ModelConfig) -> None:
+    if not model.vocab_size:
+        raise ConfigError("model.vocab_size is not set; set it, or build the corpus so that it can be read from there")
+
+
+def _harmonic(count: int) -> float:
+    """1 + 1/2 + ... + 1/count, to 1e-4 of it."""
+    return math.log(count) + 0.5772156649 + 0.5 / count if count else 0.0

@@ -1,0 +1,144 @@
+"""How well a model predicts a split, with memories of any length; every token is scored once.
+
+B lanes, L tokens of the segment, V vocabulary. Each lane carries its memory from segment to segment; lanes and ranks
+are joined by sums in float64, so the result does not depend on how many ranks took part (beyond rounding).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
+from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.engines.engine import Engine, Memory, batch_tensors
+from pretrain.model.cached import Stream, new_stream
+from pretrain.terminal.train_lines import perplexity
+from pretrain.weights.trained_model import TrainedModel
+
+
+class Scorer(Protocol):
+    """What evaluation needs of an engine."""
+
+    @property
+    def world(self) -> World: ...
+
+    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]: ...
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Means over `tokens` targets, ends of documents included; bits are per byte and character of their text."""
+
+    memory_length: int
+    segment_length: int
+    loss: float  # nats per token
+    perplexity: float
+    bits_per_byte: float
+    bits_per_character: float
+    tokens: int
+    seconds: float
+    loss_by_position: tuple[float, ...]  # of the segment: the later, the more the segment itself tells
+
+
+class TrainedScorer:
+    """A whole frozen model on this process, which remembers projected keys and values: exact, and several times faster.
+
+    The cache stays inside: a call without a memory begins new streams, and the memory handed out is empty.
+    """
+
+    def __init__(self, trained: TrainedModel, world: World) -> None:
+        self.trained = trained
+        self.world = world
+        self._stream: Stream | None = None
+
+    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+        tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
+        if memory is None or self._stream is None:
+            self._stream = new_stream(self.trained.module, memory_length, tokens_BL.shape[1])
+        return self._stream.nll_BL(tokens_BL, targets_BL, starts_BL), ()
+
+
+def evaluate(
+    scorer: Scorer,
+    corpus: Corpus,
+    *,
+    memory_length: int,
+    segment_length: int,
+    num_lanes: int,
+    max_tokens: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> EvaluationResult:
+    """Score a split with all ranks together, or about its first `max_tokens` tokens; `advance` hears of each batch's.
+
+    The bytes and characters are those of the manifest when the whole split is scored, else of the scored tokens.
+    """
+    world = scorer.world
+    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens, multiple_of=world.world_size)
+    per_rank = num_lanes // world.world_size
+    lanes = range(world.rank * per_rank, (world.rank + 1) * per_rank)
+    stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
+    bytes_V, characters_V = (
+        torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
+    )
+    remembered = min(memory_length, stream.num_tokens)  # there is no more to remember
+    begin = time.perf_counter()
+    sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and number of tokens by position
+    sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
+    memory: Memory | None = None
+    for batch in stream:
+        nll_BL, memory = scorer.evaluate(batch, memory, remembered)
+        valid_BL = torch.from_numpy(batch.valid_BL)
+        scored = torch.from_numpy(batch.targets_BL)[valid_BL]
+        sums[0] += nll_BL.double().cpu().where(valid_BL, 0.0).sum(0)
+        sums[1] += valid_BL.sum(0)
+        sizes += torch.stack([bytes_V[scored].sum(), characters_V[scored].sum()])[:, None]
+        advance(len(scored) * world.world_size)
+    total = sum_over_ranks(torch.cat([sums, sizes], dim=1).to(world.device)).cpu()
+    (loss, tokens), (num_bytes, num_characters) = total[:, :-1].sum(1).tolist(), total[:, -1].tolist()
+    if tokens == corpus.num_tokens:
+        num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
+    return EvaluationResult(
+        memory_length=memory_length,
+        segment_length=segment_length,
+        loss=loss / tokens,
+        perplexity=perplexity(loss / tokens),
+        bits_per_byte=loss / math.log(2) / max(num_bytes, 1),
+        bits_per_character=loss / math.log(2) / max(num_characters, 1),
+        tokens=int(tokens),
+        seconds=time.perf_counter() - begin,
+        loss_by_position=tuple((total[0, :-1] / total[1, :-1].clamp(min=1)).tolist()),
+    )
+
+
+def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str, float]]:
+    """What the training loop calls at its intervals: the validation loss with the training memory and without any."""
+    corpus = Corpus.open(run.data.directory() / "validation")
+
+    def measure(memory_length: int) -> EvaluationResult:
+        return evaluate(
+            engine,
+            corpus,
+            memory_length=memory_length,
+            segment_length=run.data.segment_length,
+            num_lanes=run.evaluation.lanes,
+            max_tokens=run.evaluation.max_tokens,
+        )
+
+    def values() -> dict[str, float]:
+        result = measure(run.model.memory_length)
+        shown = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens")
+        without = result.loss if run.model.memory_length == 0 else measure(0).loss
+        return {**{name: getattr(result, name) for name in shown}, "loss_without_memory": without}
+
+    return values

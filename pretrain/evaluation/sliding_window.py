@@ -1,0 +1,101 @@
+"""Evaluation with memory against a window that slides by one token (Dai et al. 2019, section 3.2 and table 9).
+
+A model without recurrence that wants A tokens of context for every prediction computes all of them again for each one.
+With memory every token is computed once. Both sides predict the same number of tokens per second of work here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import ConfigError
+from pretrain.config.run import ModelConfig
+from pretrain.costs.flops import flops_of
+from pretrain.model.cached import new_stream
+from pretrain.model.transformer_xl import TransformerXL
+
+# Table 9: attention lengths of a model trained with a memory of 768.
+PAPER_TRAINING_MEMORY = 768
+PAPER_ATTENTION_LENGTHS = (800, 1800, 2800, 3800)
+MINIMUM_SECONDS = 1.0  # each side is measured for at least so long
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens predicted per second with one attention length, one stream each."""
+
+    attention_length: int  # keys that the segment's last token sees
+    cached: float
+    sliding_window: float
+    by_flops: float  # the ratio that the matrix products alone would give
+
+    @property
+    def ratio(self) -> float:
+        return self.cached / self.sliding_window
+
+
+def attention_lengths(model: ModelConfig, segment_length: int) -> list[int]:
+    """The paper's attention lengths, scaled to the training memory; ConfigError for a model without memory."""
+    if not model.memory_length:
+        raise ConfigError("a model trained without memory has nothing to compare with a sliding window")
+    scaled = (length * model.memory_length // PAPER_TRAINING_MEMORY for length in PAPER_ATTENTION_LENGTHS)
+    return [max(length, segment_length + 1) for length in scaled]
+
+
+@torch.no_grad()
+def compare(
+    module: TransformerXL, attention_length: int, segment_length: int, seconds: float = MINIMUM_SECONDS
+) -> Speeds:
+    """Measure both ways on random tokens; ConfigError if the segment alone is as long as the attention."""
+    memory_length = attention_length - segment_length
+    if memory_length < 1:
+        raise ConfigError(
+            f"an attention length of {attention_length} leaves no memory behind a segment of {segment_length}; "
+            "use a longer one or a shorter segment"
+        )
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(attention_length)
+    tokens_BT = torch.randint(module.config.vocab_size, (1, attention_length + 1), generator=generator).to(device)
+    inputs_BL, targets_BL = tokens_BT[:, -segment_length - 1 : -1], tokens_BT[:, -segment_length:]
+    stream = new_stream(module, memory_length, segment_length)
+    for _ in range(-(-memory_length // segment_length)):
+        stream.nll_BL(inputs_BL, targets_BL)
+
+    def segment() -> Tensor:
+        return stream.nll_BL(inputs_BL, targets_BL)
+
+    def window() -> Tensor:
+        hidden_BLD, _ = module.hidden_states(tokens_BT[:, :-1], memory_length=0)
+        return module.head(hidden_BLD[:, -1:], tokens_BT[:, -1:])
+
+    return Speeds(
+        attention_length=attention_length,
+        cached=segment_length * _calls_per_second(segment, seconds),
+        sliding_window=_calls_per_second(window, seconds),
+        by_flops=_ratio_of_flops(module.config, attention_length, segment_length),
+    )
+
+
+def _calls_per_second(work: Callable[[], Tensor], seconds: float) -> float:
+    float(work().sum())  # waits for the device, too
+    begin, calls = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        float(work().sum())
+        calls += 1
+    return calls / (time.perf_counter() - begin)
+
+
+def _ratio_of_flops(model: ModelConfig, attention_length: int, segment_length: int) -> float:
+    """FLOPs per predicted token of the window, over those of the cache, whose memory is not projected again."""
+    alone = replace(model, memory_length=0, same_length=False, compressed_length=0)
+    remembering = replace(alone, memory_length=attention_length - segment_length)
+    segment = flops_of(alone, segment_length, 1)
+    cached = segment.forward - segment.positions - segment.attention
+    cached += flops_of(remembering, segment_length, 1).attention
+    window = flops_of(alone, attention_length, 1)
+    return (attention_length * (window.forward - window.head) + window.head) / cached

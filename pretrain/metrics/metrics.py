@@ -1,0 +1,247 @@
+"""What a run says about itself while it trains: metrics.jsonl, TensorBoard, one line on the console.
+
+Losses stay on the device until the interval's end. There the ranks exchange one small vector; rank 0 writes:
+
+    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
+        loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
+        1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
+        of several ranks "slowest_rank" and "straggler_ratio"; what lanes did and remember (`lane_meter`); at full
+        intervals norms per layer (`layer_norms`); in fp16 "loss_scale", and every line has "overflowed"
+    {"kind": "evaluation", "step", "loss", "perplexity", ...}
+
+A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
+run writes the same numbers for the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.prefetch import Prefetcher
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
+from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.engines.engine import StepResult
+from pretrain.engines.precision import DTYPES
+from pretrain.metrics.lane_meter import LaneMeter
+from pretrain.metrics.profiling import StepProfiler
+from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
+from pretrain.metrics.writers import MetricsFiles
+from pretrain.optim.layer_norms import numbers_of_layers
+from pretrain.rundir.run_dir import RunDir
+from pretrain.state import TrainState
+from pretrain.terminal.train_lines import counted, evaluation_line, perplexity, si, train_line
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A finished step whose numbers may still be on the device."""
+
+    step: int
+    tokens: int
+    loss_sum: Tensor  # over this rank's slots
+    num_slots: int
+    learning_rate: float
+    result: StepResult
+
+
+class Metrics:
+    """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again.
+
+    `may_write` is asked before each writing; it raises UserError in a start that has been overtaken.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        run_dir: RunDir,
+        world: World,
+        state: TrainState,
+        prefetcher: Prefetcher,
+        forward_clock: ForwardClock,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run = run
+        self._run_dir = run_dir
+        self._world = world
+        self._prefetcher = prefetcher
+        self._forward_clock = forward_clock
+        self._lane_meter = LaneMeter(run, state)
+        self._stragglers = StragglerWatch(run.healing.straggler_ratio)
+        self._files: MetricsFiles | None = None
+        self._profiler: StepProfiler | None = None
+        self._slot_losses: list[Tensor] = []
+        self._steps: list[_Step] = []
+        self._flops_per_token = cost_of(run).flops_per_token
+        own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
+        self._peak = float(sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device)))
+        if world.is_main:
+            self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
+            self._say_peak()
+            self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
+            self._profiler.after_step(state.step)
+        self._start_interval()
+
+    def add_batch(self, batch: SegmentBatch) -> None:
+        """Take what the step in hand reads."""
+        self._lane_meter.add(batch)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Take the mean loss of one slot, without waiting for it."""
+        self._slot_losses.append(loss.detach())
+
+    def end_step(self, state: TrainState, result: StepResult, learning_rate: float) -> None:
+        """Close the step that has just been made, still without waiting for the device."""
+        losses, self._slot_losses = self._slot_losses, []
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        self._steps.append(_Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result))
+        self._idle_since = time.perf_counter()
+        if self._profiler is not None:
+            self._profiler.after_step(state.step)
+
+    def write(self) -> list[dict[str, Any]]:
+        """Write every step since the last call and return their lines (rank 0); the ranks meet here."""
+        lines: list[dict[str, Any]] = []
+        if not self._steps:
+            return lines
+        steps, self._steps = self._steps, []
+        losses, (waited, memory_gib, *busy_R), of_lanes, squares = self._over_ranks(steps)
+        num_ranks = self._world.world_size
+        seconds = time.perf_counter() - self._begin - self._paused
+        if self._files is not None:
+            lines = [_line(step, loss / num_ranks / step.num_slots) for step, loss in zip(steps, losses, strict=True)]
+            lines[-1] |= self._rates(len(steps), seconds, waited / num_ranks, memory_gib / num_ranks)
+            lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
+            if steps[-1].result.loss_scale is not None:
+                lines[-1]["loss_scale"] = steps[-1].result.loss_scale
+            lines[-1] |= self._lane_meter.numbers(of_lanes)
+            lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
+            self._files.append(lines)
+            print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
+        self._start_interval()
+        return lines
+
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Write what an evaluation after `step` found; the time it took is not counted as training."""
+        self._pause_since(self._idle_since)
+        if self._files is not None:
+            self._files.append([{"kind": "evaluation", "step": step, **values}])
+            print(evaluation_line(step, values), flush=True)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Do not count the block as training time, but as time that saving took from it."""
+        begin = time.perf_counter()
+        yield
+        self._pause_since(begin)
+        self._save_stall += self._idle_since - begin
+
+    def close(self, finished: bool, goes_on: bool = False) -> None:
+        """Write what is left and say how the run ended, unless it goes on in this process."""
+        self.write()
+        self._forward_clock.close()
+        if self._profiler is not None:
+            self._profiler.close()
+        if self._files is not None:
+            self._files.close()
+        if self._world.is_main and not goes_on:
+            print(
+                f"finished; metrics in {self._run_dir.metrics}"
+                if finished
+                else "stopped and saved; the same command goes on from here",
+                flush=True,
+            )
+
+    def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
+        """Sums over ranks: the losses of the steps, the ranks' own measurements, what lanes did, squares of norms."""
+        losses = torch.stack([step.loss_sum for step in steps])
+        own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
+        of_lanes = self._lane_meter.take(losses.device)
+        layers = steps[-1].result.layers
+        squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
+        sums = sum_over_ranks(torch.cat([losses, own, of_lanes, squares])).cpu()
+        return tuple(part.tolist() for part in sums.split([len(losses), len(own), len(of_lanes), len(squares)]))
+
+    def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
+        if result.layers is None or result.grad_norm is None:
+            return {}
+        return numbers_of_layers(result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm)
+
+    def _own_measurements(self) -> list[float]:
+        """Data wait, memory, and busy seconds at this rank's place among all ranks': summed, they are everybody's."""
+        waited = self._prefetcher.wait_seconds - self._waited_before
+        busy_R = [0.0] * self._world.world_size
+        busy_R[self._world.rank] = waited + self._forward_clock.take()
+        return [waited, memory_in_use_gib(self._world.device), *busy_R]
+
+    def _slowest(self, step: int, busy_R: list[float]) -> dict[str, float]:
+        slowest = slowest_of(busy_R)
+        if slowest is None:
+            return {}
+        if self._stragglers.observe(slowest):
+            self._run_dir.append_ledger({"event": "straggler", "step": step, **asdict(slowest)})
+            print(
+                f"straggler: rank {slowest.rank} needs {slowest.seconds:.3g} s of a step for itself, "
+                f"{slowest.ratio:.1f} times as long as the others; heartbeats/ says on which host it runs",
+                flush=True,
+            )
+        return {"slowest_rank": slowest.rank, "straggler_ratio": slowest.ratio}
+
+    def _start_interval(self) -> None:
+        self._paused = self._save_stall = 0.0
+        self._waited_before = self._prefetcher.wait_seconds
+        self._begin = self._idle_since = time.perf_counter()
+
+    def _pause_since(self, begin: float) -> None:
+        self._idle_since = time.perf_counter()
+        self._paused += self._idle_since - begin
+
+    def _rates(self, num_steps: int, seconds: float, waited: float, memory_gib: float) -> dict[str, float]:
+        tokens_per_second = num_steps * self._run.tokens_per_step / seconds
+        return {
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": tokens_per_second * self._flops_per_token / self._peak,
+            "data_wait": waited / seconds,
+            "memory_gib": memory_gib,
+            "save_stall": self._save_stall,
+            "time": time.time(),
+        }
+
+    def _say_peak(self) -> None:
+        print(
+            f"MFU = tokens/s x {si(self._flops_per_token)}FLOP per token / {si(self._peak)}FLOP/s, "
+            f"the matrix product measured on {counted(self._world.world_size, 'rank')} "
+            f"in {self._run.engine.precision}",
+            flush=True,
+        )
+
+
+def _line(step: _Step, loss: float) -> dict[str, Any]:
+    norm = step.result.grad_norm
+    return {
+        "kind": "train",
+        "step": step.step,
+        "tokens": step.tokens,
+        "loss": _finite(loss),
+        "perplexity": perplexity(loss) if math.isfinite(loss) else None,
+        "learning_rate": step.learning_rate,
+        "grad_norm": None if norm is None else _finite(float(norm)),
+        "skipped": step.result.skipped,
+        **({} if step.result.loss_scale is None else {"overflowed": step.result.overflowed}),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows numbers only."""
+    return value if math.isfinite(value) else None

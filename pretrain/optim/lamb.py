@@ -1,0 +1,92 @@
+"""LAMB (You et al. 2020, "Large batch optimization for deep learning", algorithm 2) over slices of parameters."""
+
+# torch exports its _foreach functions without listing them.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.distributed.world import sum_over_ranks
+from pretrain.optim.adam_direction import adam_directions
+from pretrain.optim.fragments import Placement, create_moments
+from pretrain.optim.layer_norms import LayerMeter
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam whose update of each parameter is as long as the parameter itself, times the learning rate.
+
+        r = m / (sqrt(v) + epsilon), m and v corrected for bias;   u = r + decay * w;   w -= lr * |w| / |u| * u
+
+    The norms are those of the whole parameter: where its elements are spread over ranks, squares are added up over
+    them, one small all-reduce per group that the optimizer is called with. |w| is taken as it is (phi(z) = z), and the
+    ratio is 1 where either norm is 0. Parameters that do not decay (norms, biases) get plain Adam, ratio 1, as in the
+    authors' own BERT; which these are does not depend on the size of the decay.
+
+    Gradients come clipped by their global norm: the engine does that first, and the moments see only what is left.
+    The learning rate is set anew before every step. `refuses` as in GuardedAdamW. Until `placement` is set, a step
+    only makes the moments, which is what some stages of DeepSpeed step for while they set up.
+    """
+
+    refuses: Callable[[], bool] = staticmethod(lambda: False)
+    placement: Placement | None = None
+    meter: LayerMeter | None = None
+
+    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.refuses():
+            return
+        for group in self.param_groups:
+            masters = [master for master in group["params"] if master.grad is not None]
+            if masters:
+                self._update_moments(group, masters)
+                self._update_weights(group, masters)
+
+    def _update_moments(self, group: dict[str, Any], masters: Sequence[Tensor]) -> None:
+        for master in masters:
+            create_moments(self.state[master], master)
+            self.state[master]["step"] += 1
+        averages, squares = ([self.state[master][key] for master in masters] for key in ("exp_avg", "exp_avg_sq"))
+        gradients = [master.grad for master in masters if master.grad is not None]
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(averages, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+
+    def _update_weights(self, group: dict[str, Any], masters: Sequence[Tensor]) -> None:
+        if self.placement is None:
+            return
+        fragments = self.placement.fragments_in(masters)
+        weights = [fragment.values["weight"] for fragment in fragments]
+        updates = adam_directions(fragments, group, self.state[masters[0]]["step"])
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        if group["decays"]:
+            self._scale_by_trust(self.placement, masters, weights, updates)
+        if fragments:
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        if self.meter is not None and self.meter.is_on:
+            self.meter.add(fragments, updates, group["lr"])
+
+    def _scale_by_trust(
+        self, placement: Placement, masters: Sequence[Tensor], weights: list[Tensor], updates: list[Tensor]
+    ) -> None:
+        """Multiply each update by |w| / |u| of its whole parameter. All ranks come here, also with nothing to do."""
+        squares_2P = torch.zeros(2, placement.num_parameters, dtype=torch.float64, device=masters[0].device)
+        numbers_F = placement.numbers_in(masters)
+        if weights:
+            norms_2F = torch.stack([torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates)])
+            squares_2P[:, numbers_F] = norms_2F.double().square()
+        if placement.is_sharded:
+            squares_2P = sum_over_ranks(squares_2P)
+        weight_F, update_F = squares_2P[:, numbers_F].sqrt()
+        ratio_F = torch.where((weight_F > 0) & (update_F > 0), weight_F / update_F, 1.0).float()
+        for update, ratio in zip(updates, ratio_F.unbind(), strict=True):
+            update.mul_(ratio)

@@ -1,0 +1,4 @@
+"""Rank processes on one node: start, watch, exit status; checks of a node.
+
+Imported by commands, demo, `run.py` and `launcher`.
+"""

@@ -1,0 +1,231 @@
+"""The ranks of one attempt as processes of this machine: started together, ended together. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pretrain.rundir.fence import VARIABLE
+from pretrain.terminal.live_bar import echo
+
+# What a rank's process ends with when it was asked to stop and saved itself (EX_TEMPFAIL of sysexits.h).
+EXIT_STOPPED = 75
+# What it ends with when a forward or backward pass found no memory: all ranks have to start again with less at a time.
+EXIT_OUT_OF_MEMORY = 76
+# How long the others may go on after one rank ended badly: enough to report, too short to wait in a collective for it.
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child must not take the loader's lock
+
+
+class RankGroup:
+    """`command` as `num_ranks` processes, each in a process group of its own; they die with this process at the latest.
+
+    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` shows rank 0's lines here too. Use as a context manager:
+    whatever happens in the block, Ctrl-C included, no rank outlives it. Make it in a thread that stays: to the kernel
+    "the parent died" means that thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        logs: Path,
+        attempt: int = 0,
+        environment: Mapping[str, str] | None = None,
+        echo_rank_zero: bool = False,
+    ) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(num_ranks)]
+        self.first_failure: int | None = None  # the rank that ended badly before any other did
+        self._echo: threading.Thread | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
+        try:
+            for rank in range(num_ranks):
+                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._processes.append(self._start(command, rank, own, echo=echo_rank_zero and rank == 0))
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order; each is its process group's id too."""
+        return [process.pid for process in self._processes]
+
+    def poll(self) -> list[int | None]:
+        """The exit status of each rank, None for one that runs; -N when signal N ended it."""
+        return [_reap(process) for process in self._processes]
+
+    def wait(
+        self,
+        timeout: float | None = None,
+        grace: float = GRACE_SECONDS,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """Exit statuses in rank order, when all have ended.
+
+        If one ends badly, the others get `grace` seconds to follow before they are killed. `meanwhile` is called many
+        times a second and may ask the ranks to stop, or kill them.
+        Raises TimeoutError after `timeout` seconds, with the ranks still running.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        bad_since: float | None = None
+        while None in (statuses := self.poll()):
+            now = time.monotonic()
+            failed = [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
+            if failed and bad_since is None:
+                bad_since = now
+                self.first_failure = _first_hand(failed, statuses)
+            if bad_since is not None and now - bad_since >= grace:
+                self.kill()
+            elif deadline is not None and now >= deadline:
+                raise TimeoutError(f"ranks still run after {timeout:g} s: {statuses}")
+            else:
+                meanwhile()
+                time.sleep(_POLL_SECONDS)
+        self._close_echo()
+        failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
+        if failed and self.first_failure is None:
+            self.first_failure = _first_hand(failed, statuses)
+        return [process.returncode for process in self._processes]
+
+    def terminate(self) -> None:
+        """Ask every rank to stop at its next step boundary (SIGTERM to the ranks, not to what they started)."""
+        for process in self._processes:
+            if _reap(process) is None:
+                process.terminate()
+
+    def kill(self) -> None:
+        """End every rank and everything it started, at once, and wait until they are gone."""
+        for process in self._processes:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group is surely still its own
+        for process in self._processes:
+            process.wait()
+        self._close_echo()
+
+    def _start(
+        self, command: Sequence[str], rank: int, environment: dict[str, str], echo: bool
+    ) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        with open(self.logs[rank], "ab") as log:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if echo else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which then decides
+                preexec_fn=lambda: die_with(parent),
+            )
+            if echo and process.stdout is not None:
+                copy = open(os.dup(log.fileno()), "ab", buffering=0)  # noqa: SIM115  (closed by the thread)
+                self._echo = threading.Thread(target=_tee, args=(process.stdout, copy), daemon=True)
+                self._echo.start()
+        return process
+
+    def _close_echo(self) -> None:
+        if self._echo is not None:
+            self._echo.join(timeout=GRACE_SECONDS)
+            self._echo = None
+
+
+def die_with(parent: int) -> None:
+    """In a process just forked: be killed as soon as its parent is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(1)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status, once ended; what the process started and left behind ends with it."""
+    if process.returncode is None:
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        os.killpg(process.pid, signal.SIGKILL)  # before the status is collected: afterwards the id may be another's
+        process.wait()
+    return process.returncode
+
+
+def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks of one machine share: how many they are, where they meet, how many threads each may use.
+
+    A thread per core in every rank would make the ranks wait for each other, so the cores are divided unless
+    OMP_NUM_THREADS is set. The rank variables of a surrounding job do not go through.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **{key: value for key, value in environment.items() if not key.startswith(("SLURM_", VARIABLE))},
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def failure_in_words(
+    statuses: Sequence[int], logs: Sequence[Path], lines: int = 15, first_failure: int | None = None
+) -> str:
+    """Which rank failed first-hand and the last lines it wrote; empty if none did.
+
+    Where nobody saw which was first, one that ended by itself says more than those that were ended after it.
+    """
+    failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
+    if not failed:
+        return ""
+    rank = next((rank for rank in failed if statuses[rank] > 0), failed[0]) if first_failure is None else first_failure
+    text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
+    tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+    return f"rank {rank} {status_in_words(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
+
+
+def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
+    """Of ranks seen to fail together: one killed from outside, for its death is what makes the others end."""
+    return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
+
+
+def status_in_words(status: int) -> str:
+    """An exit status as a reader would say it."""
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"
+
+
+def _tee(source: IO[bytes], log: IO[bytes]) -> None:
+    with source, log:
+        for line in source:
+            log.write(line)
+            with contextlib.suppress(OSError, ValueError):  # our own output may be closed; the log goes on
+                echo(line)

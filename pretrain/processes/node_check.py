@@ -1,0 +1,199 @@
+"""One rank of `launcher preflight`: measures its device, its disk and its links, and writes down what it found.
+
+It is told what to do through files in a directory that all hosts see, so that a host that hangs or is cut off holds
+nobody up but itself:
+
+    OUT/rank-00003.json             written by the rank: what it found alone (Found)
+    OUT/round-002.json              written by the launcher: {"groups": [[0, 1, 4, 5], ...]}: who measures with whom
+    OUT/round-002-rank-00003.json   written by the rank: what its group found (Link)
+    OUT/end                         written by the launcher: leave
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from data_pipeline.files import write_json
+from pretrain.costs.throughput import measured_matmul_peak
+from pretrain.distributed.world import World, world_from_environment
+from pretrain.processes.node_findings import END, Found, Link, link_file, rank_file, round_file
+from pretrain.processes.stray_processes import find_strays
+
+DISK_BYTES = 64 << 20
+REDUCED_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+REPETITIONS = 5
+MATMUL_SECONDS = 1.0  # the best product of these counts: a neighbour's short burst is no fault
+LOOK_SECONDS = 120.0
+LINK_SECONDS = 50.0  # meeting, connecting and reducing may each take GROUP_TIMEOUT
+GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+LOST_SECONDS = 600.0  # without a word from the launcher
+_POLL_SECONDS = 0.05
+_LONGEST_TEXT = 120
+
+
+def main() -> int:
+    """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher was lost."""
+    out = Path(sys.argv[1])
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has touched a GPU can not fork
+    world = world_from_environment(os.environ)
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    in_child(lambda: write_json(out / rank_file(world.rank), asdict(look_around(world, out))), LOOK_SECONDS)
+    number, deadline = 0, time.monotonic() + LOST_SECONDS
+    while time.monotonic() < deadline:
+        names = set(os.listdir(out))  # asking for one name may be answered from a network file system's cache
+        if END in names:
+            return 0
+        if round_file(number) not in names:
+            time.sleep(_POLL_SECONDS)
+            continue
+        groups = json.loads((out / round_file(number)).read_text())["groups"]
+        for group in groups:
+            if world.rank in group:
+                _measure(world, group, out, number)
+        number, deadline = number + 1, time.monotonic() + LOST_SECONDS
+    print(f"error: no word from the launcher for {LOST_SECONDS:.0f} s", file=sys.stderr)
+    return 2
+
+
+def in_child(work: Callable[[], None], seconds: float) -> bool:
+    """Do `work` in a process of its own; whether it ended well in time. What hangs in there is ended with it.
+
+    Every child begins with no process group and an untouched GPU, whatever happened to the one before.
+    """
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode == 0
+
+
+def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None:
+    result = out / link_file(number, world.rank)
+    port_file = out / f"round-{number:03d}-port-{group[0]:05d}.json"
+
+    def measure() -> None:
+        _be_quiet()  # a broken network is told in one line of the report
+        write_json(result, asdict(measure_link(world, group, port_file)))
+
+    if not in_child(measure, LINK_SECONDS):
+        write_json(result, asdict(Link(bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s")))
+
+
+def _be_quiet() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def look_around(world: World, out: Path) -> Found:
+    """Measure what needs no other rank; strangers are looked for before this one makes the host busy itself."""
+    is_first = world.local_rank == 0
+    strays = find_strays(on_gpus=world.device.type == "cuda") if is_first else None
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    return Found(
+        rank=world.rank,
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
+        matmul_flops=measured_matmul_peak(world.device, dtype, MATMUL_SECONDS),
+        disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if is_first else None,
+        strays=strays,
+    )
+
+
+def disk_rate(path: Path) -> float:
+    """Bytes per second at which a new file gets onto the disk, synced; the file is removed."""
+    block = os.urandom(1 << 20)
+    begin = time.perf_counter()
+    try:
+        with open(path, "wb") as file:
+            for _ in range(DISK_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return DISK_BYTES / (time.perf_counter() - begin)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def measure_link(world: World, group: Sequence[int], port_file: Path) -> Link:
+    """All-reduce within `group`, whose first rank listens: the rate as NCCL's own tests count it, and the sums."""
+    rank, size = list(group).index(world.rank), len(group)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    try:
+        store = _meet(rank, size, port_file)
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        try:
+            return _all_reduce(world, rank, size)
+        finally:
+            dist.destroy_process_group()
+    except Exception as error:  # whatever the network does is a finding, not a reason to end
+        return Link(bytes_per_second=None, problem=_in_words(error))
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "timeout" in text.lower() or "timed out" in text.lower():
+        return f"no connection within {GROUP_TIMEOUT.total_seconds():.0f} s"
+    return text[:_LONGEST_TEXT]
+
+
+def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
+    if rank == 0:
+        store = TCPStore("0.0.0.0", 0, size, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+        write_json(port_file, {"host": socket.gethostname(), "port": store.port})
+        return store
+    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while port_file.name not in os.listdir(port_file.parent):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the first rank of the group did not open a port")
+        time.sleep(_POLL_SECONDS)
+    place: dict[str, Any] = json.loads(port_file.read_text())
+    return TCPStore(place["host"], place["port"], size, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+
+
+def _all_reduce(world: World, rank: int, size: int) -> Link:
+    count = REDUCED_BYTES[world.device.type] // 4
+    pattern = torch.arange(count, device=world.device, dtype=torch.float32) % 251  # sums of these are exact in fp32
+    expected = pattern * size + size * (size - 1) // 2
+    times, is_right = [], True
+    for _ in range(1 + REPETITIONS):  # the first one sets up connections
+        values = pattern + rank
+        _wait(world)
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        _wait(world)
+        times.append(time.perf_counter() - begin)
+        is_right = is_right and torch.equal(values, expected)
+    moved = 2 * (size - 1) / size * count * 4
+    return Link(
+        bytes_per_second=moved / statistics.median(times[1:]),
+        problem="" if is_right else "sums over the ranks were wrong",
+    )
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""How the ranks heal a run together: rank 0 decides from the losses, all go back, the suspect documents are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.errors import TrainingError
+from data_pipeline.lanes.audit import Piece, audit_steps
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.mixture import Mixture
+from pretrain.checkpoint import directory as files
+from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World, any_rank, from_main_rank, raise_together
+from pretrain.engines.engine import Engine, Memory
+from pretrain.recovery.loss_spikes import (
+    REWIND,
+    Spike,
+    SpikeDetector,
+    lane_lengths,
+    segments_behind,
+    window_of,
+    windows_passed_over,
+)
+from pretrain.rundir.run_dir import RunDir
+from pretrain.state import TrainState
+
+NUM_SUSPECTS = 5
+SUSPECTS = "suspects"
+WITHOUT_END = 1 << 62
+
+
+class SpikeFound(Exception):
+    """Raised on every rank at the same step."""
+
+    def __init__(self, spike: Spike) -> None:
+        super().__init__(spike.in_words())
+        self.spike = spike
+
+
+class Healer:
+    """Watches the losses. What it knows comes from metrics.jsonl, so a resumed run decides as an undisturbed one."""
+
+    def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
+        self._detector = SpikeDetector(run.healing)
+        if world.is_main:
+            measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+            self._observe(line for line in measured if line["step"] <= state.step)
+
+    def check(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Hear of new steps (rank 0 has their lines); SpikeFound on all ranks if they are out of line."""
+        spike = self._observe(lines)
+        if any_rank(spike is not None):
+            raise SpikeFound(from_main_rank(spike))  # type: ignore[arg-type]  (rank 0 has it)
+
+    def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
+        found = None
+        for line in lines:
+            if line.get("overflowed"):
+                continue  # the loss scale was too large, which says nothing about data or weights
+            found = self._detector.observe(line["step"], None if line["skipped"] else line["loss"]) or found
+        return found
+
+
+def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
+    """Let the next start go on from the checkpoint before the spike and pass over its data; TrainingError if that was
+    done too often already."""
+    with raise_together():
+        if not world.is_main:
+            return
+        ledger = run_dir.read_ledger()
+        windows = windows_passed_over(ledger)
+        num_rewinds = sum(event["event"] == REWIND for event in ledger)  # windows that touch are one
+        if num_rewinds >= run.healing.max_rewinds:
+            run_dir.append_ledger({"event": "gave_up", "step": spike.last_step, "reason": spike.in_words()})
+            raise TrainingError(_report(run, spike, ledger))
+        # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
+        files.discard_from(run_dir.checkpoints, spike.first_step)
+        step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
+        window = window_of(spike, windows, run, step)
+        run_dir.append_ledger(
+            {
+                "event": REWIND,
+                "step": spike.last_step,
+                "to_step": step,
+                "segments": [window.start, window.stop],
+                "loss": spike.loss,
+                "usual_loss": spike.usual,
+                "reason": spike.in_words(),
+            }
+        )
+        print(
+            f"healing: {spike.in_words()}; back to step {step}, passing over segments {window.start} to "
+            f"{window.stop - 1} (rewind {num_rewinds + 1} of at most {run.healing.max_rewinds})",
+            flush=True,
+        )
+
+
+def name_suspects(
+    run: RunConfig, run_dir: RunDir, engine: Engine, corpus: Corpus | Mixture, state: TrainState, lanes: range
+) -> None:
+    """After a rewind: write down which documents of the last window the good weights find hardest to predict.
+
+    `run` has all its phases, `corpus` and `lanes` are those of the state's.
+    """
+    earlier, window = from_main_rank(_open_case(run_dir))
+    if window is None:
+        return
+    phase = _segments_of_phase(run, state.step, earlier)
+    window = range(max(window.start, phase.start), min(window.stop, phase.stop))
+    if not window:
+        return  # it lies in a later phase
+    data, seed = run_at(run, state.step).data, lane_seed_at(run, state.step)
+    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
+    for _ in range(segments_behind(state.step, earlier), window.start):
+        next(stream)
+    sums: dict[tuple[str, int], tuple[float, int]] = {}
+    memories: list[Memory | None] = [None] * len(state.memories)
+    lanes_begin = segments_behind(lanes_since(run, state.step), earlier)
+    since_then = range(window.start - lanes_begin, window.stop - lanes_begin)
+    pieces = audit_steps(corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes)
+    for _ in window:
+        losses = []
+        for slot, part in enumerate(next(stream).split(len(memories))):
+            nll_BL, memories[slot] = engine.evaluate(part, memories[slot], run.model.memory_length)
+            losses += nll_BL.flatten().tolist()
+        _add_losses(sums, pieces, losses)
+    _write_suspects(run_dir, engine.world, sums, window)
+
+
+def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
+    """The segments of every lane that the phase reads or passes over, counted from the run's beginning."""
+    end = next((phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END)
+    return range(segments_behind(first_step_at(run, step), windows), segments_behind(end, windows))
+
+
+def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
+    """The windows of earlier rewinds, and that of the last one if its suspects are not named yet."""
+    events = [event for event in run_dir.read_ledger() if event["event"] in (REWIND, SUSPECTS)]
+    if not events or events[-1]["event"] == SUSPECTS:
+        return [], None
+    return windows_passed_over(events[:-1]), range(*events[-1]["segments"])
+
+
+def _add_losses(sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[Piece], losses: list[float]) -> None:
+    """Share out one step's losses, lane after lane, among the documents they belong to."""
+    place = 0
+    for piece in pieces:
+        total, tokens = sums.get((piece.document, piece.lane), (0.0, 0))
+        total += sum(losses[place : place + piece.tokens])
+        sums[piece.document, piece.lane] = (total, tokens + piece.tokens)
+        place += piece.tokens
+        if place == len(losses):
+            return
+
+
+def _write_suspects(
+    run_dir: RunDir, world: World, sums: dict[tuple[str, int], tuple[float, int]], window: range
+) -> None:
+    own = [
+        {"document": document, "lane": lane, "loss": total / tokens, "tokens": tokens}
+        for (document, lane), (total, tokens) in sums.items()
+    ]
+    gathered: list[Any] = [own]
+    if world.world_size > 1:
+        gathered = [None] * world.world_size
+        dist.all_gather_object(gathered, own)
+    if not world.is_main:
+        return
+    ranked = sorted((each for part in gathered for each in part), key=lambda each: -each["loss"])[:NUM_SUSPECTS]
+    run_dir.append_ledger({"event": SUSPECTS, "segments": [window.start, window.stop], "documents": ranked})
+    worst = ", ".join(f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked)
+    print(f"healing: hardest to predict of what is passed over: {worst}", flush=True)
+
+
+def _report(run: RunConfig, spike: Spike, ledger: Iterable[dict[str, Any]]) -> str:
+    rewinds = [f"\n  step {event['step']}: {event['reason']}" for event in ledger if event["event"] == REWIND]
+    return (
+        f"{spike.in_words()}, after {len(rewinds)} rewinds (healing.max_rewinds={run.healing.max_rewinds}):"
+        f"{''.join(rewinds)}\nlower optim.learning_rate or clean the documents that ledger.jsonl names; "
+        "a higher healing.max_rewinds goes on"
+    )

@@ -1,0 +1,27 @@
+"""Which code a run was trained with. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
+
+
+def code_version() -> str:
+    """`VERSION+DIGEST`; the digest of all source files is equal where the code is, committed or not, copied or not."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return f"{_installed_version()}+{digest.hexdigest()[:12]}"
+
+
+def _installed_version() -> str:
+    try:
+        return metadata.version("xl-pretrain")
+    except metadata.PackageNotFoundError:
+        return "0"

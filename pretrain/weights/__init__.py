@@ -1,0 +1,4 @@
+"""Model weights into and out of the system: exports, imports, golden vectors.
+
+Imported by commands, evaluation and `run.py`; uses checkpoint and model.
+"""

@@ -1,0 +1,77 @@
+"""Beginning a run with the weights of another: of an export, whatever engine and ZeRO stage the new run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from data_pipeline.errors import CheckpointError, DataError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.config.run import RunConfig
+from pretrain.engines.engine import Engine
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.load_export import WEIGHTS, checked_export, is_export
+
+
+def check_initial_weights(run: RunConfig) -> None:
+    """Refuse weights that a new run can not begin with, before anything is written.
+
+    CheckpointError unless names and shapes are those of the run's model, DataError if the export's tokens are others.
+    """
+    export = run.initial_weights
+    if export is None:
+        return
+    if not is_export(export):
+        raise CheckpointError(
+            f"initial_weights={export} holds no {WEIGHTS} with its settings; give what 'pretrain export' or "
+            "'pretrain import-original' wrote"
+        )
+    checked_export(export)
+    _refuse_other_tokens(run, export)
+    with _opened(export) as handle:
+        names = handle.keys()
+        _refuse_other_shapes(run, export, {name: list(handle.get_slice(name).get_shape()) for name in names})
+
+
+def load_initial_weights(engine: Engine, run: RunConfig) -> None:
+    """Copy the export's weights into the engine's fp32 master weights, if there is one; the optimizer stays as new."""
+    if run.initial_weights is None:
+        return
+    with _opened(run.initial_weights) as handle:
+        for fragment in engine.fragments():
+            view = fragment.values["weight"]
+            whole = handle.get_tensor(fragment.name).view(-1)
+            view.copy_(whole[fragment.start : fragment.start + view.numel()])
+    engine.after_load(0)
+
+
+def _opened(export: Path) -> safe_open:
+    try:
+        return safe_open(export / WEIGHTS, framework="pt")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CheckpointError(f"{export / WEIGHTS} is damaged or missing ({error}); export it again") from None
+
+
+def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
+    if not (export / "tokenizer").is_dir():
+        return
+    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.directory()))
+    if its != ours:
+        raise DataError(
+            f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has {ours[:16]}; "
+            f"build the corpus with tokenizer.path={export / 'tokenizer'}"
+        )
+
+
+def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int]]) -> None:
+    with torch.device("meta"):
+        expected = {name: list(value.shape) for name, value in TransformerXL(run.model).named_parameters()}
+    odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if odd:
+        name = odd[0]
+        raise CheckpointError(
+            f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's model expects "
+            f"{expected.get(name, 'none')} ({len(odd)} differ); use the model settings in {export / 'config.json'}"
+        )

@@ -1,0 +1,90 @@
+"""A run's trained model, whole, on one process: for evaluation and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.errors import CheckpointError, ConfigError, DataError
+from data_pipeline.location import shown
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.reader import load_weights
+from pretrain.config.phases import run_at
+from pretrain.config.run import RunConfig
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.run_dir import RunDir
+from pretrain.weights.load_export import is_export, load_export, with_model_settings
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Trained weights in evaluation mode, and what they belong to."""
+
+    module: TransformerXL
+    config: RunConfig
+    step: int
+    tokenizer_home: Path  # a directory with the tokenizer in it: the corpus, or the export itself
+
+    @property
+    def segment_length(self) -> int:
+        """That of the last update, in whichever phase of the run it was."""
+        return run_at(self.config, max(0, self.step - 1)).data.segment_length
+
+
+def load_trained(
+    run: Path,
+    device: torch.device,
+    say=print,
+    model_settings: Mapping[str, Any] | None = None,
+    averaged: bool = False,
+) -> TrainedModel:
+    """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used.
+
+    `averaged`: the running averages of the weights, which an export holds if it was made of them.
+    `model_settings` replace those of training; no weight may depend on them. ConfigError if they do not go together.
+    """
+    if is_export(run):
+        if averaged:
+            raise ConfigError(f"{run} is an export and has one set of weights; use --averaged when exporting the run")
+        module, config, step = load_export(run, model_settings)
+        return TrainedModel(module.to(device), config, step, run)
+    run_dir = RunDir.open(run)
+    found = files.newest_good(run_dir.checkpoints, say)
+    if found is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
+    config = with_model_settings(run_dir.config, model_settings)
+    module = TransformerXL(config.model)
+    load_weights(module, found, averaged)
+    return TrainedModel(module.to(device).eval(), config, found.step, config.data.directory())
+
+
+def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
+    """The tokenizer of the corpus in `data`; DataError unless it is the one the model was trained with."""
+    if data == trained.tokenizer_home and is_export(data) and not (data / "tokenizer").is_dir():
+        raise DataError(f"{data} was imported without a tokenizer; give a corpus that has the model's with --data")
+    tokenizer = Tokenizer.load(data / "tokenizer")
+    if tokenizer.vocab_size != trained.config.model.vocab_size:
+        raise DataError(
+            f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
+            f"{trained.config.model.vocab_size}; give the corpus of the run ({shown(trained.config.data.path)}) "
+            "or one built with its tokenizer (tokenizer.path)"
+        )
+    own = trained.tokenizer_home / "tokenizer"
+    if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():
+        expected = Tokenizer.load(own).fingerprint
+        if tokenizer.fingerprint != expected:
+            raise DataError(
+                f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with {expected[:16]}; "
+                f"build the corpus with tokenizer.path={own}"
+            )
+    return tokenizer
+
+
+def inference_device() -> torch.device:
+    """The accelerator if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
