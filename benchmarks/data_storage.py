@@ -82,7 +82,7 @@ class _SlowHandler(SimpleHTTPRequestHandler):
 class _Unprepared(CachedShards):
     """What reading would be if shards were fetched when they are needed."""
 
-    def will_read(self, shards: Sequence[ShardInfo]) -> None:
+    def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Not listen."""
 
 

@@ -178,7 +178,7 @@ def large_run(lanes: int = 4) -> RunConfig:
 
 def training_step(run: RunConfig, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
     """One step with memory, gradient clipping and fused Adam; activations of the layers are recomputed."""
-    model = TransformerXL(run.model, "full", "auto", head_chunk_tokens=2048).to(device, dtype)
+    model = TransformerXL(run.model, "full", "auto", logits_chunk_tokens=2048).to(device, dtype)
     optimizer = build_optimizer(model, OptimConfig())
     shape = (run.data.lanes, run.data.segment_length + 1)
     tokens_BT = torch.randint(run.model.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(device)

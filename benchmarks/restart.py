@@ -74,8 +74,8 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     from pretrain.distributed.world import init_world
     from pretrain.run import (
         build_engine,
+        run_training,  # noqa: F401  (all that a start imports)
         set_threads,
-        train_in,  # noqa: F401  (all that a start imports)
     )
     from pretrain.state import TrainState
 

@@ -138,17 +138,17 @@ def _report(source: str, problems: list[str]) -> str:
 def _did_you_mean_setting(schema: Any, where: tuple[str, ...], name: str) -> str:
     """A close name in this section or, `steps` for `optim.steps`, in one of the sections under it."""
     own = [field.name for field in fields(schema)]
-    below = {} if difflib.get_close_matches(name, own) else _names_below(schema, where)
+    below = {} if difflib.get_close_matches(name, own) else _list_objects(schema, where)
     close = difflib.get_close_matches(name, below, n=1)
     return f"; did you mean {below[close[0]]!r}?" if close else did_you_mean(name, own)
 
 
-def _names_below(schema: Any, where: tuple[str, ...]) -> dict[str, str]:
+def _list_objects(schema: Any, where: tuple[str, ...]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, hint in get_type_hints(schema).items():
         if is_dataclass(hint):
             deeper = {field.name: _dotted(where, name, field.name) for field in fields(hint)}
-            names = deeper | _names_below(hint, (*where, name)) | names
+            names = deeper | _list_objects(hint, (*where, name)) | names
     return names
 
 

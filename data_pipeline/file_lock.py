@@ -15,7 +15,7 @@ LONGEST_PAUSE = 0.05
 
 
 @contextlib.contextmanager
-def alone(path: Path, seconds: float) -> Iterator[None]:
+def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock file `path` during the block; DataError when others hold it for longer than `seconds`."""
     deadline, pause = time.monotonic() + seconds, 0.001
     with open(path, "ab") as lock:

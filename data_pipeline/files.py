@@ -14,7 +14,7 @@ HASH_BLOCK_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def named_errors(path: Path) -> Iterator[None]:
     """Give the OSErrors of the block `path` as their file where they name none, as those of a full disk do not."""
     try:
         yield
@@ -25,11 +25,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` when the block ends well; else nothing stays."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path):
+        with named_errors(path):
             with open(beside, "wb") as file:
                 yield file
                 file.flush()
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` so that a crash leaves either the old file or the new one."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_pipeline.config import SMALLEST_VOCABULARY
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import replacing, write_json
+from data_pipeline.files import atomic_write, write_json
 
 TokenizerKind = Literal["unigram", "bpe", "bytes"]
 
@@ -93,7 +93,7 @@ class Tokenizer:
         """Write the model, then the description that makes the directory count as a tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         if self.model:
-            with replacing(directory / MODEL_NAME) as file:
+            with atomic_write(directory / MODEL_NAME) as file:
                 file.write(self.model)
         description = {
             "kind": self.kind,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
-from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, status_in_words
+from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, describe_exit
 
 
 class NextAction(Enum):
@@ -64,7 +64,7 @@ class Attempt:
         return self.step_after > self.step_before
 
     @property
-    def found_no_memory(self) -> bool:
+    def ran_out_of_memory(self) -> bool:
         return EXIT_OUT_OF_MEMORY in self.statuses
 
 
@@ -84,8 +84,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy, stop_requested: bool = F
         return Decision(action=NextAction.STOPPED, reason="stopped on request")
     if EXIT_USER_ERROR in last.statuses:
         return Decision(action=NextAction.REFUSED, reason="a setting or a file has to change first")
-    fruitless = fruitless_attempts(attempts)
-    if last.found_no_memory:
+    fruitless = attempts_without_progress(attempts)
+    if last.ran_out_of_memory:
         return Decision(action=NextAction.RETRY, reason="out of memory: on with half the lanes per forward pass")
     failure = failure_of(last)
     if fruitless >= policy.attempts_without_progress:
@@ -98,13 +98,13 @@ def decide(attempts: Sequence[Attempt], policy: Policy, stop_requested: bool = F
     return Decision(action=NextAction.RETRY, reason=failure, delay=delay)
 
 
-def fruitless_attempts(attempts: Sequence[Attempt]) -> int:
+def attempts_without_progress(attempts: Sequence[Attempt]) -> int:
     """How many of the last attempts in a row brought no newer checkpoint."""
     count = 0
     for attempt in reversed(attempts):
         if attempt.made_progress:
             break
-        count += not attempt.found_no_memory  # the next one needs less; the run ends at one lane at a time
+        count += not attempt.ran_out_of_memory  # the next one needs less; the run ends at one lane at a time
     return count
 
 
@@ -115,10 +115,10 @@ def failure_of(attempt: Attempt) -> str:
         return "the ranks hung" + ("" if silent is None else f"; rank {silent} gave no sign of life")
     failed = [rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)]
     rank = failed[0] if attempt.first_failure is None else attempt.first_failure
-    return f"rank {rank} {status_in_words(attempt.statuses[rank])}"
+    return f"rank {rank} {describe_exit(attempt.statuses[rank])}"
 
 
-def silent_rank(statuses: Sequence[int]) -> int | None:
+def unresponsive_rank(statuses: Sequence[int]) -> int | None:
     """Which rank of an attempt that hung is to blame: the only one that had to be killed, or nobody knows.
 
     The first to end is the first watchdog to lose patience, and that one's rank waited for another.

@@ -14,7 +14,15 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from launcher.restart_policy import Attempt, Decision, NextAction, Policy, decide, fruitless_attempts, silent_rank
+from launcher.restart_policy import (
+    Attempt,
+    Decision,
+    NextAction,
+    Policy,
+    attempts_without_progress,
+    decide,
+    unresponsive_rank,
+)
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.processes.local_ranks import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
@@ -46,7 +54,7 @@ class Ranks(Protocol):
         """End every rank at once."""
         ...
 
-    def failure_in_words(self, statuses: Sequence[int]) -> str:
+    def describe_failure(self, statuses: Sequence[int]) -> str:
         """Which rank failed first-hand, and the last lines it wrote."""
         ...
 
@@ -104,18 +112,18 @@ def supervise(
                 statuses=statuses,
                 step_before=before,
                 step_after=newest_step(run_dir),
-                first_failure=silent_rank(statuses) if hung else ranks.first_failure,
+                first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
                 hung=hung,
             )
         )
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)
         _record(run_dir, number, attempts[-1], decision, tags)
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
-            say(ranks.failure_in_words(statuses))
+            say(ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
             say(_last_words(decision, run_dir))
             return EXIT_STATUS[decision.action]
-        fruitless = fruitless_attempts(attempts)
+        fruitless = attempts_without_progress(attempts)
         patience = f", attempt {fruitless} of {policy.attempts_without_progress} without progress" if fruitless else ""
         say(
             f"{decision.reason}{patience}; next attempt in {decision.delay:g} s from the checkpoint of step "

@@ -25,7 +25,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import begins_lanes, begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, from_main_rank, raise_together, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks, sum_over_ranks
 from pretrain.engines.engine import Engine
 from pretrain.engines.precision import check_precision
 from pretrain.evaluation.evaluate import training_evaluator
@@ -36,13 +36,13 @@ from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.recovery.faults import Fault, fault_from_environment
 from pretrain.recovery.loss_spikes import (
     OUT_OF_MEMORY,
-    fitting,
     memory_settings,
-    passing_over,
-    segments_behind,
-    windows_passed_over,
+    segments_consumed,
+    skip_windows,
+    skipped_windows,
+    with_fitting_micro_batch,
 )
-from pretrain.recovery.rewind import Healer, SpikeFound, name_suspects, rewind
+from pretrain.recovery.rewind import SpikeFound, SpikeMonitor, name_suspects, rewind
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.fence import VARIABLE, Fence
@@ -68,7 +68,7 @@ class Start:
     heartbeat: Heartbeat
 
 
-def train_in(config: RunConfig, directory: Path, world: World) -> int:
+def run_training(config: RunConfig, directory: Path, world: World) -> int:
     """Train or resume the run of this directory; the exit status: 0 finished, 75 stopped, 76 out of memory."""
     check_precision(config.engine.precision, world.device)
     for phase in runs_of_phases(config):
@@ -79,18 +79,20 @@ def train_in(config: RunConfig, directory: Path, world: World) -> int:
     token = os.environ.get(VARIABLE)
     with contextlib.ExitStack() as stack:
         # Rank 0 opens the directory for all; if it is refused, every rank ends with the same words.
-        with raise_together():
+        with raise_on_all_ranks():
             if world.is_main:
                 if not run_dir.exists():
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
-        fence = Fence(run_dir.path, from_main_rank(token or secrets.token_hex(4)))
+        fence = Fence(run_dir.path, broadcast_object(token or secrets.token_hex(4)))
         if world.is_main and token is None:
             fence.claim()
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
-        heartbeat = stack.enter_context(Heartbeat(run_dir.heartbeats, world.rank, config.engine.hang_seconds))
+        heartbeat = stack.enter_context(
+            Heartbeat(run_dir.heartbeats, world.rank, config.engine.watchdog_timeout_seconds)
+        )
         start = Start(config, run_dir, world, fence, stop, fault, heartbeat)
         for number in itertools.count():
             status = _attempt(start, f"{fence.token}.{number}" if number else fence.token)
@@ -103,8 +105,8 @@ def train_in(config: RunConfig, directory: Path, world: World) -> int:
 def _attempt(start: Start, attempt: str) -> int | None:
     """Train from the newest checkpoint on; the exit status, or None when this process has to begin over from there."""
     run_dir, world = start.run_dir, start.world
-    ledger = from_main_rank(run_dir.read_ledger() if world.is_main else [])
-    config = fitting(run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger)
+    ledger = broadcast_object(run_dir.read_ledger() if world.is_main else [])
+    config = with_fitting_micro_batch(run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger)
     try:
         return _train_from_newest(start, config, attempt)
     except SpikeFound as found:
@@ -120,7 +122,7 @@ def _attempt(start: Start, attempt: str) -> int | None:
 def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | None:
     """As `_attempt`; `config` is the run in the phase that the newest checkpoint begins or is in."""
     run_dir, world, fence = start.run_dir, start.world, start.fence
-    engine = start.fault.planted_in(build_engine(config, world))
+    engine = start.fault.wrap(build_engine(config, world))
     checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
     state = checkpointer.restore_latest(engine)
     if state is None:
@@ -131,17 +133,17 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
         run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(start, config, engine, state, lane_seed)
-    windows = from_main_rank(windows_passed_over(run_dir.read_ledger()) if world.is_main else [])
-    batches = passing_over(stream, segments_behind(state.step, windows), windows)
+    windows = broadcast_object(skipped_windows(run_dir.read_ledger()) if world.is_main else [])
+    batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         start.heartbeat.beat(state.step, "train")
         clock = ForwardClock(engine.module, world.device)
         metrics = Metrics(config, run_dir, world, state, prefetcher, clock, fence.check)
-        healer = Healer(config, run_dir, world, state)
+        spike_monitor = SpikeMonitor(config, run_dir, world, state)
         evaluate = training_evaluator(config, engine)
         try:
             finished = train(
-                config, engine, prefetcher, state, checkpointer, metrics, evaluate, healer,
+                config, engine, prefetcher, state, checkpointer, metrics, evaluate, spike_monitor,
                 start.stop, start.fault, start.heartbeat,
             )  # fmt: skip
         except SpikeFound:
@@ -180,9 +182,11 @@ def _step_to_go_on_from(start: Start) -> int:
     if not start.config.data.phases:
         return 0
     run_dir, world = start.run_dir, start.world
-    with raise_together():
-        good = files.newest_good(run_dir.checkpoints, lambda text: None, run_dir.identity.id) if world.is_main else None
-    return from_main_rank(good.index["step"] if good else 0)
+    with raise_on_all_ranks():
+        good = (
+            files.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id) if world.is_main else None
+        )
+    return broadcast_object(good.index["step"] if good else 0)
 
 
 def _say_what_changes(config: RunConfig, step: int) -> None:
@@ -207,7 +211,7 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
     )
     then = "going on" if world.world_size == 1 else "the next start goes on"
     print(
-        f"healing: rank {world.rank} is out of memory with {lanes} lanes per forward pass; {then} from the newest "
+        f"recovery: rank {world.rank} is out of memory with {lanes} lanes per forward pass; {then} from the newest "
         "checkpoint with half as many, the same lanes and the same losses",
         flush=True,
     )
@@ -241,15 +245,15 @@ def build_engine(config: RunConfig, world: World) -> Engine:
         config.model,
         engine.activation_checkpointing,
         engine.attention_kernel,
-        engine.head_chunk_tokens,
-        engine.checkpoint_every,
+        engine.logits_chunk_tokens,
+        engine.checkpoint_every_n_layers,
     )
     built = _engine_of_kind(config, build, world)
-    if not config.optim.average_decay:
+    if not config.optim.ema_decay:
         return built
-    from pretrain.engines.ema import AveragingEngine
+    from pretrain.engines.ema import EmaEngine
 
-    return cast("Engine", AveragingEngine(built, config.optim.average_decay))
+    return cast("Engine", EmaEngine(built, config.optim.ema_decay))
 
 
 def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:

@@ -16,7 +16,7 @@ from pretrain.metrics.metrics import Metrics
 from pretrain.model.memory import behind_forgotten
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
-from pretrain.recovery.rewind import Healer
+from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.state import TrainState
@@ -30,7 +30,7 @@ def train(
     checkpointer: Checkpointer,
     metrics: Metrics,
     evaluate: Callable[[], dict[str, float]],
-    healer: Healer,
+    spike_monitor: SpikeMonitor,
     stop: StopRequest,
     fault: Fault,
     heartbeat: Heartbeat,
@@ -73,8 +73,8 @@ def train(
         saving = leaving or state.step % run.checkpoint.interval == 0
         if saving or state.step % run.metrics.interval == 0:
             offload.wait()
-            healer.check(metrics.write())
-        fault.strike(state.step)
+            spike_monitor.check(metrics.write())
+        fault.trigger(state.step)
         validation_loss = None
         if finished or (run.evaluation.interval and state.step % run.evaluation.interval == 0):
             heartbeat.beat(state.step, "evaluate")

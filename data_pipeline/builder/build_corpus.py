@@ -29,7 +29,7 @@ from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_DIRECTORY, Manifest, read_manifest
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_file, naming
+from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
 from data_pipeline.tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ def _write_splits(
     writers = {split: SplitWriter(split, config, tokenizer, journal) for split in splits}
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
-    with naming(rejects_path), open(rejects_path, "wb") as rejects_file:
+    with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
         jobs = _jobs(config, sources, rejects, rules, progress)
         new_jobs = (job for job in jobs if not writers[job.split].has_already())

@@ -13,7 +13,7 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tar_documents import read_tar
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import DataError
-from data_pipeline.files import naming
+from data_pipeline.files import named_errors
 from data_pipeline.shards.tar import TarError
 
 Tell = Callable[[], int]
@@ -31,7 +31,7 @@ def read_documents(
         return
     reader = {"text": _read_text, "jsonl": _read_jsonl, "tar": read_tar}[source.kind]
     try:
-        with naming(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
+        with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
             follow(raw.tell)
             yield from reader(decompressed(raw, source.path.suffix), source, config)
     except (*DAMAGE, TarError) as error:

@@ -15,14 +15,14 @@ from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
-from data_pipeline.files import replacing
+from data_pipeline.files import atomic_write
 
 
 def write_hashes(path: Path, sources: Iterable[SourceFile], config: CorpusConfig) -> None:
     """List the hash of every text in these files, each once."""
     documents = (document for source in sources for document in read_documents(source, config))
     hashes = {hash_of(document.text) for document in documents if isinstance(document, Document)}
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(b"".join(sorted(hashes)))
 
 
@@ -35,7 +35,7 @@ def write_copies(hashes: Sequence[Path], copies: Sequence[Path]) -> None:
     repeats = (hashes_N2[order_N[1:]] == hashes_N2[order_N[:-1]]).all(1)
     later = order_N[1:][repeats]
     for part, path in enumerate(copies):
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(hashes_N2[later[parts_N[later] == part]].tobytes())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, ShardInfo
 from data_pipeline.errors import ConfigError, DataError, UserError
-from data_pipeline.files import naming, write_json
+from data_pipeline.files import named_errors, write_json
 
 BUILD_DIRECTORY = ".build"  # gone when the build is finished
 DONE_DIRECTORY = ".build-done"
@@ -87,7 +87,7 @@ class BuildJournal:
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:
-        with naming(self._path), open(self._path, "ab") as file:
+        with named_errors(self._path), open(self._path, "ab") as file:
             file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

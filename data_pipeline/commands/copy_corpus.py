@@ -25,7 +25,7 @@ from data_pipeline.corpora.fetch import (
     fetch_once,
     fetch_shard,
     fetch_tokenizer,
-    persist,
+    retry,
 )
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
@@ -36,9 +36,17 @@ from data_pipeline.corpora.manifest import (
     mismatch,
     read_manifest,
 )
-from data_pipeline.corpora.stores import Patience, Store, StoreError, names_below, store_at, uploader_to, within
+from data_pipeline.corpora.stores import (
+    RetryPolicy,
+    Store,
+    StoreError,
+    list_objects,
+    store_at,
+    uploader_to,
+    with_timeout,
+)
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import alone
+from data_pipeline.file_lock import exclusive_lock
 from data_pipeline.shards.mds import INDEX_NAME
 
 THREADS = 8
@@ -53,7 +61,7 @@ def fetch_corpus(
     directory: Path,
     splits: Sequence[str],
     report: Callable[[str], None],
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> None:
     """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
     stores = {name: store_at(f"{url.rstrip('/')}/{name}", patience) for name in (*splits, TOKENIZER_DIRECTORY)}
@@ -67,9 +75,9 @@ def fetch_corpus(
             manifest.write(directory / split)
 
 
-def fetch_objects(url: str, directory: Path, report: Callable[[str], None], patience: Patience | None = None) -> int:
+def fetch_objects(url: str, directory: Path, report: Callable[[str], None], patience: RetryPolicy | None = None) -> int:
     """Copy every object below `url` to that name in `directory`, unless it is there; how many there are comes back."""
-    names, store = names_below(url), store_at(url, patience)
+    names, store = list_objects(url), store_at(url, patience)
     if not names:
         raise DataError(f"there is nothing below {url}; check the URL")
     if strangers := [name for name in names if ".." in Path(name).parts]:
@@ -95,14 +103,14 @@ def _have_shard(store: Store, directory: Path, scratch: Path, info: ShardInfo) -
 
 
 def upload_corpus(
-    directory: Path, url: str, report: Callable[[str], None], patience: Patience | None = None
+    directory: Path, url: str, report: Callable[[str], None], patience: RetryPolicy | None = None
 ) -> list[str]:
     """Make `url` hold the corpus in `directory`, every file read back and compared; the splits' names come back."""
     splits = splits_of(directory)
     if splits == [directory]:
         raise DataError(f"{directory} is one split; give the corpus, {directory.parent}, whose tokenizer belongs to it")
     with TemporaryDirectory(prefix="xl-pretrain-upload-", ignore_cleanup_errors=True) as name:
-        upload = _Upload(directory, url.rstrip("/"), Path(name), patience or Patience())
+        upload = _Upload(directory, url.rstrip("/"), Path(name), patience or RetryPolicy())
         for path in sorted((directory / TOKENIZER_DIRECTORY).glob("tokenizer.*")):
             upload.file(f"{TOKENIZER_DIRECTORY}/{path.name}")
         for split in splits:
@@ -114,7 +122,7 @@ def upload_corpus(
     return [split.name for split in splits]
 
 
-def problems_at(url: str, report: Callable[[str], None], patience: Patience | None = None) -> list[str]:
+def problems_at(url: str, report: Callable[[str], None], patience: RetryPolicy | None = None) -> list[str]:
     """Read every shard of the corpus at `url`; what is wrong comes back, a line each."""
     problems: list[str] = []
     with TemporaryDirectory(prefix="xl-pretrain-verify-", ignore_cleanup_errors=True) as name:
@@ -142,7 +150,7 @@ def problems_at(url: str, report: Callable[[str], None], patience: Patience | No
 class _Upload:
     """Files of a directory on their way to a store. A file counts as there when it was read back and is the same."""
 
-    def __init__(self, directory: Path, url: str, scratch: Path, patience: Patience) -> None:
+    def __init__(self, directory: Path, url: str, scratch: Path, patience: RetryPolicy) -> None:
         self._directory = directory
         self._scratch = scratch
         self._send = uploader_to(url, directory)
@@ -164,10 +172,10 @@ class _Upload:
         def attempt() -> None:
             with contextlib.suppress(StoreError):
                 return read_back()  # it is there already
-            within(self._store.patience.seconds_for(size), lambda: self._send(name))
+            with_timeout(self._store.patience.seconds_for(size), lambda: self._send(name))
             return read_back()
 
-        persist(self._store.patience, f"{self._store.url}/{name} could not be uploaded", attempt)
+        retry(self._store.patience, f"{self._store.url}/{name} could not be uploaded", attempt)
         copy.unlink()
 
 
@@ -204,7 +212,7 @@ def _only_copy_into(directory: Path) -> Iterator[Path]:
     """A place for what is not whole yet, in `directory`, into which no other command copies meanwhile."""
     directory.mkdir(parents=True, exist_ok=True)
     scratch = directory / SCRATCH
-    with alone(directory / LOCK, LOCK_SECONDS):
+    with exclusive_lock(directory / LOCK, LOCK_SECONDS):
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed command
         scratch.mkdir()
         try:

@@ -28,9 +28,9 @@ def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def near(place: Path) -> Path:
     """The directory in which a command finds the corpus at `place`, a directory or a URL."""
-    from data_pipeline.corpora.remote_corpus import at_hand
+    from data_pipeline.corpora.remote_corpus import local_corpus_directory
 
-    return at_hand(place, CacheConfig())
+    return local_corpus_directory(place, CacheConfig())
 
 
 def _fetch(options: argparse.Namespace) -> int:

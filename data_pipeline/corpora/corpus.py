@@ -37,7 +37,7 @@ class ShardSource(Protocol):
         """The shard, of the size and SHA-256 that `info` says; DataError when it cannot be had."""
         ...
 
-    def will_read(self, shards: Sequence[ShardInfo]) -> None:
+    def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Be told what is opened soon."""
         ...
 
@@ -63,7 +63,7 @@ class LocalShards:
         self._verified.add(info.path)
         return ShardReader(path, dtype)
 
-    def will_read(self, shards: Sequence[ShardInfo]) -> None:
+    def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """The operating system reads ahead by itself."""
 
     def check_room(self, num_shards: int, largest: int) -> None:
@@ -144,9 +144,9 @@ class Corpus:
         """Tokens of each document of shard `index`, in the order in which they are stored."""
         return self.shard(index).lengths
 
-    def will_read(self, indices: Iterable[int]) -> None:
+    def prefetch(self, indices: Iterable[int]) -> None:
         """Say which shards are read soon, so that remote ones are there in time."""
-        self._source.will_read([self.manifest.shards[index] for index in indices])
+        self._source.prefetch([self.manifest.shards[index] for index in indices])
 
     def check_room(self, num_shards: int) -> None:
         """DataError unless so many shards can be open at once."""

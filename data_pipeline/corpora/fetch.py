@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, mismatch, read_manifest
-from data_pipeline.corpora.stores import Patience, Store, StoreError, within
+from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_directory, fsync_file, naming
+from data_pipeline.files import fsync_directory, fsync_file, named_errors
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 
 SMALL_BYTES = 32 << 20  # what a manifest or tokenizer is allowed time for
@@ -42,10 +42,10 @@ def fetch_file(
     a full disk is an OSError at once.
     """
     attempt = partial(fetch_once, store, name, path, scratch, problem_with, size)
-    persist(store.patience, f"{store.url}/{name} could not be fetched", attempt)
+    retry(store.patience, f"{store.url}/{name} could not be fetched", attempt)
 
 
-def persist(patience: Patience, failure: str, attempt: Callable[[], None]) -> None:
+def retry(patience: RetryPolicy, failure: str, attempt: Callable[[], None]) -> None:
     """Call `attempt` until it raises no StoreError, with pauses; NotFetchedError when that is in vain."""
     number, last = 0, StoreError("no attempt was made")
     for number in range(1, patience.attempts + 1):
@@ -73,9 +73,9 @@ def fetch_once(
 ) -> None:
     """One attempt of `fetch_file`; StoreError says why it failed."""
     # A directory per attempt: a download that was given up may still write into the last one.
-    with naming(path), TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory:
+    with named_errors(path), TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory:
         arrived = Path(directory) / Path(name).name
-        within(store.patience.seconds_for(size), lambda: store.download(name, arrived, size))
+        with_timeout(store.patience.seconds_for(size), lambda: store.download(name, arrived, size))
         if problem := problem_with(arrived):
             raise StoreError(problem)
         fsync_file(arrived)

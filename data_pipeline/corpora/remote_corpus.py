@@ -19,9 +19,9 @@ from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_t
 from data_pipeline.corpora.manifest import REMOTE_NAME, SPLITS, TOKENIZER_DIRECTORY, ShardInfo
 from data_pipeline.corpora.read_ahead import ReadAhead
 from data_pipeline.corpora.shard_cache import ShardCache
-from data_pipeline.corpora.stores import Patience, Store, store_at
+from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import alone
+from data_pipeline.file_lock import exclusive_lock
 from data_pipeline.files import write_json
 from data_pipeline.location import url_of
 from data_pipeline.shards.shards import ShardReader
@@ -30,18 +30,18 @@ CORPORA = "corpora"
 OPEN_SECONDS = 600.0
 
 
-def at_hand(path: Path, config: CacheConfig, patience: Patience | None = None) -> Path:
+def local_corpus_directory(path: Path, config: CacheConfig, patience: RetryPolicy | None = None) -> Path:
     """The directory to read the corpus at `path` from: itself, or this node's cache of the URL that it is.
 
     Manifests and tokenizer are there afterwards, as the store has them now.
     """
     if (url := url_of(path)) is None:
         return path
-    patience = patience or Patience()
+    patience = patience or RetryPolicy()
     store = store_at(url, patience)
     directory = config.place.absolute() / CORPORA / hashlib.sha256(store.url.encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with alone(directory / ".lock", OPEN_SECONDS):
+    with exclusive_lock(directory / ".lock", OPEN_SECONDS):
         write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
         train, *others = SPLITS
         manifest = fetch_manifest(store_at(f"{url}/{train}", patience), directory / train)
@@ -64,7 +64,7 @@ def _absent_is_fine():  # type: ignore[no-untyped-def]
 
 
 def cached_shards(split: Path) -> CachedShards:
-    """Where the shards of a split that `at_hand` made come from."""
+    """Where the shards of a split that `local_corpus_directory` made come from."""
     path = split.parent / REMOTE_NAME
     try:
         tree = json.loads(path.read_bytes())
@@ -90,7 +90,7 @@ class CachedShards:
         """Waits for the store unless the shard is there already."""
         return ShardReader(Path(f"{self.place}/{info.path}"), dtype, self.cache.open(self._store, info))
 
-    def will_read(self, shards: Sequence[ShardInfo]) -> None:
+    def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Begin to fetch what is not there."""
         self._read_ahead.ask_for(shards)
 

@@ -24,7 +24,7 @@ from data_pipeline.corpora.fetch import fetch_shard
 from data_pipeline.corpora.manifest import ShardInfo, mismatch
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import alone, try_lock
+from data_pipeline.file_lock import exclusive_lock, try_lock
 from data_pipeline.files import fsync_directory
 
 ROOM_SECONDS = 120.0  # making room takes a few milliseconds
@@ -54,7 +54,7 @@ class ShardCache:
         CacheFullError when there is no room, nor, if it is urgent, comes any in the time a download may take.
         """
         # Waits for others who fetch it, even when they fail one after the other, but not for one that is stopped.
-        with alone(self._lock_of(info.sha256), WAITERS * store.patience.longest(info.size)):
+        with exclusive_lock(self._lock_of(info.sha256), WAITERS * store.patience.longest(info.size)):
             return self._find(info) or self._transfer(store, info, is_urgent)
 
     def fetch(self, store: Store, info: ShardInfo) -> None:
@@ -107,7 +107,7 @@ class ShardCache:
         shutil.rmtree(reserved, ignore_errors=True)  # of a killed process: its lock is ours now
         deadline = time.monotonic() + seconds
         while True:
-            with alone(self.directory / "room.lock", ROOM_SECONDS):
+            with exclusive_lock(self.directory / "room.lock", ROOM_SECONDS):
                 if self._make_room(info.size):
                     reserved.mkdir()
                     return reserved

@@ -43,7 +43,7 @@ class StoreError(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long a store may take before a file is given up."""
 
     attempts: int = 5
@@ -68,27 +68,27 @@ class Store(Protocol):
     """Files below a URL."""
 
     url: str
-    patience: Patience
+    patience: RetryPolicy
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Write the file `name` of about `size` bytes to `path`; StoreError says why it cannot be had."""
         ...
 
 
-def store_at(url: str, patience: Patience | None = None) -> Store:
+def store_at(url: str, patience: RetryPolicy | None = None) -> Store:
     """The store that the URL's scheme asks for; DataError for an unknown one."""
     scheme = url.partition("://")[0]
     if scheme not in WEB + OBJECT_STORES:
         expected = ", ".join(f"{known}://" for known in WEB + OBJECT_STORES)
         raise DataError(f"found the location {url}, expected a URL that begins with one of {expected}")
     store = WebStore if scheme in WEB else ObjectStore
-    return store(url.rstrip("/"), patience or Patience())
+    return store(url.rstrip("/"), patience or RetryPolicy())
 
 
 class WebStore:
     """A web server, by GET."""
 
-    def __init__(self, url: str, patience: Patience) -> None:
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
         self.url, self.patience = url, patience
 
     def download(self, name: str, path: Path, size: int) -> None:
@@ -120,7 +120,7 @@ class WebStore:
 class ObjectStore:
     """What mosaicml-streaming has a downloader for; credentials and endpoint come from the environment, as it says."""
 
-    def __init__(self, url: str, patience: Patience) -> None:
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
         from streaming.base.storage import CloudDownloader  # takes seconds, which no attempt should be charged with
 
         self.url, self.patience = url, patience
@@ -157,7 +157,7 @@ def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
     return upload
 
 
-def names_below(url: str) -> list[str]:
+def list_objects(url: str) -> list[str]:
     """The objects below `url`, named from there on; DataError when they cannot be listed."""
     prefix = url.partition("://")[2].partition("/")[2].strip("/")
     with TemporaryDirectory() as nothing:
@@ -193,7 +193,7 @@ def _sdk_reason(error: Exception) -> tuple[str, bool]:
     return f"{kind}: {' '.join(str(error).split())}", kind in LASTING_ERRORS
 
 
-def within(seconds: float, task: Callable[[], None]) -> None:
+def with_timeout(seconds: float, task: Callable[[], None]) -> None:
     """Run `task` in a thread of its own; StoreError when it has not ended in time, and the thread is left to itself."""
     done: Future[None] = Future()
 

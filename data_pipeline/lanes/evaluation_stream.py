@@ -51,7 +51,7 @@ class EvaluationStream:
         self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)  # of all lanes
         plan = plan_of(corpus, 1, EVALUATION_SEED)
         shares = [lane * self.num_tokens // num_lanes for lane in range(num_lanes + 1)]
-        corpus.will_read(dict.fromkeys(plan.unit_at(0, place) for place in shares[:-1]))
+        corpus.prefetch(dict.fromkeys(plan.unit_at(0, place) for place in shares[:-1]))
         begins = [min(plan.document_begin(0, place), self.num_tokens) for place in shares[:-1]] + [self.num_tokens]
         longest = max(end - begin for begin, end in pairwise(begins))
         self.num_batches = -(-longest // segment_length)
@@ -63,7 +63,7 @@ class EvaluationStream:
         # Of each lane, what it still reads: the unit it stands in and those behind it.
         self._units = [plan.units_between(0, begins[lane], begins[lane + 1]) for lane in lanes]
         for units in self._units:
-            corpus.will_read(units[:2])
+            corpus.prefetch(units[:2])
         self._last_B = np.full(len(lanes), corpus.manifest.end_id, np.int64)
         self._last_starts_B = np.ones(len(lanes), bool)
 
@@ -103,7 +103,7 @@ class EvaluationStream:
         """When a lane has entered a unit, have the next one fetched."""
         if units[0] != current:
             del units[: units.index(current)]
-            self._corpus.will_read(units[1:2])
+            self._corpus.prefetch(units[1:2])
 
 
 def _starts(runs: list[Run], count: int) -> np.ndarray:

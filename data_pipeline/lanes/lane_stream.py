@@ -53,7 +53,7 @@ class LaneStream:
         state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
         places = _places(state) if state else [(0, 0)] * len(lanes)
         for lane, place in zip(lanes, places, strict=True):
-            corpus.will_read(self._plan.first_units(lane, *place))
+            corpus.prefetch(self._plan.first_units(lane, *place))
         if state:
             _check_tokens(state, self._plan, corpus)
         self._reader = _BlockReader(corpus, self._plan, lanes, places, segment_length)
@@ -152,7 +152,7 @@ class _BlockReader:
     def _ask_ahead(self, row: int, units: list[int]) -> None:
         if units != self._asked[row]:
             self._asked[row] = units
-            self._corpus.will_read(units)
+            self._corpus.prefetch(units)
 
     def _copy(self, row: int, run: Run, out: memoryview) -> None:
         unit, reader = self._readers[row]

@@ -16,7 +16,7 @@ import numpy as np
 from data_pipeline.corpora.cache_config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
-from data_pipeline.corpora.remote_corpus import at_hand
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_plan import LanePlan
 from data_pipeline.lanes.mixture_part import MixturePart
@@ -64,11 +64,11 @@ class Mixture:
         """Tokens of each document of a unit, in the order in which they are stored."""
         return self.shard(unit).lengths
 
-    def will_read(self, units: Iterable[int]) -> None:
+    def prefetch(self, units: Iterable[int]) -> None:
         """Say which units are read soon, so that remote ones are there in time."""
         for unit in units:
             part = self.part_of(unit)
-            self.corpora[part].will_read([unit - int(self.first_units[part])])
+            self.corpora[part].prefetch([unit - int(self.first_units[part])])
 
     def check_room(self, num_shards: int) -> None:
         """DataError unless so many shards can be open at once."""
@@ -92,7 +92,7 @@ def open_mixture(parts: Sequence[MixturePart], split: str = "train", cache: Cach
     """The mixture of the corpora that `parts` name; weights become repeats, the least of which is one."""
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError("some parts of the mixture have a weight and some have none; give all of them one, or none")
-    corpora = [Corpus.open(at_hand(part.path, cache or CacheConfig()) / split) for part in parts]
+    corpora = [Corpus.open(local_corpus_directory(part.path, cache or CacheConfig()) / split) for part in parts]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
@@ -100,7 +100,7 @@ def open_mixture(parts: Sequence[MixturePart], split: str = "train", cache: Cach
 
 def open_training_data(path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None) -> Corpus | Mixture:
     """What a run trains on: the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
-    path = at_hand(path, cache or CacheConfig())
+    path = local_corpus_directory(path, cache or CacheConfig())
     if not parts:
         return Corpus.open(path / "train")
     mixture = open_mixture(parts, cache=cache)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.files import fsync_directory, fsync_file, naming, write_json
+from data_pipeline.files import fsync_directory, fsync_file, named_errors, write_json
 from data_pipeline.shards.shard_layout import ShardDamage, ShardLayout
 
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
@@ -38,7 +38,7 @@ def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch
 
     shutil.rmtree(scratch, ignore_errors=True)
     columns = {"id": "str", "tokens": f"ndarray:{documents[0][1].dtype}"}
-    with naming(path):
+    with named_errors(path):
         writer = MDSWriter(out=str(scratch), columns=columns, hashes=["xxh64"], size_limit=None)
         for document_id, tokens in documents:
             writer.write({"id": document_id, "tokens": tokens})

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from data_pipeline.files import replacing
+from data_pipeline.files import atomic_write
 from data_pipeline.shards.shard_layout import ShardDamage, ShardLayout
 from data_pipeline.shards.tar import (
     BLOCK_BYTES,
@@ -49,7 +49,7 @@ def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch
     from webdataset.writer import TarWriter
 
     shutil.rmtree(scratch, ignore_errors=True)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         # Constant times and names of owners: the same documents give the same bytes.
         writer = TarWriter(file, mtime=0, format="PAX_FORMAT")
         for number, (document_id, tokens) in enumerate(documents):

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.kill(holder.pid, signal.SIGTERM)
     _wait_for_end(run_dir)
     (state,) = read_states([arguments.run])
-    print(f"{state.in_words}; {_way_back(arguments.run, state)}")
+    print(f"{state.describe}; {_way_back(arguments.run, state)}")
     return 0
 
 
@@ -49,7 +49,7 @@ def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> Config
     if state.state == "running" and (elsewhere := [lock for lock in locks if lock.is_held is None]):
         lock = elsewhere[0]
         return ConfigError(f"{path} is run by process {lock.pid} on {lock.host}; cancel it there")
-    return ConfigError(f"{path} is not running ({state.in_words}); there is nothing to cancel")
+    return ConfigError(f"{path} is not running ({state.describe}); there is nothing to cancel")
 
 
 def _wait_for_end(run_dir: RunDir) -> None:

@@ -12,7 +12,7 @@ from data_pipeline.errors import ConfigError
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.supervisor import StopSignals, supervise
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.live_bar import live_bar
 
@@ -51,8 +51,8 @@ def train_command(experiment: Path, run_dir: RunDir, overrides: Sequence[str]) -
 class LocalRanks(RankGroup):
     """A group of ranks that can say why it failed."""
 
-    def failure_in_words(self, statuses: Sequence[int]) -> str:
-        return failure_in_words(statuses, self.logs, first_failure=self.first_failure)
+    def describe_failure(self, statuses: Sequence[int]) -> str:
+        return describe_failure(statuses, self.logs, first_failure=self.first_failure)
 
 
 def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable[[int], LocalRanks]:

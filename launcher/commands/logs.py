@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
     path = newest.path_of(rank) if newest else job_log(logs)
     if path is None:
-        raise ConfigError(f"{logs} holds no logs yet; the run is {state.in_words}")
+        raise ConfigError(f"{logs} holds no logs yet; the run is {state.describe}")
     for line in _last_lines(path, arguments.lines):
         print(line, end="")
     return 0
@@ -92,7 +92,7 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
             if newest and tail is None and state.ranks is not None and rank >= state.ranks:
                 newest.path_of(rank)  # there is none, and will be none
             if state.state not in _GOES_ON:
-                ending = state.in_words  # after one more look at the log: its last lines may have come since
+                ending = state.describe  # after one more look at the log: its last lines may have come since
         time.sleep(_POLL_SECONDS)
 
 

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.run} is done after step {state.step:,}; to train further, start it again with more optim.steps"
         )
     if state.state in ("running", "queued", "requeued", "preempted"):
-        raise ConfigError(f"{arguments.run} is {state.in_words} already; nothing to resume")
+        raise ConfigError(f"{arguments.run} is {state.describe} already; nothing to resume")
     if was_array_task(RunDir(arguments.run)):
         raise ConfigError(f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' tries it again")
     if Snapshot(arguments.run).script.is_file():

@@ -10,7 +10,7 @@ from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.sbatch import parse_nodes
 from launcher.supervisor import StopSignals
-from launcher.sweep.cells import CellRun, in_words, longest_first, read_cells
+from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep.jobs import array_of, classes, submit_array
 from launcher.sweep.local import run_cells
 from launcher.sweep.table import planned, write_results
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run and arguments.local:
         raise ConfigError("--dry-run prints batch scripts and --local has none; use 'launcher sweep status'")
     cells = read_cells(sweep, arguments.sweep, runs)
-    print(in_words(cells), flush=True)
+    print(describe(cells), flush=True)
     if arguments.cluster:
         return _submit(sweep, cells, arguments, runs)
     return _run_here(cells, arguments, runs)
@@ -68,11 +68,11 @@ def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -
     if arguments.action == "collect":
         output = arguments.output or runs / "results.csv"
         write_results(output, cells)
-        print(f"{output}: {in_words(cells)}")
+        print(f"{output}: {describe(cells)}")
         return 0
     plan = arguments.action == "plan"
     console().print(plain_table(list(map(planned, cells))) if plan else many_runs([cell.state for cell in cells]))
-    print(in_words(cells))
+    print(describe(cells))
     return 0
 
 

@@ -13,14 +13,14 @@ from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import usable_nodes
-from launcher.slurm.job_exit import Farewell, ThisJob
-from launcher.slurm.job_history import LOST_HOST, host_to_leave, open_start, other_jobs, past_attempts
+from launcher.slurm.job_exit import JobExit, ThisJob
+from launcher.slurm.job_history import LOST_HOST, node_to_exclude, open_start, other_jobs, past_attempts
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
 from launcher.supervisor import StopSignals, newest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import EXIT_STOPPED
-from pretrain.rundir.fence import VARIABLE, Fence, Overtaken
+from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.run_dir import RunDir
 
 
@@ -37,22 +37,22 @@ def run(arguments: argparse.Namespace) -> int:
     begin(job, run_dir)
     with StopSignals() as stop:
         claims = Claims(run_dir.path, f"{job.id}.{job.restart}")
-        farewell = Farewell(job, run_dir, stop, claims.check)
+        job_exit = JobExit(job, run_dir, stop, claims.check)
         past = past_attempts(run_dir.read_ledger(), job.id)
         tags = {"job": job.id}
         try:
             with run_dir.locked("launcher", is_fenced=True):
-                start = starter(job, run_dir, farewell, claims)
-                status = supervise(run_dir, start, policy, stop, _say, past=past, meanwhile=farewell.look, tags=tags)
-        except LeaveHost as found:
-            farewell.leave(found.host)
+                start = starter(job, run_dir, job_exit, claims)
+                status = supervise(run_dir, start, policy, stop, _say, past=past, meanwhile=job_exit.look, tags=tags)
+        except ExcludeNode as found:
+            job_exit.leave(found.host)
             return EXIT_STOPPED
-        except Overtaken:
+        except StaleAttempt:
             raise  # the journal is another's
         except UserError as error:
-            farewell.give_up(str(error))
+            job_exit.give_up(str(error))
             raise
-        farewell.finish(status)
+        job_exit.finish(status)
     return status
 
 
@@ -72,12 +72,12 @@ class Claims:
         return self._fence.token
 
     def check(self) -> None:
-        """Raise Overtaken if another supervisor has claimed the run since."""
+        """Raise StaleAttempt if another supervisor has claimed the run since."""
         if self._fence is not None:
             self._fence.check()
 
 
-class LeaveHost(Exception):
+class ExcludeNode(Exception):
     """Another host may do better."""
 
     def __init__(self, host: str) -> None:
@@ -102,7 +102,7 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell, claims: Claims) -> Callable[[int], SlurmRanks]:
+def starter(job: ThisJob, run_dir: RunDir, job_exit: JobExit, claims: Claims) -> Callable[[int], SlurmRanks]:
     """Starts attempts as steps of this job."""
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
@@ -117,9 +117,9 @@ def starter(job: ThisJob, run_dir: RunDir, farewell: Farewell, claims: Claims) -
         raise ConfigError(f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share")
 
     def start(number: int) -> SlurmRanks:
-        host = host_to_leave(run_dir.read_ledger(), job.id, step)
-        if host and farewell.can_leave(host):
-            raise LeaveHost(host)
+        host = node_to_exclude(run_dir.read_ledger(), job.id, step)
+        if host and job_exit.can_leave(host):
+            raise ExcludeNode(host)
         shared = {VARIABLE: claims.claim(number), "MASTER_PORT": str(free_port_near(job.number + number))}
         _say(f"attempt {number}: {step.ranks} ranks on {', '.join(job.hosts[:nodes])}")
         return SlurmRanks(command, step, run_dir, number, shared, claims.check)

@@ -27,7 +27,7 @@ class ClusterConfig:
     ranks_per_node: int = 0  # 0: one per GPU
     cpus_per_rank: int = 1
     time_limit: str = "24:00:00"  # of one job; the run goes on in the next
-    warning_seconds: int = 180  # notice before the time limit: one step and one checkpoint have to fit
+    signal_seconds: int = 180  # notice before the time limit: one step and one checkpoint have to fit
     options: dict[str, str] = field(default_factory=dict)  # more of sbatch's, such as 'mem: 0' or 'constraint: nvlink'
     modules: tuple[str, ...] = ()  # 'module load' of each
     setup: tuple[str, ...] = ()  # shell lines run once on the first host, such as 'source /opt/site.sh'
@@ -51,10 +51,9 @@ class ClusterConfig:
             raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; say how many GPUs a node has")
         if self.time_limit.isdecimal():  # what YAML makes of 24:00:00 without quotes, a number of seconds
             raise ConfigError(f"time_limit={self.time_limit} is a mere number; write '24:00:00', in quotes")
-        if not 0 < self.warning_seconds <= _LONGEST_SHARE_OF_WARNING * seconds_of(self.time_limit):
+        if not 0 < self.signal_seconds <= _LONGEST_SHARE_OF_WARNING * seconds_of(self.time_limit):
             raise ConfigError(
-                f"warning_seconds={self.warning_seconds} must be above 0 "
-                f"and at most half of time_limit={self.time_limit}"
+                f"signal_seconds={self.signal_seconds} must be above 0 and at most half of time_limit={self.time_limit}"
             )
 
     @property

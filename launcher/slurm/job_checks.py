@@ -101,7 +101,7 @@ def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> 
         return []
     rate = ranks * GPU_MFU * DEVICES[cluster.gpu].peak(config.engine.precision)
     between = config.checkpoint.interval * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config)) / rate
-    if between <= seconds_of(cluster.time_limit) - cluster.warning_seconds:
+    if between <= seconds_of(cluster.time_limit) - cluster.signal_seconds:
         return []
     return [
         f"note: a checkpoint comes about every {between / 3600:.1f} hours, a job lasts {cluster.time_limit}; after a "

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from launcher.restart_policy import NextAction
 from launcher.slurm import client as slurm
 from launcher.slurm.job_end import JobEnd, end_of
-from launcher.slurm.job_history import hosts_left
+from launcher.slurm.job_history import excluded_nodes
 from launcher.supervisor import StopSignals
 from pretrain.processes.local_ranks import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
@@ -45,10 +45,10 @@ class ThisJob:
         return {"job": self.id, "restart": self.restart}
 
 
-class Farewell:
+class JobExit:
     """Finds out why the job ends, notes it, and puts the job back into the queue where that is ours to do. Once.
 
-    `may_write` raises Overtaken where the job has begun anew elsewhere: then this start has no say any more.
+    `may_write` raises StaleAttempt where the job has begun anew elsewhere: then this start has no say any more.
     """
 
     def __init__(self, job: ThisJob, run_dir: RunDir, stop: StopSignals, may_write: Callable[[], None]) -> None:
@@ -88,16 +88,16 @@ class Farewell:
 
     def can_leave(self, host: str) -> bool:
         """Whether the job can run without this host: it was not asked for by name, and the partition has others."""
-        fields = _patiently(lambda: slurm.details(self._job.id))
+        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         if host in _hosts_in(fields.get("ReqNodeList")):
             return False
-        left = {host, *hosts_left(self._run_dir.read_ledger(), self._job.id), *_hosts_in(fields.get("ExcNodeList"))}
-        sizes = {each.name: each.num_nodes for each in _patiently(slurm.partitions)}
+        left = {host, *excluded_nodes(self._run_dir.read_ledger(), self._job.id), *_hosts_in(fields.get("ExcNodeList"))}
+        sizes = {each.name: each.num_nodes for each in _retry_unreachable(slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(left) >= len(self._job.hosts)
 
     def _end(self) -> JobEnd:
         warned = signal.SIGUSR1 in self._stop.received
-        fields = _patiently(lambda: slurm.details(self._job.id))
+        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         log = "".join(_tail(path) for path in sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:])
         return end_of(fields, self._job.restart, log + _tail(Path(fields.get("StdOut", "/dev/null"))), warned)
 
@@ -108,11 +108,11 @@ class Farewell:
         self._run_dir.append_ledger(event)
         print(f"job {self._job.id} ends: {end.why}" + ("; back into the queue" if end.requeue else ""), flush=True)
         if end.requeue:
-            exclude = hosts_left(self._run_dir.read_ledger(), self._job.id)
-            _patiently(lambda: slurm.requeue(self._job.id, exclude))
+            exclude = excluded_nodes(self._run_dir.read_ledger(), self._job.id)
+            _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
 
 
-def _patiently(ask: Callable[[], T]) -> T:
+def _retry_unreachable(ask: Callable[[], T]) -> T:
     """What Slurm answers, however long its controller is away: Slurm ends this process when it is time."""
     return slurm.patiently(ask, patience=math.inf)
 

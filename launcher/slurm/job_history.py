@@ -39,7 +39,7 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[Attempt]:
     return attempts
 
 
-def host_to_leave(ledger: Sequence[Event], job: str, step: Step) -> str | None:
+def node_to_exclude(ledger: Sequence[Event], job: str, step: Step) -> str | None:
     """The host whose ranks failed first in both of the last two attempts of this start, without a newer checkpoint."""
     own = [event for event in ledger if event.get("job") == job]
     begun = max(index for index, event in enumerate(own) if event["event"] == "job_started")
@@ -52,7 +52,7 @@ def host_to_leave(ledger: Sequence[Event], job: str, step: Step) -> str | None:
     return blamed[0] if len(blamed) == _CHANCES and len(set(blamed)) == 1 else None
 
 
-def hosts_left(ledger: Sequence[Event], job: str) -> list[str]:
+def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
     """The hosts that this job was sent away from."""
     own = [event for event in ledger if event["event"] == "job_ended" and event["job"] == job]
     return [event["left"] for event in own if "left" in event]

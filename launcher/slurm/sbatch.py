@@ -101,7 +101,7 @@ def _options(job: Job) -> list[str]:
         **_room_on_a_node(job),
         "gpus-per-node": cluster.gpus_per_node,
         "time": cluster.time_limit,
-        "signal": f"B:USR1@{cluster.warning_seconds}",
+        "signal": f"B:USR1@{cluster.signal_seconds}",
         "open-mode": "append",  # a requeued job goes on in the same log
         "chdir": job.code,
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
 from launcher.slurm.cluster import ClusterConfig
-from pretrain.processes.local_ranks import EXIT_STOPPED, failure_in_words
+from pretrain.processes.local_ranks import EXIT_STOPPED, describe_failure
 from pretrain.rundir.run_dir import RunDir
 
 _LOST = -signal.SIGKILL  # a rank that left no status was killed together with its task
@@ -118,8 +118,8 @@ class SlurmRanks:
     def kill(self) -> None:
         self._srun.kill()
 
-    def failure_in_words(self, statuses: Sequence[int]) -> str:
-        return failure_in_words(statuses, self.logs, first_failure=self.first_failure)
+    def describe_failure(self, statuses: Sequence[int]) -> str:
+        return describe_failure(statuses, self.logs, first_failure=self.first_failure)
 
 
 def _kill_without_a_word(srun: int) -> None:

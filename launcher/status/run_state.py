@@ -51,7 +51,7 @@ class RunState:
         return min(1.0, self.step / self.steps) if self.steps else 0.0
 
     @property
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The state and, where there is more to say, why."""
         return f"{self.state}: {self.why}" if self.why else self.state
 

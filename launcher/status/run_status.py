@@ -61,7 +61,7 @@ def judge(evidence: Evidence) -> tuple[str, str]:
 def goodput(evidence: Evidence, is_running: bool) -> float | None:
     """The share of the run's time so far that went into steps which count; None before the first one."""
     end = evidence.now if is_running else evidence.last_sign
-    return time_spent.goodput(evidence.measured.seconds, time_spent.seconds_spent(evidence.ledger, end))
+    return time_spent.goodput(evidence.measured.seconds, time_spent.elapsed_seconds(evidence.ledger, end))
 
 
 def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, str] | None:

@@ -67,7 +67,7 @@ def _flops_left(cell: CellRun) -> float:
     return cost_of(config).flops - cost_of(config, min(cell.state.step, config.optim.steps)).flops
 
 
-def in_words(cells: Sequence[CellRun]) -> str:
+def describe(cells: Sequence[CellRun]) -> str:
     """How many are done and on their way."""
     done, waiting = sum(cell.is_done for cell in cells), sum(cell.is_waiting for cell in cells)
     on_their_way = len(cells) - done - waiting

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.supervisor import StopSignals
 from launcher.sweep.cells import CellRun
-from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, failure_in_words, status_in_words
+from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, describe_exit, describe_failure
 
 _POLL_SECONDS = 0.2
 
@@ -31,10 +31,10 @@ def run_cells(
             for name, group in list(running.items()):
                 if (status := group.poll()[0]) is not None:
                     del running[name]
-                    print(f"{name}: {'done' if status == 0 else status_in_words(status)}", flush=True)
+                    print(f"{name}: {'done' if status == 0 else describe_exit(status)}", flush=True)
                     if status not in (0, EXIT_STOPPED):
                         failed.append(name)
-                        print(failure_in_words([status], group.logs, lines=5), flush=True)
+                        print(describe_failure([status], group.logs, lines=5), flush=True)
             if stop.requests > passed_on:
                 for group in running.values():
                     group.terminate() if passed_on == 0 else group.kill()

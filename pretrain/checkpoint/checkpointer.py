@@ -22,7 +22,7 @@ from pretrain.checkpoint.reader import load_engine, load_memory, restore_random_
 from pretrain.checkpoint.save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.config.phases import begins_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, from_main_rank, gather_errors, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
 
@@ -63,7 +63,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._save is not None:
-            self._save.abandon()
+            self._save.cancel()
 
     def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of `state.step`, after the one before is published; with `asynchronous: false` end it too.
@@ -103,7 +103,7 @@ class Checkpointer:
         problems = gather_errors(save.wait_for_files()) or gather_errors(save.wait_for_publication())
         if not problems:
             return
-        save.abandon()
+        save.cancel()
         if self._world.is_main:
             files.remove_partial(self._root)
         raise _could_not_save(save.step, problems[0])
@@ -115,10 +115,10 @@ class Checkpointer:
         if self._world.is_main:
             files.remove_partial(self._root)
             try:
-                found = files.newest_good(self._root, say=lambda text: print(text, flush=True), run_id=self._run_id)
+                found = files.latest_valid(self._root, say=lambda text: print(text, flush=True), run_id=self._run_id)
             except UserError as error:
                 problem = str(error)
-        found, problem = from_main_rank((found, problem))
+        found, problem = broadcast_object((found, problem))
         if problem:
             raise CheckpointError(problem)
         if found is None:
@@ -137,7 +137,7 @@ class Checkpointer:
                 files.require_space(self._root, wanted)
             except (OSError, UserError) as error:
                 problem = str(error)
-        if problem := from_main_rank(problem):
+        if problem := broadcast_object(problem):
             raise _could_not_save(step, problem)
 
     def _report(self, state: TrainState) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def verify(directory: Path) -> Checkpoint:
     return Checkpoint(directory, index)
 
 
-def newest_good(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
+def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
     """The newest checkpoint that verifies and belongs to the run, if it is given; each one passed over is said by name.
 
     None if there is none at all. Raises CheckpointError if there are checkpoints and none of them is good: starting

@@ -76,17 +76,15 @@ class FragmentReader:
             )
 
 
-def load_weights(module: torch.nn.Module, found: files.Checkpoint, averaged: bool = False) -> None:
+def load_weights(module: torch.nn.Module, found: files.Checkpoint, ema: bool = False) -> None:
     """Copy the fp32 master weights, or their averages, into a whole module on one process.
 
     CheckpointError if names or shapes differ, or the run kept no averages.
     """
-    kind = AVERAGE if averaged else "weight"
+    kind = AVERAGE if ema else "weight"
     with FragmentReader(found) as reader, torch.no_grad():
-        if averaged and AVERAGE not in reader.kinds():
-            raise CheckpointError(
-                f"{found.directory} holds no averaged weights; train with optim.average_decay above 0"
-            )
+        if ema and AVERAGE not in reader.kinds():
+            raise CheckpointError(f"{found.directory} holds no averaged weights; train with optim.ema_decay above 0")
         parameters = dict(module.named_parameters())
         if parameters.keys() != reader.parameter_names():
             odd = sorted(parameters.keys() ^ reader.parameter_names())

@@ -27,7 +27,7 @@ from pretrain.state import TrainState
 PUBLISH_SECONDS = 600.0  # all ranks have written: how long their files may take to become visible to rank 0
 
 
-class Abandoned(Exception):
+class SaveCanceled(Exception):
     """The save was given up by the loop."""
 
 
@@ -103,7 +103,7 @@ class Save(threading.Thread):
         """Return when the checkpoint counts, on rank 0, or at once on others; what went wrong, or nothing."""
         self.join(PUBLISH_SECONDS)
         if self.is_alive():
-            self.abandon()
+            self.cancel()
             return f"{self.partial} did not show the files of all ranks within {PUBLISH_SECONDS:.0f} s"
         return self._words()
 
@@ -112,7 +112,7 @@ class Save(threading.Thread):
         """Whether something has gone wrong on this rank so far; waits for nothing."""
         return self._problem is not None
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Write and publish nothing more; returns when the thread has ended."""
         self._abandoned.set()
         self.join()
@@ -148,7 +148,7 @@ class Save(threading.Thread):
 
     def _end_if_abandoned(self) -> None:
         if self._abandoned.is_set():
-            raise Abandoned
+            raise SaveCanceled
 
     def _words(self) -> str:
         error = self._problem

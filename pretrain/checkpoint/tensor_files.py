@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.files import naming
+from data_pipeline.files import named_errors
 
 BLOCK_BYTES = 1 << 24
 ALIGNMENT = 8
@@ -81,7 +81,7 @@ def write_file(path: Path, layout: Layout, host: Tensor, between_blocks: Callabl
     """Write and sync the file; returns its size and SHA-256. `between_blocks` may raise to end it early."""
     digest = hashlib.sha256()
     body = host[: layout.num_bytes].numpy().data
-    with naming(path), open(path, "wb") as file:
+    with named_errors(path), open(path, "wb") as file:
         for source in (memoryview(layout.header), body):
             for begin in range(0, len(source), BLOCK_BYTES):
                 between_blocks()

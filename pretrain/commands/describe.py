@@ -63,7 +63,11 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
     return [
         f"{config.name}: {counted(world_size, 'rank')} ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
         f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}"
-        + (f" of every {config.engine.checkpoint_every} layers one" if config.engine.checkpoint_every > 1 else ""),
+        + (
+            f" of every {config.engine.checkpoint_every_n_layers} layers one"
+            if config.engine.checkpoint_every_n_layers > 1
+            else ""
+        ),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -129,7 +133,7 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
     micro = largest_micro_batch(config, world_size, room, on_gpu)
     largest = f"the largest micro-batch that fits is {counted(micro, 'lane')}"
     advice = largest if micro else "not even one lane at a time fits"
-    per_parameter = 16 if config.optim.average_decay else 12
+    per_parameter = 16 if config.optim.ema_decay else 12
     return [
         f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),

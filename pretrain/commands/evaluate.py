@@ -13,7 +13,7 @@ from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from pretrain.distributed.world import World, init_world, leave_world
+from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, Scorer, TrainedScorer, evaluate
 from pretrain.terminal.train_lines import aligned
@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lanes", type=int, default=0, metavar="N", help="streams read side by side (default: the run's)"
     )
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="score only so many (default: all)")
-    parser.add_argument(
-        "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
-    )
+    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--context-length", action="store_true", help="relative effective context length of the models")
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             answers = _losses(arguments, models, world)
     finally:
-        leave_world()
+        destroy_process_group()
     if world.is_main:
         values = [answer.values for answer in answers]
         texts = [f"{answer.title}\n\n{aligned(answer.rows)}" for answer in answers]
@@ -116,7 +114,7 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    return load_trained(path, world.device, say=say, model_settings=settings, averaged=arguments.averaged)
+    return load_trained(path, world.device, say=say, model_settings=settings, ema=arguments.ema)
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
@@ -164,7 +162,7 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
 
 
 def _context_lengths(arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World) -> list[Answer]:
-    contexts = context_length.Contexts(arguments.context_step, arguments.longest_context)
+    contexts = context_length.ContextGrid(arguments.context_step, arguments.longest_context)
     _refuse_ranks(world, "--context-length")
     corpora = [_corpus(arguments, trained) for trained in models]
     if len({corpus.manifest.hash for corpus in corpora}) > 1:

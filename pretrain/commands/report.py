@@ -117,7 +117,7 @@ def _cards(history: History) -> list[Card]:
 
 def _happenings(history: History) -> str:
     shown = list(history.ledger)[-MOST_EVENTS:]
-    rows = [[str(event.get("time", ""))[:19].replace("T", " "), events.in_words(event)] for event in shown]
+    rows = [[str(event.get("time", ""))[:19].replace("T", " "), events.describe(event)] for event in shown]
     left_out = len(history.ledger) - len(shown)
     more = [paragraph(f"{left_out} earlier events are in ledger.jsonl.")] if left_out else []
     return section("What happened", *more, table([], rows, "words"))

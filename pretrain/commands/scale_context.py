@@ -80,7 +80,7 @@ def _evaluator(max_tokens: int) -> Evaluate:
 
     def losses(directory: Path, memory_lengths: Sequence[int]) -> list[float]:
         from data_pipeline.corpora.corpus import Corpus
-        from pretrain.distributed.world import init_world, leave_world
+        from pretrain.distributed.world import destroy_process_group, init_world
         from pretrain.evaluation.evaluate import TrainedScorer, evaluate
         from pretrain.weights.trained_model import load_trained
 
@@ -100,7 +100,7 @@ def _evaluator(max_tokens: int) -> Evaluate:
                 for length in memory_lengths
             ]
         finally:
-            leave_world()
+            destroy_process_group()
         print(f"{directory.name}: " + "  ".join(f"{n}: {x:.4f}" for n, x in zip(memory_lengths, found, strict=True)))
         return found
 

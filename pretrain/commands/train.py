@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume the run of this directory as one rank of WORLD_SIZE."""
     config = resolve(load_config(RunConfig, arguments.config, arguments.overrides))
-    from pretrain.distributed.world import init_world, leave_world
-    from pretrain.run import set_threads, train_in
+    from pretrain.distributed.world import destroy_process_group, init_world
+    from pretrain.run import run_training, set_threads
 
     set_threads(config)
 
@@ -34,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(advice, flush=True)
     try:
         with live_bar():
-            return train_in(config, arguments.run_dir, world)
+            return run_training(config, arguments.run_dir, world)
     finally:
-        leave_world()
+        destroy_process_group()

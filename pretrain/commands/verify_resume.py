@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError, UserError
 from pretrain.checkpoint import directory as files
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir
 
@@ -114,9 +114,9 @@ def _start(config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, f
     with group:
         statuses = group.wait(timeout=START_SECONDS)
     if fault and KILLED not in statuses:
-        raise UserError(f"no rank was killed: {failure_in_words(statuses, group.logs) or 'the run had already ended'}")
+        raise UserError(f"no rank was killed: {describe_failure(statuses, group.logs) or 'the run had already ended'}")
     if not fault and any(statuses):
-        raise UserError(failure_in_words(statuses, group.logs))
+        raise UserError(describe_failure(statuses, group.logs))
 
 
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:

@@ -36,7 +36,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 0.25  # 0: no clipping
-    average_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
+    ema_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
@@ -47,8 +47,8 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name}={getattr(self, name):g} must be 0 or more")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
-        if not 0.0 <= self.average_decay < 1.0:
-            raise ConfigError(f"optim.average_decay={self.average_decay} must be 0 (no average) or more and below 1")
+        if not 0.0 <= self.ema_decay < 1.0:
+            raise ConfigError(f"optim.ema_decay={self.ema_decay} must be 0 (no average) or more and below 1")
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"

@@ -69,9 +69,9 @@ class DataConfig:
         """Where to read the corpus: `path` or, for a URL, this node's cache, with manifests and tokenizer fetched."""
         if url_of(self.path) is None:
             return self.path
-        from data_pipeline.corpora.remote_corpus import at_hand
+        from data_pipeline.corpora.remote_corpus import local_corpus_directory
 
-        return at_hand(self.path, self.cache)
+        return local_corpus_directory(self.path, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +84,30 @@ class EngineConfig:
     initial_loss_scale: float = 65536.0  # fp16: what the loss is multiplied by at first; found anew as the run goes on
     loss_scale_window: int = 1000  # fp16: updates without overflow after which it is doubled
     activation_checkpointing: ActivationCheckpointing = "none"  # selective: attention's scores and weights alone
-    checkpoint_every: int = 1  # of so many layers one is checkpointed
+    checkpoint_every_n_layers: int = 1  # of so many layers one is checkpointed
     offload_optimizer: bool = False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
     offload_memories: bool = False  # those of slots that are not at work live in host memory
     attention_kernel: AttentionKernel = "auto"  # the fastest for the device, or plain torch operations to compare with
-    head_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
+    logits_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
     micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
     threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
-    hang_seconds: float = 1800.0  # longest step, evaluation or save; then stacks are shown and the rank ends; 0: any
+    watchdog_timeout_seconds: float = (
+        1800.0  # longest step, evaluation or save; then stacks are shown and the rank ends; 0: any
+    )
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # merged last; may not contradict a derived key
 
     def __post_init__(self) -> None:
-        if self.head_chunk_tokens < 0:
-            raise ConfigError(f"engine.head_chunk_tokens={self.head_chunk_tokens} must be 0 (all at once) or more")
+        if self.logits_chunk_tokens < 0:
+            raise ConfigError(f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all at once) or more")
         if min(self.micro_batch_lanes, self.threads) < 0:
             raise ConfigError(
                 f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads={self.threads} must be 0 (all, "
                 "each its share) or more"
             )
-        if self.checkpoint_every < 1:
-            raise ConfigError(f"engine.checkpoint_every={self.checkpoint_every} must be 1 (every layer) or more")
+        if self.checkpoint_every_n_layers < 1:
+            raise ConfigError(
+                f"engine.checkpoint_every_n_layers={self.checkpoint_every_n_layers} must be 1 (every layer) or more"
+            )
         if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
             raise ConfigError(
                 f"engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
@@ -116,8 +120,10 @@ class EngineConfig:
         if self.loss_scale_window < 1:
             raise ConfigError(f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more")
         _refuse_swapping_to_disk(self.deepspeed_extra)
-        if self.hang_seconds < 0:
-            raise ConfigError(f"engine.hang_seconds={self.hang_seconds:g} must be 0 (wait for ever) or more")
+        if self.watchdog_timeout_seconds < 0:
+            raise ConfigError(
+                f"engine.watchdog_timeout_seconds={self.watchdog_timeout_seconds:g} must be 0 (wait for ever) or more"
+            )
 
 
 def _refuse_swapping_to_disk(deepspeed_extra: dict[str, Any]) -> None:
@@ -134,30 +140,40 @@ def _refuse_swapping_to_disk(deepspeed_extra: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealingConfig:
+class RecoveryConfig:
     """What a run does by itself about gradients and losses that are far out of line.
 
-    A loss is a spike when it lies `spike_score` robust standard deviations above the median of the last `window`
+    A loss is a spike when it lies `spike_threshold` robust standard deviations above the median of the last `window`
     losses. After `spike_steps` spikes or skipped steps in a row the run goes back to the checkpoint before the first
-    of them, and passes over the data from there to `skip_margin` steps behind the last.
+    of them, and passes over the data from there to `skip_margin_segments` steps behind the last.
     """
 
-    skip_norm: float = 0.0  # gradients longer than this are not applied; 0: only those that are no numbers
-    spike_score: float = 8.0  # 0: never go back
+    skip_grad_norm: float = 0.0  # gradients longer than this are not applied; 0: only those that are no numbers
+    spike_threshold: float = 8.0  # 0: never go back
     spike_steps: int = 3
     window: int = 50  # short beside what the loss falls by itself
-    skip_margin: int = 10
+    skip_margin_segments: int = 10
     max_rewinds: int = 3  # then the run stops, with a report
     straggler_ratio: float = 1.5  # name a rank that takes this many times as long as the others; 0: none
 
     def __post_init__(self) -> None:
-        if min(self.skip_norm, self.spike_score, self.skip_margin, self.max_rewinds, self.straggler_ratio) < 0:
+        if (
+            min(
+                self.skip_grad_norm,
+                self.spike_threshold,
+                self.skip_margin_segments,
+                self.max_rewinds,
+                self.straggler_ratio,
+            )
+            < 0
+        ):
             raise ConfigError(
-                "healing.skip_norm, spike_score, skip_margin, max_rewinds and straggler_ratio must be 0 or more"
+                "recovery.skip_grad_norm, spike_threshold, skip_margin_segments, max_rewinds "
+"and straggler_ratio must be 0 or more"
             )
         if self.spike_steps < 1 or self.window < 10:
             raise ConfigError(
-                f"healing.spike_steps={self.spike_steps} must be 1 or more, healing.window={self.window} 10 or more"
+                f"recovery.spike_steps={self.spike_steps} must be 1 or more, recovery.window={self.window} 10 or more"
             )
 
 
@@ -222,7 +238,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    healing: HealingConfig = field(default_factory=HealingConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 

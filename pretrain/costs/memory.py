@@ -77,7 +77,7 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
     offloaded = run.engine.offload_optimizer
     each = master + MOMENT_BYTES + _average_bytes(run)
-    held = "master weights, two moments and an average" if run.optim.average_decay else "master weights and two moments"
+    held = "master weights, two moments and an average" if run.optim.ema_decay else "master weights and two moments"
     formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
     gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
     return [
@@ -117,19 +117,21 @@ def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, g
     lanes = _lanes_of_pass(run, world_size)
     layer = LayerActivations(run, lanes, width, on_gpu)
     formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
-    checkpointed = -(-layers // run.engine.checkpoint_every)
+    checkpointed = -(-layers // run.engine.checkpoint_every_n_layers)
     freed = kept = layers * layer.kept
     working = layer.working
     if run.engine.activation_checkpointing == "full":
         inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
         freed = kept = inputs + (layers - checkpointed) * layer.kept
         working = max(0.0, layer.kept + layer.working - logits)  # computed again when the logits are gone
-        other = "" if run.engine.checkpoint_every == 1 else ", all of it in the layers that are not checkpointed"
+        other = (
+            "" if run.engine.checkpoint_every_n_layers == 1 else ", all of it in the layers that are not checkpointed"
+        )
         formula = f"L T B d b + beyond the logits {formula}, twice{other}"
     else:
         if run.engine.activation_checkpointing == "selective":
             kept -= (checkpointed - 1) * layer.weights
-            some = "all" if run.engine.checkpoint_every == 1 else "some"
+            some = "all" if run.engine.checkpoint_every_n_layers == 1 else "some"
             formula += f", the weights of {some} layers but one left out"
         freed, formula = kept - layer.kept, f"L + 1 times {formula}"
     if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
@@ -141,7 +143,7 @@ def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, g
 
 def _average_bytes(run: RunConfig) -> int:
     """Of a running average of the weights, per parameter."""
-    return 4 if run.optim.average_decay else 0
+    return 4 if run.optim.ema_decay else 0
 
 
 def _stage(run: RunConfig) -> int:
@@ -163,7 +165,7 @@ def _memory_rows(run: RunConfig) -> int:
 
 def _logit_rows(run: RunConfig, lanes: int) -> int:
     tokens = lanes * run.data.segment_length
-    return min(run.engine.head_chunk_tokens or tokens, tokens)
+    return min(run.engine.logits_chunk_tokens or tokens, tokens)
 
 
 def _logit_columns(run: RunConfig) -> int:

@@ -115,7 +115,7 @@ def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Res
     import torch
 
     from data_pipeline.corpora.corpus import Corpus
-    from pretrain.distributed.world import init_world, leave_world
+    from pretrain.distributed.world import destroy_process_group, init_world
     from pretrain.evaluation.evaluate import TrainedScorer, evaluate
     from pretrain.weights.trained_model import load_trained
 
@@ -145,7 +145,7 @@ def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Res
             )
             rows.append({"times": times, **vars(result)})
     finally:
-        leave_world()
+        destroy_process_group()
     return {"rows": rows}
 
 

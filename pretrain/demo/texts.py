@@ -17,7 +17,7 @@ from data_pipeline.builder.records import Document
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import DataError, UserError, exit_status_of
-from data_pipeline.files import replacing
+from data_pipeline.files import atomic_write
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TOPICS_FILE = "pydoc_data/topics.py"  # its entries are documents of their own
@@ -83,7 +83,7 @@ def write_jsonl(path: Path, documents: Iterable[Named]) -> dict[str, int]:
     """Write documents one per line, as many as fit into MOST_BYTES; returns their number and the bytes of text."""
     count = num_bytes = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         for name, text in documents:
             size = len(text.encode(errors="replace"))
             if num_bytes + size > MOST_BYTES:

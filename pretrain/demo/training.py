@@ -14,7 +14,7 @@ from data_pipeline.errors import UserError
 from pretrain.checkpoint import directory as checkpoint_files
 from pretrain.demo.screen import Screen
 from pretrain.demo.settings import CONFIG, RANKS, Settings
-from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir
 
@@ -61,7 +61,7 @@ def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kil
     if kill_after is not None and -signal.SIGKILL in statuses and newest_step(run_dir) < kill_after:
         return Start(time.monotonic() - begin, first_step_after or 0.0, losses(run_dir)[-1][0], True)
     if any(statuses):
-        raise UserError(failure_in_words(statuses, group.logs))
+        raise UserError(describe_failure(statuses, group.logs))
     if kill_after is not None:
         raise UserError(f"the run came to its end before it could be killed after step {kill_after}; use more --steps")
     return Start(time.monotonic() - begin, first_step_after or 0.0, settings.steps, False)

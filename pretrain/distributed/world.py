@@ -60,7 +60,7 @@ def init_world() -> World:
         raise ConfigError(
             f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; start ranks with 'launcher local'"
         )
-    # DeepSpeed reads these even for one process; `leave_world` takes away what was not there before.
+    # DeepSpeed reads these even for one process; `destroy_process_group` takes away what was not there before.
     own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank}
     _ADDED_VARIABLES.update(own.keys() - os.environ.keys())
     os.environ.update({name: str(value) for name, value in own.items()})
@@ -75,7 +75,7 @@ def init_world() -> World:
     return world
 
 
-def leave_world() -> None:
+def destroy_process_group() -> None:
     """Close the process group, so that no rank is left waiting for one that ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -105,7 +105,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def from_main_rank(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """What rank 0 passes, on every rank; a small picklable value."""
     if dist.get_world_size() == 1:
         return value
@@ -115,7 +115,7 @@ def from_main_rank(value: T) -> T:
 
 
 @contextlib.contextmanager
-def raise_together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Run the block on every rank; if a UserError ended it on any, every rank raises the first one."""
     problem: UserError | None = None
     try:

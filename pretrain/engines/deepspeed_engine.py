@@ -30,9 +30,9 @@ from pretrain.engines.engine import (
     step_result,
 )
 from pretrain.engines.precision import DTYPES
-from pretrain.engines.zero3_init import build_partitioned
+from pretrain.engines.zero3_init import build_sharded
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, Placement, create_moments, fragment_of
+from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments, fragment_of
 from pretrain.optim.groups import build_optimizer, is_harmful
 from pretrain.optim.layer_norms import LayerMeter
 
@@ -61,7 +61,7 @@ class DeepSpeedEngine:
         self._plain_norm: Tensor | None = None  # of the step in hand, where DeepSpeed does not compute it
         optimizer.refuses = self._gradients_are_harmful
         names = list(self._names.values())
-        optimizer.placement = Placement(self.fragments(), names, is_sharded=run.engine.zero_stage > 0)
+        optimizer.placement = FragmentIndex(self.fragments(), names, is_sharded=run.engine.zero_stage > 0)
         self._meter = optimizer.meter = LayerMeter(names)
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
@@ -136,7 +136,7 @@ class DeepSpeedEngine:
                 self._optimizer.averaged_gradients[group] = None
 
     def _gradients_are_harmful(self) -> bool:
-        return is_harmful(self._grad_norm(), self._run.healing.skip_norm)
+        return is_harmful(self._grad_norm(), self._run.recovery.skip_grad_norm)
 
     def _start_from(self, initial: Mapping[str, Tensor]) -> None:
         """Give the fp32 masters the initial weights unrounded, and undo the step some stages take while they set up.
@@ -232,7 +232,7 @@ def _built(
         # Not entered as a context: that would draw in the rounded type, which gives other numbers.
         zero = deepspeed.zero.Init(config_dict_or_path=config)
         dtype = DTYPES[run.engine.precision]
-        return build_partitioned(build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world)
+        return build_sharded(build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world)
     module = build()
     if run.engine.precision == "fp32":
         return module, {}

@@ -15,7 +15,7 @@ from pretrain.optim.fragments import Fragment
 AVERAGE = "average"
 
 
-class AveragingEngine:
+class EmaEngine:
     """The engine it is given; after every update that was applied, average = decay * average + (1 - decay) * weight.
 
     The averages are fp32 and spread over the ranks as the weights' fragments are. They are values of those fragments,

@@ -17,7 +17,7 @@ from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.precision import DTYPES
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, Placement, create_moments, fragment_of
+from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments, fragment_of
 from pretrain.optim.groups import build_optimizer, is_harmful
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
@@ -29,8 +29,8 @@ Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows'
 class StepResult:
     """What an update did. `grad_norm` is the global norm before clipping.
 
-    `skipped`: the gradients were no numbers or longer than `healing.skip_norm`; every weight, moment and counter is,
-    bit for bit, what it was before. All ranks say the same, for the norm is that of all of them together.
+    `skipped`: the gradients were non-finite or their norm above `recovery.skip_grad_norm`; every weight, moment and
+    counter is bitwise what it was before. All ranks agree, since the norm is global.
     `layers` is there where it was asked for and the step was not skipped.
     `overflowed`: it was skipped for no other reason than too large a loss scale, which is smaller from now on.
     """
@@ -142,7 +142,7 @@ class TorchEngine:
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
         names = [name for name, _ in self._master.named_parameters()]
-        self._optimizer.placement = Placement(self.fragments(), names, is_sharded=False)
+        self._optimizer.placement = FragmentIndex(self.fragments(), names, is_sharded=False)
         self._meter = self._optimizer.meter = LayerMeter(names)
 
     def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
@@ -163,7 +163,7 @@ class TorchEngine:
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         self._average_gradients()
         grad_norm = clip_gradients(self._master, self._run.optim)
-        skipped = is_harmful(grad_norm, self._run.healing.skip_norm)
+        skipped = is_harmful(grad_norm, self._run.recovery.skip_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._meter.begin(measure_layers)

@@ -12,7 +12,7 @@ from pretrain.distributed.world import World
 from pretrain.model.transformer_xl import TransformerXL
 
 
-def build_partitioned(
+def build_sharded(
     build: Callable[[], TransformerXL],
     partition: Callable[[nn.Parameter], None],
     dtype: torch.dtype,

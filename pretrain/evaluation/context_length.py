@@ -38,7 +38,7 @@ class ContextLength:
 
 
 @dataclass(frozen=True)
-class Contexts:
+class ContextGrid:
     """The contexts measured: step, 2 step, ... up to `longest` tokens."""
 
     step: int
@@ -53,7 +53,7 @@ class Contexts:
 
 
 def relative_effective_context_lengths(
-    losses: Sequence[Losses], contexts: Contexts, shares: Sequence[float], threshold: float = THRESHOLD
+    losses: Sequence[Losses], contexts: ContextGrid, shares: Sequence[float], threshold: float = THRESHOLD
 ) -> list[list[ContextLength]]:
     """Per model one length for each share; no context longer than needed is computed."""
     gains: list[list[list[float]]] = [[[] for _ in shares] for _ in losses]

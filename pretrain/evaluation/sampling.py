@@ -174,9 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts to write at once, shown when done (default %(default)s)",
     )
     parser.add_argument("--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)")
-    parser.add_argument(
-        "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
-    )
+    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
         repetition_penalty=arguments.repetition_penalty,
     )
     trained = load_trained(
-        arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr), averaged=arguments.averaged
+        arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr), ema=arguments.ema
     )
     tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
     memory_length = trained.config.model.memory_length if arguments.memory_length is None else arguments.memory_length

@@ -26,7 +26,7 @@ MINIMUM_SECONDS = 1.0  # each side is measured for at least so long
 
 
 @dataclass(frozen=True)
-class Speeds:
+class ThroughputComparison:
     """Tokens predicted per second with one attention length, one stream each."""
 
     attention_length: int  # keys that the segment's last token sees
@@ -50,7 +50,7 @@ def attention_lengths(model: ModelConfig, segment_length: int) -> list[int]:
 @torch.no_grad()
 def compare(
     module: TransformerXL, attention_length: int, segment_length: int, seconds: float = MINIMUM_SECONDS
-) -> Speeds:
+) -> ThroughputComparison:
     """Measure both ways on random tokens; ConfigError if the segment alone is as long as the attention."""
     memory_length = attention_length - segment_length
     if memory_length < 1:
@@ -73,7 +73,7 @@ def compare(
         hidden_BLD, _ = module.hidden_states(tokens_BT[:, :-1], memory_length=0)
         return module.head(hidden_BLD[:, -1:], tokens_BT[:, -1:])
 
-    return Speeds(
+    return ThroughputComparison(
         attention_length=attention_length,
         cached=segment_length * _calls_per_second(segment, seconds),
         sliding_window=_calls_per_second(window, seconds),

@@ -1,8 +1,8 @@
 """What the lanes do in an interval, and how large what they remember is.
 
     memory_norm/layer.0    mean L2 norm of the rows that the first layer remembers, over all lanes; and so on
-    lane_resets            lanes that have begun another epoch of their own, as often as they did
-    document_starts        documents that the lanes have begun; after a gap each lane begins one
+    lane_epochs_started            lanes that have begun another epoch of their own, as often as they did
+    documents_started        documents that the lanes have begun; after a gap each lane begins one
 
 Norms stay on the device and travel, like all sums here, in the vector that the ranks exchange anyway.
 """
@@ -30,16 +30,16 @@ class LaneMeter:
         self._num_lanes = run.data.lanes
         self._state = state
         self._epochs = self._epochs_begun()
-        self._document_starts = 0
+        self._documents_started = 0
 
     def add(self, batch: SegmentBatch) -> None:
         """Take what a step reads; it lies in host memory."""
-        self._document_starts += int(np.count_nonzero(batch.starts_BL))
+        self._documents_started += int(np.count_nonzero(batch.starts_BL))
 
     def take(self, device: torch.device) -> Tensor:
         """This rank's sums since the last call, float64, as many on every rank; the device is not waited for."""
         epochs, self._epochs = self._epochs, self._epochs_begun()
-        starts, self._document_starts = self._document_starts, 0
+        starts, self._documents_started = self._documents_started, 0
         counts = torch.tensor([self._epochs - epochs, starts], dtype=torch.float64, device=device)
         memories = [memory for memory in self._state.memories if memory]
         return torch.cat([counts, *self._norm_sums(memories, device)])
@@ -50,7 +50,7 @@ class LaneMeter:
         num_rows = self._num_lanes * memory_num_rows(next(iter(self._state.memories), None))
         norms = [norm / num_rows if math.isfinite(norm) else None for norm in norm_sums if num_rows]
         named = {f"memory_norm/layer.{layer}": norm for layer, norm in enumerate(norms)}
-        return {"lane_resets": int(resets), "document_starts": int(starts), **named}
+        return {"lane_epochs_started": int(resets), "documents_started": int(starts), **named}
 
     def _norm_sums(self, memories: list[Memory], device: torch.device) -> list[Tensor]:
         """Of all rows of each layer, one slot after the other."""

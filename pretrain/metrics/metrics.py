@@ -77,7 +77,7 @@ class Metrics:
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
         self._lane_meter = LaneMeter(run, state)
-        self._stragglers = StragglerWatch(run.healing.straggler_ratio)
+        self._stragglers = StragglerWatch(run.recovery.straggler_ratio)
         self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []

@@ -49,8 +49,8 @@ class TransformerXL(nn.Module):
         config: ModelConfig,
         activation_checkpointing: ActivationCheckpointing = "none",
         attention_kernel: AttentionKernel = "auto",
-        head_chunk_tokens: int = 0,
-        checkpoint_every: int = 1,
+        logits_chunk_tokens: int = 0,
+        checkpoint_every_n_layers: int = 1,
     ) -> None:
         super().__init__()
         if config.vocab_size < 1:
@@ -59,10 +59,10 @@ class TransformerXL(nn.Module):
             )
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
-        self.checkpoint_every = checkpoint_every
+        self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
         layers = [TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)]
-        for layer in layers[::checkpoint_every]:
+        for layer in layers[::checkpoint_every_n_layers]:
             layer.attention.recomputes_scores = activation_checkpointing == "selective"
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
@@ -71,7 +71,7 @@ class TransformerXL(nn.Module):
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
         self.distance_bias = DistanceBias(config) if config.positions in ("alibi", "t5") else None
-        self.head = AdaptiveSoftmax(config, self.embedding, head_chunk_tokens)
+        self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)
@@ -155,7 +155,11 @@ class TransformerXL(nn.Module):
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         """A layer's module on its inputs, with or without keeping what its backward pass needs."""
         # The options go by name: DeepSpeed's hooks look into positional inputs only and know no such objects.
-        if self.activation_checkpointing != "full" or index % self.checkpoint_every or not torch.is_grad_enabled():
+        if (
+            self.activation_checkpointing != "full"
+            or index % self.checkpoint_every_n_layers
+            or not torch.is_grad_enabled()
+        ):
             return module(*inputs, **options)
         return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 

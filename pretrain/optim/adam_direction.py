@@ -14,7 +14,7 @@ from torch import Tensor
 from pretrain.optim.fragments import Fragment
 
 
-def adam_directions(fragments: Sequence[Fragment], group: Mapping[str, Any], num_updates: Tensor) -> list[Tensor]:
+def adam_updates(fragments: Sequence[Fragment], group: Mapping[str, Any], num_updates: Tensor) -> list[Tensor]:
     """m / (sqrt(v) + epsilon) for each fragment as new tensors; m and v corrected for bias after `num_updates`.
 
     `num_updates` may lie on the device: nothing here waits for it.

@@ -48,7 +48,7 @@ def fragment_of(
     return Fragment(name, start, values, owned, master, place)
 
 
-class Placement:
+class FragmentIndex:
     """A rank's fragments by the tensors they lie in, for an optimizer that is handed such tensors and no names.
 
     `names` are those of all parameters, in one order on all ranks. `is_sharded`: a parameter's elements are spread over
@@ -71,7 +71,7 @@ class Placement:
         """What lies in these tensors; nothing where one holds only padding."""
         return [fragment for master in masters for fragment in self._fragments.get(master, [])]
 
-    def numbers_in(self, masters: Sequence[Tensor]) -> Tensor:
+    def parameter_indices(self, masters: Sequence[Tensor]) -> Tensor:
         """For each of `fragments_in(masters)` the number of its parameter, on their device."""
         none = torch.empty(0, dtype=torch.int64, device=masters[0].device)
         return torch.cat([self._numbers.get(master, none) for master in masters])

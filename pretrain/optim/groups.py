@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.run import OptimConfig
-from pretrain.optim.adam_direction import adam_directions
-from pretrain.optim.fragments import Placement
+from pretrain.optim.adam_direction import adam_updates
+from pretrain.optim.fragments import FragmentIndex
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.layer_norms import LayerMeter, layer_of
 
@@ -46,7 +46,7 @@ class GuardedAdamW(torch.optim.AdamW):
     """
 
     refuses: Callable[[], bool] = staticmethod(lambda: False)
-    placement: Placement | None = None
+    placement: FragmentIndex | None = None
     meter: LayerMeter | None = None
 
     def step(self, closure: Any = None) -> Any:
@@ -58,7 +58,7 @@ class GuardedAdamW(torch.optim.AdamW):
                 self._measure(group, self.placement, self.meter)
 
     @torch.no_grad()
-    def _measure(self, group: dict[str, Any], placement: Placement, meter: LayerMeter) -> None:
+    def _measure(self, group: dict[str, Any], placement: FragmentIndex, meter: LayerMeter) -> None:
         """Tell the meter what was just applied, from the moments, a layer at a time to need little memory.
 
         w = w' * (1 - lr * decay) - lr * direction, so the update w - w' = -lr * (direction + decay * w) / (1 - lr *
@@ -68,15 +68,15 @@ class GuardedAdamW(torch.optim.AdamW):
         fragments = placement.fragments_in(group["params"])
         for _, in_layer in itertools.groupby(fragments, key=lambda fragment: layer_of(fragment.name)):
             parts = list(in_layer)
-            updates = adam_directions(parts, group, self.state[parts[0].master]["step"])
+            updates = adam_updates(parts, group, self.state[parts[0].master]["step"])
             torch._foreach_add_(updates, [part.values["weight"] for part in parts], alpha=decay)
             meter.add(parts, updates, rate / (1.0 - rate * decay))
 
 
-def is_harmful(grad_norm: Tensor | float, skip_norm: float) -> bool:
-    """Whether gradients of this global norm must not be applied: no number, or above `skip_norm` (0: no limit)."""
+def is_harmful(grad_norm: Tensor | float, skip_grad_norm: float) -> bool:
+    """Whether gradients of this global norm must not be applied: no number, or above `skip_grad_norm` (0: no limit)."""
     norm = float(grad_norm)
-    return not math.isfinite(norm) or 0.0 < skip_norm < norm
+    return not math.isfinite(norm) or 0.0 < skip_grad_norm < norm
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lamb:

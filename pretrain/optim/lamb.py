@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pretrain.distributed.world import sum_over_ranks
-from pretrain.optim.adam_direction import adam_directions
-from pretrain.optim.fragments import Placement, create_moments
+from pretrain.optim.adam_direction import adam_updates
+from pretrain.optim.fragments import FragmentIndex, create_moments
 from pretrain.optim.layer_norms import LayerMeter
 
 
@@ -33,7 +33,7 @@ class Lamb(torch.optim.Optimizer):
     """
 
     refuses: Callable[[], bool] = staticmethod(lambda: False)
-    placement: Placement | None = None
+    placement: FragmentIndex | None = None
     meter: LayerMeter | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float) -> None:
@@ -65,7 +65,7 @@ class Lamb(torch.optim.Optimizer):
             return
         fragments = self.placement.fragments_in(masters)
         weights = [fragment.values["weight"] for fragment in fragments]
-        updates = adam_directions(fragments, group, self.state[masters[0]]["step"])
+        updates = adam_updates(fragments, group, self.state[masters[0]]["step"])
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         if group["decays"]:
@@ -76,11 +76,11 @@ class Lamb(torch.optim.Optimizer):
             self.meter.add(fragments, updates, group["lr"])
 
     def _scale_by_trust(
-        self, placement: Placement, masters: Sequence[Tensor], weights: list[Tensor], updates: list[Tensor]
+        self, placement: FragmentIndex, masters: Sequence[Tensor], weights: list[Tensor], updates: list[Tensor]
     ) -> None:
         """Multiply each update by |w| / |u| of its whole parameter. All ranks come here, also with nothing to do."""
         squares_2P = torch.zeros(2, placement.num_parameters, dtype=torch.float64, device=masters[0].device)
-        numbers_F = placement.numbers_in(masters)
+        numbers_F = placement.parameter_indices(masters)
         if weights:
             norms_2F = torch.stack([torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates)])
             squares_2P[:, numbers_F] = norms_2F.double().square()

@@ -137,7 +137,7 @@ class RankGroup:
                 stdout=subprocess.PIPE if echo else log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then decides
-                preexec_fn=lambda: die_with(parent),
+                preexec_fn=lambda: set_parent_death_signal(parent),
             )
             if echo and process.stdout is not None:
                 copy = open(os.dup(log.fileno()), "ab", buffering=0)  # noqa: SIM115  (closed by the thread)
@@ -151,7 +151,7 @@ class RankGroup:
             self._echo = None
 
 
-def die_with(parent: int) -> None:
+def set_parent_death_signal(parent: int) -> None:
     """In a process just forked: be killed as soon as its parent is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between the fork and the line above
@@ -193,7 +193,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def failure_in_words(
+def describe_failure(
     statuses: Sequence[int], logs: Sequence[Path], lines: int = 15, first_failure: int | None = None
 ) -> str:
     """Which rank failed first-hand and the last lines it wrote; empty if none did.
@@ -206,7 +206,7 @@ def failure_in_words(
     rank = next((rank for rank in failed if statuses[rank] > 0), failed[0]) if first_failure is None else first_failure
     text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
     tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
-    return f"rank {rank} {status_in_words(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
+    return f"rank {rank} {describe_exit(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
 
 
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
@@ -214,7 +214,7 @@ def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
     return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
 
 
-def status_in_words(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status as a reader would say it."""
     if status >= 0:
         return f"ended with status {status}"

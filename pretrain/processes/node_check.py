@@ -52,7 +52,7 @@ def main() -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has touched a GPU can not fork
     world = world_from_environment(os.environ)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    in_child(lambda: write_json(out / rank_file(world.rank), asdict(look_around(world, out))), LOOK_SECONDS)
+    in_child(lambda: write_json(out / rank_file(world.rank), asdict(measure_rank(world, out))), LOOK_SECONDS)
     number, deadline = 0, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
         names = set(os.listdir(out))  # asking for one name may be answered from a network file system's cache
@@ -102,7 +102,7 @@ def _be_quiet() -> None:
     os.dup2(nowhere, 2)
 
 
-def look_around(world: World, out: Path) -> Found:
+def measure_rank(world: World, out: Path) -> Found:
     """Measure what needs no other rank; strangers are looked for before this one makes the host busy itself."""
     is_first = world.local_rank == 0
     strays = find_strays(on_gpus=world.device.type == "cuda") if is_first else None
@@ -146,10 +146,10 @@ def measure_link(world: World, group: Sequence[int], port_file: Path) -> Link:
         finally:
             dist.destroy_process_group()
     except Exception as error:  # whatever the network does is a finding, not a reason to end
-        return Link(bytes_per_second=None, problem=_in_words(error))
+        return Link(bytes_per_second=None, problem=_describe(error))
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "timeout" in text.lower() or "timed out" in text.lower():
         return f"no connection within {GROUP_TIMEOUT.total_seconds():.0f} s"

@@ -39,12 +39,12 @@ class Fault:
     kind: str = "sigkill"
     number: float = 0.0
 
-    def strike(self, step: int) -> None:
+    def trigger(self, step: int) -> None:
         """End this process without warning if `step` is the one asked for."""
         if self.kind == "sigkill" and step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def planted_in(self, engine: Engine) -> Engine:
+    def wrap(self, engine: Engine) -> Engine:
         """The engine, with the fault in it on the rank it befalls."""
         if self.step == 0 or self.kind == "sigkill" or engine.world.rank < engine.world.world_size - 1:
             return engine

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.segment_lengths import SegmentLengths
 from pretrain.config.phases import first_step_at, lanes_since, run_at
-from pretrain.config.run import HealingConfig, RunConfig, lanes_of_rank
+from pretrain.config.run import RecoveryConfig, RunConfig, lanes_of_rank
 
 if TYPE_CHECKING:
     from data_pipeline.lanes.lane_stream import SegmentBatch
@@ -40,7 +40,7 @@ class Spike:
     loss: float | None  # the highest; None if every step was skipped
     usual: float | None  # the median before
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         steps = f"steps {self.first_step} to {self.last_step}"
         if self.loss is None or self.usual is None:
             return f"{steps} were all skipped"
@@ -50,7 +50,7 @@ class Spike:
 class SpikeDetector:
     """Hears of every step in order. Spikes do not enter the losses that later ones are compared with."""
 
-    def __init__(self, settings: HealingConfig) -> None:
+    def __init__(self, settings: RecoveryConfig) -> None:
         self._settings = settings
         self._usual: deque[float] = deque(maxlen=settings.window)
         self._out_of_line: list[tuple[int, float | None]] = []
@@ -62,21 +62,21 @@ class SpikeDetector:
             self._out_of_line.clear()
             return None
         self._out_of_line.append((step, loss))
-        if len(self._out_of_line) < self._settings.spike_steps or not self._settings.spike_score:
+        if len(self._out_of_line) < self._settings.spike_steps or not self._settings.spike_threshold:
             return None
         losses = [each for _, each in self._out_of_line if each is not None]
         usual = statistics.median(self._usual) if self._usual else None
         return Spike(self._out_of_line[0][0], step, max(losses, default=None), usual)
 
     def _is_spike(self, loss: float) -> bool:
-        if len(self._usual) < MIN_HISTORY or not self._settings.spike_score:
+        if len(self._usual) < MIN_HISTORY or not self._settings.spike_threshold:
             return False
         median = statistics.median(self._usual)
         deviation = DEVIATIONS_PER_MAD * statistics.median(abs(each - median) for each in self._usual)
-        return loss - median > self._settings.spike_score * max(deviation, LEAST_DEVIATION * median)
+        return loss - median > self._settings.spike_threshold * max(deviation, LEAST_DEVIATION * median)
 
 
-def windows_passed_over(ledger: Iterable[dict[str, Any]]) -> list[range]:
+def skipped_windows(ledger: Iterable[dict[str, Any]]) -> list[range]:
     """The windows of segments that rewinds took out of the run, in their order, overlapping ones joined."""
     windows: list[range] = []
     for start, stop in sorted(event["segments"] for event in ledger if event.get("event") == REWIND):
@@ -87,7 +87,7 @@ def windows_passed_over(ledger: Iterable[dict[str, Any]]) -> list[range]:
     return windows
 
 
-def segments_behind(step: int, windows: Sequence[range]) -> int:
+def segments_consumed(step: int, windows: Sequence[range]) -> int:
     """How many segments of every lane lie behind a run after `step` updates, read or passed over."""
     count = step
     for window in windows:
@@ -97,31 +97,31 @@ def segments_behind(step: int, windows: Sequence[range]) -> int:
 
 
 def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
-    """The segments to pass over: from one before the spike's first to `skip_margin` behind its last.
+    """The segments to pass over: from one before the spike's first to `skip_margin_segments` behind its last.
 
     None of them lies before step `to_step`, to which the run goes back, or before the phase in which the spike began.
     They are passed over in that phase, so that later ones with longer segments count for more.
     """
     first_phase = first_step_at(run, spike.first_step - 1)
-    kept = segments_behind(max(to_step, first_phase), windows)
+    kept = segments_consumed(max(to_step, first_phase), windows)
     length = run_at(run, first_phase).data.segment_length
     lengths = [run_at(run, step - 1).data.segment_length for step in range(spike.first_step, spike.last_step + 1)]
     more = max(0, math.ceil(sum(lengths) / length) - len(lengths))
-    stop = segments_behind(spike.last_step, windows) + more + run.healing.skip_margin
-    return range(max(kept, segments_behind(spike.first_step, windows) - 2), stop)
+    stop = segments_consumed(spike.last_step, windows) + more + run.recovery.skip_margin_segments
+    return range(max(kept, segments_consumed(spike.first_step, windows) - 2), stop)
 
 
 def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> SegmentLengths:
     """How long the segments of the lanes of `step` are, by their number since these lanes began."""
     begin = lanes_since(run, step)
     lengths = {
-        segments_behind(start, windows) - segments_behind(begin, windows): run_at(run, start).data.segment_length
+        segments_consumed(start, windows) - segments_consumed(begin, windows): run_at(run, start).data.segment_length
         for start in (begin, *(phase.from_step for phase in run.data.phases if begin < phase.from_step <= step))
     }
     return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
-def passing_over(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequence[range]) -> Iterator[SegmentBatch]:
+def skip_windows(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequence[range]) -> Iterator[SegmentBatch]:
     """The batches without those in `windows`; `num_behind` segments were read or passed over before the first.
 
     After a gap every lane is taken to begin a document: what its memory holds is another text.
@@ -137,7 +137,7 @@ def passing_over(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequ
         yield batch
 
 
-def fitting(config: RunConfig, world_size: int, ledger: Iterable[dict[str, Any]]) -> RunConfig:
+def with_fitting_micro_batch(config: RunConfig, world_size: int, ledger: Iterable[dict[str, Any]]) -> RunConfig:
     """The run with a micro-batch below all that found no memory on as many ranks with the same engine.
 
     ConfigError when a single lane did not fit.
@@ -168,9 +168,9 @@ def memory_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         "zero_stage": engine.zero_stage,
         "precision": engine.precision,
         "activation_checkpointing": engine.activation_checkpointing,
-        "checkpoint_every": engine.checkpoint_every,
+        "checkpoint_every_n_layers": engine.checkpoint_every_n_layers,
         "offload_optimizer": engine.offload_optimizer,
         "offload_memories": engine.offload_memories,
         "segment_length": config.data.segment_length,
-        "head_chunk_tokens": engine.head_chunk_tokens,
+        "logits_chunk_tokens": engine.logits_chunk_tokens,
     }

@@ -15,16 +15,16 @@ from data_pipeline.lanes.mixture import Mixture
 from pretrain.checkpoint import directory as files
 from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, any_rank, from_main_rank, raise_together
+from pretrain.distributed.world import World, any_rank, broadcast_object, raise_on_all_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.recovery.loss_spikes import (
     REWIND,
     Spike,
     SpikeDetector,
     lane_lengths,
-    segments_behind,
+    segments_consumed,
+    skipped_windows,
     window_of,
-    windows_passed_over,
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -38,15 +38,15 @@ class SpikeFound(Exception):
     """Raised on every rank at the same step."""
 
     def __init__(self, spike: Spike) -> None:
-        super().__init__(spike.in_words())
+        super().__init__(spike.describe())
         self.spike = spike
 
 
-class Healer:
+class SpikeMonitor:
     """Watches the losses. What it knows comes from metrics.jsonl, so a resumed run decides as an undisturbed one."""
 
     def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
-        self._detector = SpikeDetector(run.healing)
+        self._detector = SpikeDetector(run.recovery)
         if world.is_main:
             measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
             self._observe(line for line in measured if line["step"] <= state.step)
@@ -55,7 +55,7 @@ class Healer:
         """Hear of new steps (rank 0 has their lines); SpikeFound on all ranks if they are out of line."""
         spike = self._observe(lines)
         if any_rank(spike is not None):
-            raise SpikeFound(from_main_rank(spike))  # type: ignore[arg-type]  (rank 0 has it)
+            raise SpikeFound(broadcast_object(spike))  # type: ignore[arg-type]  (rank 0 has it)
 
     def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
         found = None
@@ -69,14 +69,14 @@ class Healer:
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     """Let the next start go on from the checkpoint before the spike and pass over its data; TrainingError if that was
     done too often already."""
-    with raise_together():
+    with raise_on_all_ranks():
         if not world.is_main:
             return
         ledger = run_dir.read_ledger()
-        windows = windows_passed_over(ledger)
+        windows = skipped_windows(ledger)
         num_rewinds = sum(event["event"] == REWIND for event in ledger)  # windows that touch are one
-        if num_rewinds >= run.healing.max_rewinds:
-            run_dir.append_ledger({"event": "gave_up", "step": spike.last_step, "reason": spike.in_words()})
+        if num_rewinds >= run.recovery.max_rewinds:
+            run_dir.append_ledger({"event": "gave_up", "step": spike.last_step, "reason": spike.describe()})
             raise TrainingError(_report(run, spike, ledger))
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
         files.discard_from(run_dir.checkpoints, spike.first_step)
@@ -90,12 +90,12 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
                 "segments": [window.start, window.stop],
                 "loss": spike.loss,
                 "usual_loss": spike.usual,
-                "reason": spike.in_words(),
+                "reason": spike.describe(),
             }
         )
         print(
-            f"healing: {spike.in_words()}; back to step {step}, passing over segments {window.start} to "
-            f"{window.stop - 1} (rewind {num_rewinds + 1} of at most {run.healing.max_rewinds})",
+            f"recovery: {spike.describe()}; back to step {step}, passing over segments {window.start} to "
+            f"{window.stop - 1} (rewind {num_rewinds + 1} of at most {run.recovery.max_rewinds})",
             flush=True,
         )
 
@@ -107,7 +107,7 @@ def name_suspects(
 
     `run` has all its phases, `corpus` and `lanes` are those of the state's.
     """
-    earlier, window = from_main_rank(_open_case(run_dir))
+    earlier, window = broadcast_object(_open_case(run_dir))
     if window is None:
         return
     phase = _segments_of_phase(run, state.step, earlier)
@@ -116,11 +116,11 @@ def name_suspects(
         return  # it lies in a later phase
     data, seed = run_at(run, state.step).data, lane_seed_at(run, state.step)
     stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
-    for _ in range(segments_behind(state.step, earlier), window.start):
+    for _ in range(segments_consumed(state.step, earlier), window.start):
         next(stream)
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     memories: list[Memory | None] = [None] * len(state.memories)
-    lanes_begin = segments_behind(lanes_since(run, state.step), earlier)
+    lanes_begin = segments_consumed(lanes_since(run, state.step), earlier)
     since_then = range(window.start - lanes_begin, window.stop - lanes_begin)
     pieces = audit_steps(corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes)
     for _ in window:
@@ -135,7 +135,7 @@ def name_suspects(
 def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
     """The segments of every lane that the phase reads or passes over, counted from the run's beginning."""
     end = next((phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END)
-    return range(segments_behind(first_step_at(run, step), windows), segments_behind(end, windows))
+    return range(segments_consumed(first_step_at(run, step), windows), segments_consumed(end, windows))
 
 
 def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
@@ -143,7 +143,7 @@ def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
     events = [event for event in run_dir.read_ledger() if event["event"] in (REWIND, SUSPECTS)]
     if not events or events[-1]["event"] == SUSPECTS:
         return [], None
-    return windows_passed_over(events[:-1]), range(*events[-1]["segments"])
+    return skipped_windows(events[:-1]), range(*events[-1]["segments"])
 
 
 def _add_losses(sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[Piece], losses: list[float]) -> None:
@@ -174,13 +174,13 @@ def _write_suspects(
     ranked = sorted((each for part in gathered for each in part), key=lambda each: -each["loss"])[:NUM_SUSPECTS]
     run_dir.append_ledger({"event": SUSPECTS, "segments": [window.start, window.stop], "documents": ranked})
     worst = ", ".join(f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked)
-    print(f"healing: hardest to predict of what is passed over: {worst}", flush=True)
+    print(f"recovery: hardest to predict of what is passed over: {worst}", flush=True)
 
 
 def _report(run: RunConfig, spike: Spike, ledger: Iterable[dict[str, Any]]) -> str:
     rewinds = [f"\n  step {event['step']}: {event['reason']}" for event in ledger if event["event"] == REWIND]
     return (
-        f"{spike.in_words()}, after {len(rewinds)} rewinds (healing.max_rewinds={run.healing.max_rewinds}):"
+        f"{spike.describe()}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds}):"
         f"{''.join(rewinds)}\nlower optim.learning_rate or clean the documents that ledger.jsonl names; "
-        "a higher healing.max_rewinds goes on"
+        "a higher recovery.max_rewinds goes on"
     )

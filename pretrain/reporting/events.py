@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.processes.local_ranks import status_in_words
+from pretrain.processes.local_ranks import describe_exit
 
 
-def in_words(event: Mapping[str, Any]) -> str:
+def describe(event: Mapping[str, Any]) -> str:
     """What happened, for a reader who knows no settings' names."""
     kind = str(event.get("event", ""))
     return _WORDS[kind](event) if kind in _WORDS else kind.replace("_", " ")
@@ -33,7 +33,7 @@ def _suspects(event: Mapping[str, Any]) -> str:
 
 def _attempt_ended(event: Mapping[str, Any]) -> str:
     statuses = event.get("statuses", [])
-    ends = ", ".join(dict.fromkeys(f"rank {rank} {status_in_words(status)}" for rank, status in enumerate(statuses)))
+    ends = ", ".join(dict.fromkeys(f"rank {rank} {describe_exit(status)}" for rank, status in enumerate(statuses)))
     reason = event.get("reason", ends)
     return f"attempt {event.get('attempt', '')} ended: {reason}; then: {event.get('next', 'nothing')}"
 

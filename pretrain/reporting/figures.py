@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.files import replacing
+from data_pipeline.files import atomic_write
 from pretrain.reporting.run_charts import PRINT, Colours
 
 if TYPE_CHECKING:
@@ -50,5 +50,5 @@ def save_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
         panel.draw(axes, PRINT)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(frameon=False, fontsize=8.5, labelcolor=PRINT.ink, handlelength=1.6)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})

@@ -98,7 +98,7 @@ class History:
     @property
     def seconds_under_way(self) -> float:
         """Time from the first start on in which the run was not finished, stopped or queued."""
-        return time_spent.seconds_spent(self.ledger, max(self.last_sign, time_of(self.ledger[-1])))
+        return time_spent.elapsed_seconds(self.ledger, max(self.last_sign, time_of(self.ledger[-1])))
 
     @property
     def seconds_that_count(self) -> float:

@@ -15,7 +15,7 @@ from data_pipeline.files import write_text
 VARIABLE = "PRETRAIN_ATTEMPT"
 
 
-class Overtaken(UserError):
+class StaleAttempt(UserError):
     """A newer attempt has the run."""
 
 
@@ -31,7 +31,7 @@ class Fence:
         write_text(self._path, self.token + "\n")
 
     def check(self) -> None:
-        """Raise Overtaken if a newer attempt has claimed the run."""
+        """Raise StaleAttempt if a newer attempt has claimed the run."""
         newest = self._path.read_text().strip()
         if newest != self.token:
-            raise Overtaken(f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}")
+            raise StaleAttempt(f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}")

@@ -34,7 +34,7 @@ def is_request(event: Event) -> bool:
     return event.get("event") == "stop" or event.get("next") == "stopped"
 
 
-def seconds_spent(ledger: Sequence[Event], end: float) -> float:
+def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
     """Time from the first start to `end`, without that in which the run was finished, stopped or in Slurm's queue."""
     spent, since, has_begun = 0.0, None, False
     for event in ledger:

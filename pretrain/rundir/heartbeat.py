@@ -31,14 +31,14 @@ STACKS_SIGNAL = signal.SIGQUIT  # no signal that asks for a stop
 class Heartbeat:
     """Use as a context manager.
 
-    While it is open, SIGQUIT writes every thread's Python stack to stderr, and the process goes on. After
-    `hang_seconds` without a beat the stacks are written, too, and the process ends with status 1, by a native thread
-    that a blocked interpreter does not hold up; 0 waits for ever.
+    While it is open, SIGQUIT writes every thread's Python stack to stderr and the process continues. After
+    `watchdog_timeout_seconds` without a beat the stacks are also written and the process exits with status 1. A native
+    thread does this, so a blocked interpreter cannot prevent it. 0: no timeout.
     """
 
-    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
+    def __init__(self, directory: Path, rank: int, watchdog_timeout_seconds: float) -> None:
         self._path = directory / f"rank-{rank:05d}.json"
-        self._hang_seconds = hang_seconds
+        self._watchdog_timeout_seconds = watchdog_timeout_seconds
         self._beat: tuple[float, int, Phase] = (time.time(), 0, "start")
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
@@ -79,8 +79,10 @@ class Heartbeat:
                 return
 
     def _expect_another(self) -> None:
-        if self._hang_seconds:
-            faulthandler.dump_traceback_later(self._hang_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+        if self._watchdog_timeout_seconds:
+            faulthandler.dump_traceback_later(
+                self._watchdog_timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr
+            )
 
     def _write(self, when: float, step: int, phase: Phase) -> None:
         beat = {"time": when, "step": step, "phase": phase, "host": socket.gethostname(), "pid": os.getpid()}

@@ -23,7 +23,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import replacing, write_json, write_text
+from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.config.run import RunConfig
@@ -36,20 +36,20 @@ MAY_CHANGE = (
     "checkpoint.*",
     "evaluation.*",
     "metrics.*",
-    "healing.*",
+    "recovery.*",
     "engine.zero_stage",
     "engine.precision",
     "engine.initial_loss_scale",
     "engine.loss_scale_window",
     "engine.activation_checkpointing",
-    "engine.checkpoint_every",
+    "engine.checkpoint_every_n_layers",
     "engine.offload_optimizer",
     "engine.offload_memories",
     "engine.attention_kernel",
-    "engine.head_chunk_tokens",
+    "engine.logits_chunk_tokens",
     "engine.micro_batch_lanes",
     "engine.threads",
-    "engine.hang_seconds",
+    "engine.watchdog_timeout_seconds",
     "engine.deepspeed_extra*",
     "data.phases",  # those to come: see `_refusal`
     "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
@@ -159,7 +159,7 @@ class RunDir:
         lines = self.metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _is_measured_until(line, step)]
         if len(kept) < len(lines):
-            with replacing(self.metrics) as file:
+            with atomic_write(self.metrics) as file:
                 file.writelines(kept)
         return len(lines) - len(kept)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.files import replacing, write_text
+from data_pipeline.files import atomic_write, write_text
 from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
 from pretrain.scaling import context_charts
 from pretrain.scaling.chart_parts import PAGE, PRINT, Palette
@@ -79,7 +79,7 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
 
 
 def _drawn(png: Path, draw: Callable[[Palette], Figure], caption: str) -> str:
-    with replacing(png) as file:
+    with atomic_write(png) as file:
         draw(PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
     return chart_html(draw(PAGE), caption) + paragraph(caption + ".")
 

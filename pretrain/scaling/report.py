@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.files import replacing, write_json, write_text
+from data_pipeline.files import atomic_write, write_json, write_text
 from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
 from pretrain.scaling import charts, cloud_charts, wording
 from pretrain.scaling.agreement import beyond, disagreement
@@ -30,7 +30,7 @@ def write_report(fit: Fit, directory: Path, title: str) -> Path:
     drawn: dict[str, str] = {}
     for name, (chart, caption) in _charts(fit).items():
         drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
-        with replacing(directory / f"{name}.png") as file:
+        with atomic_write(directory / f"{name}.png") as file:
             chart(fit, PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
     path = directory / "report.html"
     write_text(path, render(fit, title, drawn))

@@ -27,16 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain export`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run; its newest good checkpoint is used")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new directory")
-    parser.add_argument(
-        "--averaged", action="store_true", help="the running average of the weights, if the run kept one"
-    )
+    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the directory, whole or not at all."""
     refuse_existing(arguments.output)
     trained = load_trained(
-        arguments.run, torch.device("cpu"), say=lambda text: print(text, file=sys.stderr), averaged=arguments.averaged
+        arguments.run, torch.device("cpu"), say=lambda text: print(text, file=sys.stderr), ema=arguments.ema
     )
     load_tokenizer(trained, trained.tokenizer_home)
     write_export(trained, arguments.output)

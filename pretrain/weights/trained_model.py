@@ -41,25 +41,25 @@ def load_trained(
     device: torch.device,
     say=print,
     model_settings: Mapping[str, Any] | None = None,
-    averaged: bool = False,
+    ema: bool = False,
 ) -> TrainedModel:
     """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used.
 
-    `averaged`: the running averages of the weights, which an export holds if it was made of them.
+    `ema`: the running averages of the weights, which an export holds if it was made of them.
     `model_settings` replace those of training; no weight may depend on them. ConfigError if they do not go together.
     """
     if is_export(run):
-        if averaged:
-            raise ConfigError(f"{run} is an export and has one set of weights; use --averaged when exporting the run")
+        if ema:
+            raise ConfigError(f"{run} is an export and has one set of weights; use --ema when exporting the run")
         module, config, step = load_export(run, model_settings)
         return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
-    found = files.newest_good(run_dir.checkpoints, say)
+    found = files.latest_valid(run_dir.checkpoints, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
     config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
-    load_weights(module, found, averaged)
+    load_weights(module, found, ema)
     return TrainedModel(module.to(device).eval(), config, found.step, config.data.directory())
 
 

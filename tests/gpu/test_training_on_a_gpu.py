@@ -12,7 +12,7 @@ from benchmarks.gpu_report import correctness
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.transformer_xl import TransformerXL
@@ -78,4 +78,4 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(tm
             engine.step(1e-3)  # asks whether the gradients' norm may be applied: memories depend on it
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        leave_world()
+        destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.checkpoint import directory as files
 from pretrain.commands.same_run import differing_state, summary
-from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.processes.local_ranks import RankGroup, describe_failure
 
 STEPS = 20
 HALF = 10
@@ -46,7 +46,7 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ran
     command = [sys.executable, "-m", "tests.helpers.engine_worker", str(corpus), str(output), str(path)]
     with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
         statuses = group.wait(timeout=280)
-    assert not any(statuses), failure_in_words(statuses, group.logs)
+    assert not any(statuses), describe_failure(statuses, group.logs)
 
 
 def read_result(path: Path) -> dict[str, dict[int, float]]:

@@ -29,14 +29,14 @@ from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
-    HealingConfig,
     ModelConfig,
     OptimConfig,
+    RecoveryConfig,
     RunConfig,
     accumulation_steps,
     lanes_of_rank,
 )
-from pretrain.distributed.world import World, init_world, leave_world, sum_over_ranks
+from pretrain.distributed.world import World, destroy_process_group, init_world, sum_over_ranks
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.optim.layer_norms import layer_of, numbers_of_layers
 from pretrain.optim.schedule import learning_rate_at
@@ -71,7 +71,7 @@ def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any], h
             deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **settings
         ),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
-        healing=HealingConfig(**healing),
+        recovery=RecoveryConfig(**healing),
     )
 
 
@@ -80,12 +80,12 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
     Where it goes on from a step of `save_at`, it saves at once what it has just read.
     """
-    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("healing", {}))
+    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("recovery", {}))
     run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **cell.get("optim", {})))
     if cell.get("dropout") is False:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
     fault = Fault(**cell.get("fault", {"step": 0}))
-    engine = fault.planted_in(build_engine(run, world))
+    engine = fault.wrap(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)
     state = None
     if "resume" in cell:
@@ -175,7 +175,7 @@ def train_rank(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> int:
         result = train_cell(corpus, output, cell, world)
         if world.is_main:
             (output / f"{cell['name']}.json").write_text(json.dumps(result))
-    leave_world()
+    destroy_process_group()
     return 0
 
 

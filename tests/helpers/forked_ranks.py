@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.cli import end_process
-from pretrain.processes.local_ranks import die_with, rank_environment
+from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
 
 
 def import_everything() -> None:
@@ -49,7 +49,7 @@ def _fork_rank(rank: int, shared: dict[str, str], rank_program: Callable[[], int
     if pid:
         return pid
     try:
-        die_with(parent)
+        set_parent_death_signal(parent)
         for standard in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
         os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))

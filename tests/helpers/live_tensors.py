@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from data_pipeline.config_loader import parse_config
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
@@ -90,7 +90,7 @@ def measure_rank(output: Path, settings: dict[str, Any]) -> int:
     for name, tree in settings.items():
         result = measure(parse_config(RunConfig, tree, name))
         (output / f"{name}-{rank}.json").write_text(json.dumps(result))
-    leave_world()
+    destroy_process_group()
     return 0
 
 

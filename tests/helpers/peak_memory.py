@@ -19,7 +19,7 @@ import torch
 from data_pipeline.config_loader import parse_config
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
-from pretrain.distributed.world import World, init_world, leave_world
+from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Memory
 from pretrain.run import build_engine
 
@@ -58,7 +58,7 @@ def main() -> None:
     for run in runs:  # what the libraries keep for themselves from the first use on
         take_steps(replace(run, model=tiny, data=DataConfig(lanes=run.data.lanes, segment_length=8)), world)
     print(json.dumps([measured_peak(run, world) for run in runs]))
-    leave_world()
+    destroy_process_group()
 
 
 def _status(name: str) -> int:

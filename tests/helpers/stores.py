@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from data_pipeline.corpora.stores import Patience
+from data_pipeline.corpora.stores import RetryPolicy
 
 FAULTS = ("truncate", "reset", "stall", "500", "flip")
 STALL_SECONDS = 3.0
-QUICK = Patience(attempts=3, timeout=0.4, pause=0.01, bytes_per_second=1e6)
-QUICK_SDK = Patience(attempts=2, timeout=1.5, pause=0.01, bytes_per_second=1e6)  # an SDK tries again by itself
+QUICK = RetryPolicy(attempts=3, timeout=0.4, pause=0.01, bytes_per_second=1e6)
+QUICK_SDK = RetryPolicy(attempts=2, timeout=1.5, pause=0.01, bytes_per_second=1e6)  # an SDK tries again by itself
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",

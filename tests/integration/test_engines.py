@@ -52,7 +52,7 @@ FURTHER = {
     f"zero{stage}-{precision}-{kind}": {**engine_settings(stage, precision, "none", micro=2), **more}
     for kind, more in {
         "selective": {"activation_checkpointing": "selective"},
-        "every2": {"activation_checkpointing": "full", "checkpoint_every": 2},
+        "every2": {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2},
         "offload": {"offload_optimizer": True},
     }.items()
     for stage, precision in (*((stage, "fp32") for stage in STAGES), (3, "bf16"))
@@ -62,7 +62,7 @@ FURTHER = {
 # Gradients that are no numbers on one rank, and gradients longer than allowed: by every way DeepSpeed updates weights.
 HARMFUL = {
     "nan": {"fault": {"step": 3, "kind": "nan"}, "skips": [3], "until": 4},
-    "long": {"healing": {"skip_norm": 1e-6}, "skips": [1, 2], "until": 2},
+    "long": {"recovery": {"skip_grad_norm": 1e-6}, "skips": [1, 2], "until": 2},
 }
 
 # What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared, or learn from a loss
@@ -81,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-AVERAGED: dict[str, Any] = {"optim": {"average_decay": 0.9}}
+AVERAGED: dict[str, Any] = {"optim": {"ema_decay": 0.9}}
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +183,7 @@ def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(further: Results, o
 @pytest.fixture(scope="session")
 def variants(tiny_corpus: Path, output: Path) -> Results:
     """Whole and resumed under ZeRO-3 with checkpointing and a chunked head on two ranks; in plain torch on one."""
-    engine = {**engine_settings(3, "fp32", "full", micro=2), "head_chunk_tokens": 6}
+    engine = {**engine_settings(3, "fp32", "full", micro=2), "logits_chunk_tokens": 6}
     plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
     on_two = [
         {**each, "model": model}
@@ -215,15 +215,15 @@ def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(vari
     problems = differing_state(whole, resumed)
     assert not problems, summary(problems)
     averages, others, weights = (
-        weights_of(found, averaged) for found, averaged in ((whole, True), (on_one, True), (whole, False))
+        weights_of(found, ema) for found, ema in ((whole, True), (on_one, True), (whole, False))
     )
     assert all(torch.allclose(averages[name], others[name], rtol=0, atol=1e-5) for name in averages)
     assert max(float((averages[name] - weights[name]).abs().max()) for name in averages) > 1e-3
 
 
-def weights_of(found: files.Checkpoint, averaged: bool) -> dict[str, torch.Tensor]:
+def weights_of(found: files.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     module = TransformerXL(ModelConfig(**MODEL))
-    load_weights(module, found, averaged)
+    load_weights(module, found, ema)
     return dict(module.state_dict())
 
 

@@ -166,7 +166,7 @@ def test_overflows_in_a_row_are_said_and_send_no_run_back(tiny_corpus: Path, tmp
         return
     experiment = tmp_path / "half.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
-    more = [f"engine.initial_loss_scale={TOO_LARGE}", "healing.spike_steps=2", "metrics.interval=1", "optim.steps=8"]
+    more = [f"engine.initial_loss_scale={TOO_LARGE}", "recovery.spike_steps=2", "metrics.interval=1", "optim.steps=8"]
     run_dir = RunDir(tmp_path / "run")
     assert main(["train", str(experiment), *TINY, *more, "--run-dir", str(run_dir.path)]) == 0
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]

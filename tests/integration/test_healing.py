@@ -15,7 +15,7 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
-from pretrain.processes.local_ranks import RankGroup, failure_in_words
+from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl
@@ -54,7 +54,7 @@ engine: {{kind: torch, threads: 1}}
 checkpoint: {{interval: 50}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 10, tensorboard: false}}
-healing: {{spike_score: 5.0, window: 40, skip_margin: 30}}
+recovery: {{spike_threshold: 5.0, window: 40, skip_margin_segments: 30}}
 """
     )
     return path
@@ -89,7 +89,7 @@ def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir
     settings = [str(experiment), "--run-dir", str(run_dir.path), "engine.kind=deepspeed", "engine.zero_stage=2"]
     with RankGroup([sys.executable, "-m", "pretrain", "train", *settings], 2, run_dir.path.parent / "logs") as group:
         statuses = group.wait(timeout=240)
-    assert not any(statuses), failure_in_words(statuses, group.logs)
+    assert not any(statuses), describe_failure(statuses, group.logs)
     return run_dir
 
 
@@ -127,21 +127,21 @@ def test_a_healed_run_killed_afterwards_resumes_bitwise(experiment, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_may_not_go_back_again_stops_with_a_report(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    ended = train(experiment, run_dir, "healing.max_rewinds=0")
+    ended = train(experiment, run_dir, "recovery.max_rewinds=0")
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert "error: steps 164 to 170 had losses up to" in ended.stderr
-    assert "after 0 rewinds (healing.max_rewinds=0)" in ended.stderr
+    assert "after 0 rewinds (recovery.max_rewinds=0)" in ended.stderr
     assert events_of(run_dir, "gave_up")
 
 
 @pytest.mark.slow
 def test_rewinds_whose_windows_touch_are_counted_one_by_one(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    harmful = ("healing.skip_norm=1e-9", "healing.max_rewinds=2", "healing.spike_steps=2", "metrics.interval=2")
+    harmful = ("recovery.skip_grad_norm=1e-9", "recovery.max_rewinds=2", "recovery.spike_steps=2", "metrics.interval=2")
     ended = train(experiment, run_dir, *harmful, "optim.steps=30")
     assert ended.returncode == 2
-    assert "were all skipped, after 2 rewinds (healing.max_rewinds=2)" in ended.stderr
+    assert "were all skipped, after 2 rewinds (recovery.max_rewinds=2)" in ended.stderr
     assert len(events_of(run_dir, "rewind")) == 2
 
 

@@ -20,7 +20,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Memory
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
@@ -96,7 +96,7 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     tokens = [line["tokens"] for line in measured]
     assert [line["step"] for line in measured] == list(range(1, 19))
     assert all(line["memory_norm/layer.1"] > 0 for line in measured if "seconds" in line)
-    assert sum("document_starts" in line for line in measured) == 8, "at intervals, saves and borders"
+    assert sum("documents_started" in line for line in measured) == 8, "at intervals, saves and borders"
     assert (tokens[5], tokens[11], tokens[17]) == (6 * 4 * LENGTH, 12 * 4 * LENGTH, (12 * 4 + 6 * 8) * LENGTH)
 
 
@@ -128,7 +128,7 @@ WARM_UP = (
 @pytest.fixture
 def world():
     yield init_world()
-    leave_world()
+    destroy_process_group()
 
 
 def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(corpora, experiment, world):

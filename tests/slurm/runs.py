@@ -28,11 +28,11 @@ optim: {{steps: {steps}}}
 engine: {{zero_stage: 1, threads: 1}}
 checkpoint: {{interval: {interval}}}
 evaluation: {{interval: 0, max_tokens: 500}}
-healing: {{straggler_ratio: 0}}
+recovery: {{straggler_ratio: 0}}
 metrics: {{interval: 1, tensorboard: false}}
 """
 NEAR, FAR = {"options": {"nodelist": "n1,n2"}}, {"options": {"nodelist": "n3,n4"}}  # where a run has to stay
-CLUSTER = {"ranks_per_node": RANKS_PER_NODE, "warning_seconds": 10, "time_limit": "1:00:00"}
+CLUSTER = {"ranks_per_node": RANKS_PER_NODE, "signal_seconds": 10, "time_limit": "1:00:00"}
 
 
 class Runs:

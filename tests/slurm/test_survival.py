@@ -52,7 +52,7 @@ def limited(runs: Runs) -> SlurmRun:
 @pytest.fixture(scope="module")
 def crashing(runs: Runs) -> SlurmRun:
     """A run that loses a rank, then rank 0 while it writes a checkpoint, then another rank there, then hangs."""
-    run = runs.submit("crashing", "engine.hang_seconds=150", **FAR)
+    run = runs.submit("crashing", "engine.watchdog_timeout_seconds=150", **FAR)
 
     def disturb() -> None:
         run.wait_for_step(INTERVAL + 20)

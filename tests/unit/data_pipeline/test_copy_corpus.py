@@ -11,7 +11,7 @@ from data_pipeline.cli import main
 from data_pipeline.commands.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.corpora.stores import Patience
+from data_pipeline.corpora.stores import RetryPolicy
 from data_pipeline.errors import DataError
 from tests.helpers.corpora import contents, make_tiny_corpus
 from tests.helpers.stores import QUICK, STALL_SECONDS, FileServer, client
@@ -42,7 +42,7 @@ def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_w
     damaged = "c/train/shard.00001.mds"
     client(s3_endpoint).put_object(Bucket=bucket.removeprefix("s3://"), Key=damaged, Body=b"x" + there[damaged][1:])
     with pytest.raises(DataError, match=r"shard\.00001\.mds could not be fetched"):
-        fetch_corpus(url, tmp_path / "copy", ["train"], print, Patience(attempts=2, pause=0.01))
+        fetch_corpus(url, tmp_path / "copy", ["train"], print, RetryPolicy(attempts=2, pause=0.01))
     assert not (tmp_path / "copy" / "train" / MANIFEST_NAME).exists(), "not whole"
     upload_corpus(built, url, print)
     assert objects(s3_endpoint, bucket) == there
@@ -143,7 +143,7 @@ def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeyp
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         fetch_objects(f"{bucket}/text", tmp_path / "warm", print)  # the first client takes its time
         server.bytes_per_second = 20_000
-        patience = Patience(attempts=1, timeout=0.5, bytes_per_second=1e9)  # a second, if it were a small file
+        patience = RetryPolicy(attempts=1, timeout=0.5, bytes_per_second=1e9)  # a second, if it were a small file
         fetch_objects(f"{bucket}/text", tmp_path / "copy", print, patience)
     assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
 

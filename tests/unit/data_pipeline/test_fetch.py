@@ -4,7 +4,7 @@ import pytest
 
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_shard, fetch_tokenizer
 from data_pipeline.corpora.manifest import mismatch
-from data_pipeline.corpora.stores import Patience, StoreError, store_at, within
+from data_pipeline.corpora.stores import RetryPolicy, StoreError, store_at, with_timeout
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of
 from data_pipeline.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_is_named_at_once(faulty, corpus, tmp_path):
 def test_a_server_that_sends_steadily_but_far_too_slowly_is_given_up(corpus, tmp_path):
     with FileServer(corpus.directory) as server:
         server.bytes_per_second = 800.0
-        patience = Patience(attempts=1, timeout=0.2, bytes_per_second=1e6)
+        patience = RetryPolicy(attempts=1, timeout=0.2, bytes_per_second=1e6)
         with pytest.raises(DataError, match=r"too slowly|longer than"):
             fetch_shard(store_at(server.url, patience), corpus.manifest.shards[0], tmp_path / "x", tmp_path)
 
@@ -136,9 +136,9 @@ def test_a_task_that_does_not_end_in_time_is_left_behind():
 
     forever = threading.Event()
     with pytest.raises(StoreError, match="longer than"):
-        within(0.05, forever.wait)  # type: ignore[arg-type]
+        with_timeout(0.05, forever.wait)  # type: ignore[arg-type]
     forever.set()
-    within(5.0, lambda: None)
+    with_timeout(5.0, lambda: None)
 
 
 @pytest.mark.parametrize(

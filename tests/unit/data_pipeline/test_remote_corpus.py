@@ -12,7 +12,7 @@ from data_pipeline.config_loader import parse_config, to_tree
 from data_pipeline.corpora.cache_config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.read_ahead import ReadAhead
-from data_pipeline.corpora.remote_corpus import CachedShards, at_hand
+from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import DataError
@@ -155,15 +155,15 @@ def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_
     for name in ("tokenizer", "train"):
         (tmp_path / "only" / name).symlink_to(built / name)
     with FileServer(tmp_path) as server:
-        directory = at_hand(Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK)
+        directory = local_corpus_directory(Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK)
         assert Corpus.open(directory / "train").num_tokens == Corpus.open(built / "train").num_tokens
         assert not (directory / "validation" / "manifest.json").exists()
         with pytest.raises(DataError, match=r"none/train/manifest\.json could not be fetched.*404"):
-            at_hand(Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK)
+            local_corpus_directory(Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK)
 
 
 def test_local_paths_are_left_alone(tmp_path):
-    assert at_hand(tmp_path, CacheConfig()) == tmp_path
+    assert local_corpus_directory(tmp_path, CacheConfig()) == tmp_path
     assert url_of(tmp_path) is None
     assert url_of("data/books") is None
     assert absolute(Path("s3://bucket/a")) == Path("s3://bucket/a")

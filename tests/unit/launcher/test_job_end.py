@@ -4,7 +4,7 @@ import pytest
 
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_end import JobEnd, end_of
-from launcher.slurm.job_history import LOST_HOST, host_to_leave, hosts_left, open_start, other_jobs, past_attempts
+from launcher.slurm.job_history import LOST_HOST, excluded_nodes, node_to_exclude, open_start, other_jobs, past_attempts
 from launcher.slurm.srun import Step
 from launcher.status.journal import last_turn
 
@@ -104,12 +104,12 @@ STEP = Step(hosts=("n1", "n2"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_pe
 )
 def test_a_host_that_fails_twice_in_a_row_without_progress_is_left(attempts, host):
     earlier = [started("7"), attempt("7", "retry", 0, 0, 2), ended("7", "preempted", requeued=True)]
-    assert host_to_leave([*earlier, started("7", 1), *attempts], "7", STEP) == host
+    assert node_to_exclude([*earlier, started("7", 1), *attempts], "7", STEP) == host
 
 
 def test_hosts_that_were_left_are_remembered():
     ledger = [started("7"), ended("7", "x", left="n2"), ended("8", "x", left="n3"), ended("7", "y", left="n1")]
-    assert hosts_left(ledger, "7") == ["n2", "n1"]
+    assert excluded_nodes(ledger, "7") == ["n2", "n1"]
 
 
 def test_what_ranks_say_after_the_end_of_their_job_is_no_turn_of_the_run():

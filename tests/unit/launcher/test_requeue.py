@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.restart_policy import Attempt, NextAction, Policy, decide, fruitless_attempts, silent_rank
+from launcher.restart_policy import Attempt, NextAction, Policy, attempts_without_progress, decide, unresponsive_rank
 from pretrain.processes.local_ranks import EXIT_STOPPED
 
 POLICY = Policy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
@@ -45,7 +45,7 @@ def test_it_gives_up_after_attempts_in_a_row_without_a_newer_checkpoint_and_says
 def test_progress_forgives_all_attempts_before_it():
     crash = attempt(-9, before=40, after=40)
     history = [crash, crash, attempt(-9, before=40, after=50)]
-    assert fruitless_attempts(history) == 0
+    assert attempts_without_progress(history) == 0
     assert decide(history, POLICY).delay == POLICY.first_delay
 
 
@@ -59,4 +59,4 @@ def test_a_hang_is_called_one_and_only_a_rank_without_any_sign_of_life_is_blamed
     assert decide([attempt(-9, -9, hung=True)], POLICY).reason == "the ranks hung"
     hung = attempt(1, -9, 1, first=1, hung=True)
     assert decide([hung], POLICY).reason == "the ranks hung; rank 1 gave no sign of life"
-    assert [silent_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [1, None, None]
+    assert [unresponsive_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [1, None, None]

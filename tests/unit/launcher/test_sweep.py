@@ -11,7 +11,7 @@ import pytest
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
-from launcher.sweep.cells import CellRun, in_words, longest_first, read_cells
+from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep.jobs import array_of, classes
 from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.rundir.run_dir import RunDir
@@ -75,7 +75,7 @@ def test_done_cells_are_skipped_and_a_cell_whose_sweep_asks_for_more_steps_is_no
     cells = cells_of(sweep)
     assert [cell.is_done for cell in cells] == [True, False, False]
     assert [cell.is_waiting for cell in cells] == [False, True, True]
-    assert in_words(cells) == "1 of 3 cells are done"
+    assert describe(cells) == "1 of 3 cells are done"
     (sweep.parent / "tiny.yaml").write_text("model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 20}\n")
     assert cells_of(sweep)[0].is_waiting
 
@@ -86,7 +86,7 @@ def test_cells_on_their_way_are_neither_done_nor_started_again(sweep):
     with run_dir.locked("launcher"):
         cells = cells_of(sweep)
     assert [cell.is_waiting for cell in cells] == [True, True, False]
-    assert in_words(cells) == "0 of 3 cells are done, 1 on their way"
+    assert describe(cells) == "0 of 3 cells are done, 1 on their way"
 
 
 def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_order(sweep):

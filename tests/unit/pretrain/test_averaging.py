@@ -9,8 +9,8 @@ import torch
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RecoveryConfig, RunConfig
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.ema import AVERAGE
 from pretrain.run import build_engine
 from tests.helpers.corpora import make_tiny_corpus
@@ -24,10 +24,10 @@ def run(tmp_path: Path):
     yield RunConfig(
         model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
         data=DataConfig(path=corpus, lanes=2, segment_length=8),
-        optim=OptimConfig(learning_rate=1e-2, average_decay=DECAY),
+        optim=OptimConfig(learning_rate=1e-2, ema_decay=DECAY),
         engine=EngineConfig(kind="torch"),
     )
-    leave_world()
+    destroy_process_group()
 
 
 def train(run: RunConfig, steps: int = 4):
@@ -57,12 +57,12 @@ def test_the_average_forgets_older_weights_by_its_decay(run):
 
 
 def test_averaging_does_not_touch_training(run):
-    averaged, plain = train(run)[1], train(replace(run, optim=replace(run.optim, average_decay=0.0)))[1]
+    averaged, plain = train(run)[1], train(replace(run, optim=replace(run.optim, ema_decay=0.0)))[1]
     assert all(torch.equal(averaged[-1][name], plain[-1][name]) for name in plain[-1])
 
 
 def test_a_skipped_step_leaves_the_average_as_it_is(run):
-    engine, _ = train(replace(run, healing=HealingConfig(skip_norm=1e-9)))
+    engine, _ = train(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)))
     assert all(torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments())
 
 
@@ -74,5 +74,5 @@ def test_loading_the_beginning_begins_the_average_again(run):
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_a_decay_without_meaning_is_refused(decay):
-    with pytest.raises(ConfigError, match=f"optim.average_decay={decay}"):
-        OptimConfig(average_decay=decay)
+    with pytest.raises(ConfigError, match=f"optim.ema_decay={decay}"):
+        OptimConfig(ema_decay=decay)

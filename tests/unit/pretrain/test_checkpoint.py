@@ -15,7 +15,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.save import HostBuffers, Save, files_of_rank
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
-from pretrain.distributed.world import World, init_world, leave_world
+from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.run import build_engine
 from pretrain.state import TrainState
@@ -31,7 +31,7 @@ RUN = RunConfig(
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     yield init_world()
-    leave_world()
+    destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,6 @@ def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_p
     save.start()
     assert save.wait_for_files() == ""
     assert save in threading.enumerate()
-    save.abandon()
+    save.cancel()
     assert save not in threading.enumerate()
     assert not final.exists()

@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(tmp_p
     damage, reason = DAMAGE[what]
     damage(publish_step(tmp_path, 2))
     said: list[str] = []
-    found = files.newest_good(tmp_path, said.append)
+    found = files.latest_valid(tmp_path, said.append)
     assert found is not None
     assert found.step == 1
     assert len(said) == 1
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     publish_step(tmp_path, 1, run="this")
     publish_step(tmp_path, 2, run="another")
     said: list[str] = []
-    found = files.newest_good(tmp_path, said.append, run_id="this")
+    found = files.latest_valid(tmp_path, said.append, run_id="this")
     assert found is not None
     assert found.step == 1
     assert "written by another run" in said[0]
@@ -123,11 +123,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_with_only_damaged_checkpoints_is_not_started_afresh(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 1) / "engine-00000.safetensors")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is good"):
-        files.newest_good(tmp_path, lambda text: None)
+        files.latest_valid(tmp_path, lambda text: None)
 
 
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert files.newest_good(tmp_path / "absent", lambda text: None) is None
+    assert files.latest_valid(tmp_path / "absent", lambda text: None) is None
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:

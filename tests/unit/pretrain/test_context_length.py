@@ -10,10 +10,10 @@ from torch import Tensor
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import ModelConfig
-from pretrain.evaluation.context_length import Contexts, Losses, SplitPositions, relative_effective_context_lengths
+from pretrain.evaluation.context_length import ContextGrid, Losses, SplitPositions, relative_effective_context_lengths
 from pretrain.model.transformer_xl import TransformerXL
 
-CONTEXTS = Contexts(step=10, longest=100)
+CONTEXTS = ContextGrid(step=10, longest=100)
 
 
 def falling_until(end: int, start: float = 5.0) -> Losses:
@@ -88,6 +88,6 @@ def test_a_position_sees_exactly_so_many_tokens(corpus, positions, length) -> No
 
 def test_impossible_measurements_are_refused(corpus) -> None:
     with pytest.raises(ConfigError, match="at most half of the longest"):
-        Contexts(step=60, longest=100)
+        ContextGrid(step=60, longest=100)
     with pytest.raises(ConfigError, match=r"are wanted; use fewer positions"):
         SplitPositions(corpus, num_positions=10**9, longest=30)

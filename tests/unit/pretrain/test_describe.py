@@ -135,7 +135,7 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
     plain, full = parts_of(run_config()), parts_of(run_config(activation_checkpointing="full"))
     assert full["activations"] < 0.5 * plain["activations"]
     selective = parts_of(run_config(activation_checkpointing="selective"))
-    half = parts_of(run_config(activation_checkpointing="full", checkpoint_every=2))
+    half = parts_of(run_config(activation_checkpointing="full", checkpoint_every_n_layers=2))
     assert full["activations"] < selective["activations"] < plain["activations"]
     assert full["activations"] < half["activations"] < plain["activations"]
     assert parts_of(run_config(offload_optimizer=True))["optimizer"] == 0
@@ -157,7 +157,7 @@ def test_offloaded_memories_leave_one_slots_on_the_device():
 
 def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
     run = run_config(zero_stage=1)
-    averaged = replace(run, optim=replace(run.optim, average_decay=0.99))
+    averaged = replace(run, optim=replace(run.optim, ema_decay=0.99))
     added = 4 * parameters_of(run.model).total
     assert checkpoint_bytes(averaged) - checkpoint_bytes(run) == added
     assert parts_of(averaged)["optimizer"] - parts_of(run)["optimizer"] == added / 4

@@ -12,7 +12,7 @@ from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from pretrain.commands.evaluate import loss_rows
 from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.train_lines import aligned
@@ -27,7 +27,7 @@ def scorer(corpus):
     run = RunConfig(model=config, data=DataConfig(lanes=2))
     trained = TrainedModel(TransformerXL(config).double().eval(), run, 0, corpus.directory.parent)
     yield TrainedScorer(trained, init_world())
-    leave_world()
+    destroy_process_group()
 
 
 def measured(scorer, corpus, **options) -> EvaluationResult:

@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, RunConfig
+from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunConfig
 from pretrain.metrics.stragglers import Straggler, StragglerWatch, slowest_of
 from pretrain.recovery.loss_spikes import (
     Spike,
     SpikeDetector,
-    fitting,
     memory_settings,
-    passing_over,
-    segments_behind,
+    segments_consumed,
+    skip_windows,
+    skipped_windows,
     window_of,
-    windows_passed_over,
+    with_fitting_micro_batch,
 )
 
-SETTINGS = HealingConfig(spike_score=5.0, spike_steps=3, window=20, skip_margin=4)
+SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)
 
 
-def first_spike(losses: list[float | None], settings: HealingConfig = SETTINGS) -> Spike | None:
+def first_spike(losses: list[float | None], settings: RecoveryConfig = SETTINGS) -> Spike | None:
     detector = SpikeDetector(settings)
     found = (detector.observe(step, loss) for step, loss in enumerate(losses, start=1))
     return next((spike for spike in found if spike), None)
@@ -62,7 +62,7 @@ def test_skipped_steps_in_a_row_count_as_a_spike_at_any_time():
 
 
 def test_a_score_of_zero_turns_rewinding_off():
-    off = dataclasses.replace(SETTINGS, spike_score=0.0)
+    off = dataclasses.replace(SETTINGS, spike_threshold=0.0)
     assert first_spike([*noisy(40), 99.0, 99.0, 99.0, None, None, None], off) is None
 
 
@@ -72,38 +72,38 @@ def ledger_of(*windows: range) -> list[dict]:
 
 def test_windows_that_touch_are_one():
     ledger = ledger_of(range(20, 30), range(5, 8), range(29, 40), range(40, 41))
-    assert windows_passed_over(ledger) == [range(5, 8), range(20, 41)]
+    assert skipped_windows(ledger) == [range(5, 8), range(20, 41)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(0, 60))
 def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_reads(spans, resumed_at):
-    windows = windows_passed_over(ledger_of(*(range(start, start + length) for start, length in spans)))
+    windows = skipped_windows(ledger_of(*(range(start, start + length) for start, length in spans)))
     batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)]
-    undisturbed = [batch.number for batch in passing_over(batches, 0, windows)]
+    undisturbed = [batch.number for batch in skip_windows(batches, 0, windows)]
     assert not any(number in window for number in undisturbed for window in windows)
-    behind = segments_behind(resumed_at, windows)
-    resumed = [batch.number for batch in passing_over(batches[behind:], behind, windows)]
+    behind = segments_consumed(resumed_at, windows)
+    resumed = [batch.number for batch in skip_windows(batches[behind:], behind, windows)]
     assert resumed == undisturbed[resumed_at:]
 
 
 def test_after_a_gap_every_lane_begins_a_document():
     batches = [SimpleNamespace(starts_BL=np.zeros((2, 3), bool)) for _ in range(5)]
-    list(passing_over(batches, 10, [range(11, 13)]))
+    list(skip_windows(batches, 10, [range(11, 13)]))
     assert [batch.starts_BL[:, 0].all() for batch in batches] == [False, False, False, True, False]
     assert not batches[3].starts_BL[:, 1:].any()
 
 
 def test_the_window_goes_from_before_the_spike_to_the_margin_behind_it_in_segments():
-    spike, run = Spike(41, 43, 9.0, 3.0), RunConfig(healing=SETTINGS)
+    spike, run = Spike(41, 43, 9.0, 3.0), RunConfig(recovery=SETTINGS)
     assert window_of(spike, [], run, to_step=30) == range(39, 47)  # step 41 reads segment 40
     assert window_of(spike, [range(10, 15)], run, to_step=30) == range(44, 52)
 
 
 def test_a_run_that_goes_back_to_the_step_before_the_spike_passes_over_its_data():
     spike, to_step = Spike(41, 43, 9.0, 3.0), 40
-    window = window_of(spike, [], RunConfig(healing=SETTINGS), to_step)
+    window = window_of(spike, [], RunConfig(recovery=SETTINGS), to_step)
     batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(to_step, 60)]
-    read = passing_over(batches, segments_behind(to_step, [window]), [window])
+    read = skip_windows(batches, segments_consumed(to_step, [window]), [window])
     assert next(read).number == 47
 
 
@@ -115,26 +115,33 @@ def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> dict
 
 
 def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes():
-    assert fitting(RUN, 2, []) == RUN
-    assert fitting(RUN, 2, [out_of_memory(12)]).engine.micro_batch_lanes == 6
-    assert fitting(RUN, 2, [out_of_memory(12), out_of_memory(6), out_of_memory(3)]).engine.micro_batch_lanes == 1
+    assert with_fitting_micro_batch(RUN, 2, []) == RUN
+    assert with_fitting_micro_batch(RUN, 2, [out_of_memory(12)]).engine.micro_batch_lanes == 6
+    assert (
+        with_fitting_micro_batch(
+            RUN, 2, [out_of_memory(12), out_of_memory(6), out_of_memory(3)]
+        ).engine.micro_batch_lanes
+        == 1
+    )
 
 
 def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again():
     saving = dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, activation_checkpointing="full"))
-    assert fitting(saving, 2, [out_of_memory(12)]) == saving
-    assert fitting(RUN, 4, [out_of_memory(12)]) == RUN
+    assert with_fitting_micro_batch(saving, 2, [out_of_memory(12)]) == saving
+    assert with_fitting_micro_batch(RUN, 4, [out_of_memory(12)]) == RUN
 
 
 def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
     with pytest.raises(ConfigError, match=r"not even one lane.*activation_checkpointing=full"):
-        fitting(RUN, 2, [out_of_memory(1)])
+        with_fitting_micro_batch(RUN, 2, [out_of_memory(1)])
 
 
-@pytest.mark.parametrize("wrong", [{"spike_score": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_norm": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"spike_threshold": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_grad_norm": -1.0}]
+)
 def test_settings_without_meaning_are_refused(wrong):
-    with pytest.raises(ConfigError, match=f"healing.*{next(iter(wrong))}"):
-        HealingConfig(**wrong)
+    with pytest.raises(ConfigError, match=f"recovery.*{next(iter(wrong))}"):
+        RecoveryConfig(**wrong)
 
 
 def test_the_slowest_rank_is_compared_with_the_others():

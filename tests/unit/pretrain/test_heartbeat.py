@@ -23,14 +23,14 @@ def wait_for_ever():
     sys.exit("stop requested" if stop._asked else "never ended")
 
 stop = StopRequest()
-with Heartbeat(Path(sys.argv[1]), rank=3, hang_seconds=float(sys.argv[2])) as heartbeat:
+with Heartbeat(Path(sys.argv[1]), rank=3, watchdog_timeout_seconds=float(sys.argv[2])) as heartbeat:
     heartbeat.beat(5, "save")
     wait_for_ever()
 """
 
 
-def start(directory: Path, hang_seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STEPS_THEN_WAITS, str(directory), str(hang_seconds)]
+def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STEPS_THEN_WAITS, str(directory), str(watchdog_timeout_seconds)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -45,7 +45,7 @@ def read_when_step(path: Path, step: int) -> dict[str, object]:
 
 def test_a_beat_says_where_the_rank_is_and_goes_when_it_ends_in_order(tmp_path):
     begin = time.time()
-    with Heartbeat(tmp_path / "heartbeats", rank=12, hang_seconds=0) as heartbeat:
+    with Heartbeat(tmp_path / "heartbeats", rank=12, watchdog_timeout_seconds=0) as heartbeat:
         heartbeat.beat(7, "evaluate")
         path = tmp_path / "heartbeats" / "rank-00012.json"
         beat = read_when_step(path, 7)
@@ -56,7 +56,7 @@ def test_a_beat_says_where_the_rank_is_and_goes_when_it_ends_in_order(tmp_path):
 
 
 def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
-    with start(tmp_path, hang_seconds=1.5) as process:
+    with start(tmp_path, watchdog_timeout_seconds=1.5) as process:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "Timeout" in errors
@@ -65,7 +65,7 @@ def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
 
 
 def test_sigquit_shows_the_stacks_of_a_process_that_goes_on_and_sigusr2_asks_for_a_stop(tmp_path):
-    with start(tmp_path, hang_seconds=0) as process:
+    with start(tmp_path, watchdog_timeout_seconds=0) as process:
         read_when_step(tmp_path / "rank-00003.json", 5)
         process.send_signal(signal.SIGQUIT)
         assert process.stderr is not None

@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
-from pretrain.reporting.events import in_words
+from pretrain.reporting.events import describe
 from pretrain.reporting.run_charts import PRINT
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.run_dir import RunDir
@@ -144,7 +144,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
     ],
 )
 def test_events_are_told_as_sentences(happened, words):
-    assert words in in_words(happened)
+    assert words in describe(happened)
 
 
 def test_prints_colours_are_colours():

@@ -97,7 +97,7 @@ class Run:
 
     def _restore(self) -> LaneCursor | None:
         files.remove_partial(self.run_dir.checkpoints)
-        found = files.newest_good(self.run_dir.checkpoints, say=_never_refused)
+        found = files.latest_valid(self.run_dir.checkpoints, say=_never_refused)
         if found is None:
             return None
         self.step = found.step

@@ -14,9 +14,9 @@ from torch import Tensor
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, EngineConfig, HealingConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed.world import init_world, leave_world
-from pretrain.optim.fragments import Placement, create_moments, fragment_of
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RecoveryConfig, RunConfig
+from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.optim.fragments import FragmentIndex, create_moments, fragment_of
 from pretrain.optim.groups import decays
 from pretrain.optim.lamb import Lamb
 from pretrain.run import build_engine
@@ -98,7 +98,7 @@ def optimizer_of(
         for name in names:
             fragments.append(fragment_of(name, 0, master, optimizer.state[master], place, weights[name].numel()))
             place += weights[name].numel()
-    optimizer.placement = Placement(fragments, list(weights), is_sharded=False)
+    optimizer.placement = FragmentIndex(fragments, list(weights), is_sharded=False)
     return optimizer, list(masters.values())
 
 
@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
         optim=OptimConfig(name="lamb", clip_norm=0.05),
         engine=EngineConfig(kind="torch"),
     )
-    leave_world()
+    destroy_process_group()
 
 
 def test_each_matrix_moves_by_the_learning_rate_times_its_length(run: RunConfig) -> None:
@@ -139,7 +139,7 @@ def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig) -> No
 
 
 def test_a_refused_step_changes_nothing(run: RunConfig) -> None:
-    engine = build_engine(replace(run, healing=HealingConfig(skip_norm=1e-9)), init_world())
+    engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
     batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
     before = {fragment.name: fragment.values["weight"].clone() for fragment in engine.fragments()}
     engine.forward_backward(batch, None, 0)

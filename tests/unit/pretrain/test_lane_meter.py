@@ -64,9 +64,9 @@ def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_
         batches = [next(stream) for _ in range(STEPS)]
         starts.append(sum(int(batch.starts_BL.sum()) for batch in batches))
         epochs.append(int(batches[-1].cursor.epochs_B.sum()))
-    assert [each["lane_resets"] for each in intervals] == np.diff(epochs).tolist()
+    assert [each["lane_epochs_started"] for each in intervals] == np.diff(epochs).tolist()
     assert min(np.diff(epochs)) > NUM_LANES, "every lane began another epoch in each interval"
-    assert [each["document_starts"] for each in intervals] == starts
+    assert [each["documents_started"] for each in intervals] == starts
     for each in intervals:
         assert each["memory_norm/layer.0"] == pytest.approx(5.0)
         assert each["memory_norm/layer.1"] == pytest.approx((0 + 1 + 2 + 3) / 4)
@@ -75,7 +75,7 @@ def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_
 def test_a_run_that_remembers_nothing_has_no_norms_and_one_that_is_no_number_is_none(corpus):
     state = TrainState.fresh(2)
     meter = LaneMeter(RUN, state)
-    assert meter.numbers(meter.take(CPU).tolist()) == {"lane_resets": 0, "document_starts": 0}
+    assert meter.numbers(meter.take(CPU).tolist()) == {"lane_epochs_started": 0, "documents_started": 0}
     state.memories = list(memories_of(range(NUM_LANES), 1))
     state.memories = [(state.memories[0][0] * float("inf"), *state.memories[0][1:])]
     found = meter.numbers(meter.take(CPU).tolist())

@@ -19,16 +19,16 @@ from pretrain.config.run import (
     DataConfig,
     EngineConfig,
     EvaluationConfig,
-    HealingConfig,
     MetricsConfig,
     ModelConfig,
     OptimConfig,
+    RecoveryConfig,
     RunConfig,
 )
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.optim.layer_norms import layer_of, numbers_of_layers
-from pretrain.run import build_engine, train_in
+from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
         optim=OptimConfig(weight_decay=0.1, clip_norm=0.05),
         engine=EngineConfig(kind="torch"),
     )
-    leave_world()
+    destroy_process_group()
 
 
 def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
@@ -95,7 +95,7 @@ def test_measuring_changes_no_bit_and_only_asked_steps_are_measured(run: RunConf
 
 
 def test_a_skipped_step_has_no_norms_and_leaves_none_to_the_next(run: RunConfig) -> None:
-    engine = build_engine(replace(run, healing=HealingConfig(skip_norm=1e-9)), init_world())
+    engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
     batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
     engine.forward_backward(batch, None, 0)
     assert engine.step(RATE, measure_layers=True).layers is None
@@ -129,7 +129,7 @@ def test_a_run_writes_them_at_the_end_of_its_intervals_and_into_tensorboard(run:
         checkpoint=CheckpointConfig(interval=3),  # cuts an interval in two
         evaluation=EvaluationConfig(interval=0, max_tokens=200),
     )
-    assert train_in(resolve(run), tmp_path / "run", init_world()) == 0
+    assert run_training(resolve(run), tmp_path / "run", init_world()) == 0
     run_dir = RunDir(tmp_path / "run")
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     measured = [line for line in lines if "grad_norm/embedding" in line]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, failure_in_words, rank_environment, status_in_words
+from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, describe_exit, describe_failure, rank_environment
 
 STOP_ON_TERM = f"""
 import signal, sys, time
@@ -150,8 +150,8 @@ def test_a_command_that_does_not_exist_is_an_error_at_once(tmp_path):
 def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
     logs = [tmp_path / "a.log", tmp_path / "b.log"]
     logs[1].write_text("".join(f"line {number}\n" for number in range(40)) + "boom\n")
-    text = failure_in_words([-signal.SIGKILL, 1], logs, lines=2)
+    text = describe_failure([-signal.SIGKILL, 1], logs, lines=2)
     assert text.startswith(f"rank 1 ended with status 1; the end of {logs[1]}:")
     assert text.endswith("  | line 39\n  | boom")
-    assert failure_in_words([0, EXIT_STOPPED], logs) == ""
-    assert status_in_words(-9) == "was ended by SIGKILL"
+    assert describe_failure([0, EXIT_STOPPED], logs) == ""
+    assert describe_exit(-9) == "was ended by SIGKILL"

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.loss_scale import LossScaler
 
 
 @pytest.fixture(autouse=True)
 def world():
     yield init_world()
-    leave_world()
+    destroy_process_group()
 
 
 def step(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bool = True) -> bool:

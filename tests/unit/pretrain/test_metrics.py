@@ -11,7 +11,7 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.config.run import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed.world import init_world, leave_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.metrics import Metrics
 from pretrain.metrics.stragglers import ForwardClock
@@ -30,7 +30,7 @@ RUN = RunConfig(
 @pytest.fixture
 def world():
     yield init_world()
-    leave_world()
+    destroy_process_group()
 
 
 class Recorder:

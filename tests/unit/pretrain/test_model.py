@@ -150,7 +150,7 @@ def test_log_probabilities_sum_to_one_and_hold_the_loss(variant: str) -> None:
 
 def checkpointed(model: TransformerXL, kind: ActivationCheckpointing, every: int = 1) -> TransformerXL:
     """The same model in every bit that keeps less for its backward pass."""
-    other = TransformerXL(model.config, kind, checkpoint_every=every).double()
+    other = TransformerXL(model.config, kind, checkpoint_every_n_layers=every).double()
     other.load_state_dict(model.state_dict())
     return other
 
@@ -174,7 +174,7 @@ def test_checkpointed_layers_give_bitwise_the_same_gradients_with_dropout(varian
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 def test_a_chunked_head_changes_neither_losses_nor_gradients(variant: str, chunk_tokens: int) -> None:
     whole = tiny_model(**VARIANTS[variant], **DROPPING)
-    chunked = TransformerXL(whole.config, head_chunk_tokens=chunk_tokens).double()
+    chunked = TransformerXL(whole.config, logits_chunk_tokens=chunk_tokens).double()
     chunked.load_state_dict(whole.state_dict())
     found, expected = train_two_segments(chunked, [0, 3, 5]), train_two_segments(whole, [0, 3, 5])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -182,7 +182,7 @@ def test_a_chunked_head_changes_neither_losses_nor_gradients(variant: str, chunk
 
 
 def test_a_chunked_head_never_holds_the_logits_of_more_tokens_than_a_chunk() -> None:
-    model = TransformerXL(TINY, head_chunk_tokens=5)
+    model = TransformerXL(TINY, logits_chunk_tokens=5)
     sizes: list[int] = []
     model.head.bins[0].register_forward_hook(lambda _module, _inputs, logits_TV: sizes.append(len(logits_TV)))
     model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()

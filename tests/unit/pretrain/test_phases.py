@@ -22,7 +22,7 @@ from pretrain.config.phases import (
     tokens_of_steps,
 )
 from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.recovery.loss_spikes import Spike, lane_lengths, segments_behind, window_of
+from pretrain.recovery.loss_spikes import Spike, lane_lengths, segments_consumed, window_of
 from pretrain.rundir.run_dir import RunDir
 from tests.unit.pretrain.test_healing import SETTINGS
 
@@ -44,7 +44,7 @@ WARM_UP = RunConfig(
             PhaseConfig(from_step=50, lanes=8),
         ),
     ),
-    healing=SETTINGS,
+    recovery=SETTINGS,
 )
 
 
@@ -94,17 +94,17 @@ def test_tokens_are_counted_by_the_lanes_and_segments_of_each_phase():
 
 def test_data_passed_over_is_of_the_phase_in_which_the_spike_was_met():
     spike = Spike(41, 43, 9.0, 3.0)
-    without, begun = (replace(RUN, data=DataConfig(phases=each), healing=SETTINGS) for each in ((), (AT_40,)))
+    without, begun = (replace(RUN, data=DataConfig(phases=each), recovery=SETTINGS) for each in ((), (AT_40,)))
     assert window_of(spike, [], without, to_step=35).start == 39
     assert window_of(spike, [], begun, to_step=35).start == 40
-    assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_behind(40, [range(10, 15)])
+    assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_consumed(40, [range(10, 15)])
 
 
 def test_a_window_that_crosses_into_longer_segments_counts_their_tokens():
     # Steps 29 and 30 read 32 tokens of a lane each, 31 and 32 read 64: as much as six segments of 32.
     window = window_of(Spike(29, 32, 9.0, 3.0), [], WARM_UP, to_step=20)
-    assert window == range(27, 28 + 6 + SETTINGS.skip_margin)
-    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(30, 33 + SETTINGS.skip_margin)
+    assert window == range(27, 28 + 6 + SETTINGS.skip_margin_segments)
+    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(30, 33 + SETTINGS.skip_margin_segments)
 
 
 def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
