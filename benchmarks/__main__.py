@@ -7,7 +7,10 @@ from pretrain.cli import end_process
 
 # name -> (module, what it does)
 COMMANDS = {
-    "model": ("benchmarks.command", "training, evaluation and checkpoints against reference implementations"),
+    "model": (
+        "benchmarks.command",
+        "training, evaluation and checkpoints against reference implementations",
+    ),
     "data": ("benchmarks.data_command", "reading, building and fetching a corpus"),
 }
 

@@ -28,8 +28,12 @@ def attention_comparisons() -> list[Comparison]:
 
 def _comparison(length: int, goal: float, rounds: int) -> Comparison:
     generator = torch.Generator().manual_seed(length)
-    segment_BLD, memory_BMD, gradient_BLD = (torch.randn(LANES, length, D_MODEL, generator=generator) for _ in range(3))
-    encodings_CD = RelativePositions(D_MODEL, 0).encodings_CD(2 * length, torch.float32, segment_BLD.device)
+    segment_BLD, memory_BMD, gradient_BLD = (
+        torch.randn(LANES, length, D_MODEL, generator=generator) for _ in range(3)
+    )
+    encodings_CD = RelativePositions(D_MODEL, 0).encodings_CD(
+        2 * length, torch.float32, segment_BLD.device
+    )
     return Comparison(
         name=f"attention module, segment = memory = {length}",
         goal=goal,
@@ -40,7 +44,9 @@ def _comparison(length: int, goal: float, rounds: int) -> Comparison:
     )
 
 
-def _ours(segment_BLD: Tensor, memory_BMD: Tensor, encodings_CD: Tensor, gradient_BLD: Tensor) -> Callable[[], None]:
+def _ours(
+    segment_BLD: Tensor, memory_BMD: Tensor, encodings_CD: Tensor, gradient_BLD: Tensor
+) -> Callable[[], None]:
     config = ModelConfig(num_heads=HEADS, d_model=D_MODEL, untie_biases=True)
     attention, norm = RelativeAttention(config, layer=0), torch.nn.LayerNorm(D_MODEL)
     visibility = Visibility(
@@ -52,8 +58,12 @@ def _ours(segment_BLD: Tensor, memory_BMD: Tensor, encodings_CD: Tensor, gradien
 
     def work() -> None:
         hidden_BLD = segment_BLD.detach().requires_grad_()
-        attended_BLD = attention(hidden_BLD, memory_BMD, encodings_CD, None, None, visibility=visibility, dropout=None)
-        layer_norm(hidden_BLD + attended_BLD, (D_MODEL,), norm.weight, norm.bias).backward(gradient_BLD)
+        attended_BLD = attention(
+            hidden_BLD, memory_BMD, encodings_CD, None, None, visibility=visibility, dropout=None
+        )
+        layer_norm(hidden_BLD + attended_BLD, (D_MODEL,), norm.weight, norm.bias).backward(
+            gradient_BLD
+        )
 
     return work
 
@@ -85,4 +95,6 @@ def _flops(num_queries: int, num_memory: int) -> float:
     # Forward, input gradient and weight gradient of query, key, value and output; no input gradient for memory rows.
     projections = 3 * 4 * products_BLD + 2 * 2 * products_BMD
     seen = num_queries * num_memory + num_queries * (num_queries + 1) / 2
-    return projections + 9 * 2.0 * LANES * seen * D_MODEL  # three products of scores forward, six backward
+    return (
+        projections + 9 * 2.0 * LANES * seen * D_MODEL
+    )  # three products of scores forward, six backward

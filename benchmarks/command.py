@@ -29,10 +29,23 @@ TABLES = {"growth of a token's cost": growth_table, "restart to first step": res
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--threads", type=int, default=2, help="threads of this process (default: 2, as in the goals)")
-    parser.add_argument("--only", default="", metavar="WORD", help="only comparisons whose name contains this")
-    parser.add_argument("--gpu", action="store_true", help="the fused kernel and a 1.3B model on an NVIDIA GPU instead")
-    parser.add_argument("--append", type=Path, metavar="FILE", help="add the table to this file, docs/bench.md say")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=2,
+        help="threads of this process (default: 2, as in the goals)",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only comparisons whose name contains this"
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="the fused kernel and a 1.3B model on an NVIDIA GPU instead",
+    )
+    parser.add_argument(
+        "--append", type=Path, metavar="FILE", help="add the table to this file, docs/bench.md say"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,7 +88,12 @@ def _cpu_report(threads: int, only: str) -> tuple[str, bool]:
 
 def all_comparisons() -> list[Comparison]:
     """Everything the bench measures, the quick ones first."""
-    return [*attention_comparisons(), *evaluation_comparisons(), *training_comparisons(), *saving_comparisons()]
+    return [
+        *attention_comparisons(),
+        *evaluation_comparisons(),
+        *training_comparisons(),
+        *saving_comparisons(),
+    ]
 
 
 def machine() -> str:
@@ -90,7 +108,10 @@ def machine() -> str:
 def _measured(comparisons: Iterable[Comparison]) -> Iterable[Measurement]:
     for comparison in comparisons:
         measurement = measure(comparison)
-        print(f"{measurement.name}: {measurement.ratio:.2f}x (goal {measurement.goal:.1f}x)", flush=True)
+        print(
+            f"{measurement.name}: {measurement.ratio:.2f}x (goal {measurement.goal:.1f}x)",
+            flush=True,
+        )
         yield measurement
 
 

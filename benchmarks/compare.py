@@ -38,7 +38,10 @@ class Measurement:
     @property
     def ratios(self) -> list[float]:
         """How many times as fast the candidate was, round by round."""
-        return [self.candidate_work * a / b for a, b in zip(self.baseline_seconds, self.candidate_seconds, strict=True)]
+        return [
+            self.candidate_work * a / b
+            for a, b in zip(self.baseline_seconds, self.candidate_seconds, strict=True)
+        ]
 
     @property
     def ratio(self) -> float:
@@ -76,7 +79,19 @@ def measure(comparison: Comparison, clock: Callable[[], float] = time.perf_count
 
 def table(measurements: list[Measurement], flops_per_second: float) -> str:
     """Measurements as a Markdown table; the floor is the time the matrix products alone would take."""
-    rows = [["comparison", "goal", "median", "min", "max", "reference ms", "ours ms", "floor ms", "verdict"]]
+    rows = [
+        [
+            "comparison",
+            "goal",
+            "median",
+            "min",
+            "max",
+            "reference ms",
+            "ours ms",
+            "floor ms",
+            "verdict",
+        ]
+    ]
     for each in measurements:
         rows.append(
             [
@@ -92,8 +107,13 @@ def table(measurements: list[Measurement], flops_per_second: float) -> str:
             ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def _verdict(measurement: Measurement) -> str:

@@ -29,7 +29,9 @@ BUILD_GOAL = 1 / 0.8  # of the baseline's time: 80 % of its rate
 class EncodingSize:
     """How much text, from the library that comes with Python."""
 
-    megabytes: float = 128  # a rate: start and end of a build, a fifth of a second, are little beside it
+    megabytes: float = (
+        128  # a rate: start and end of a build, a fifth of a second, are little beside it
+    )
     training_megabytes: float = 2
     vocab_size: int = 8_000
     processes: int = os.cpu_count() or 1
@@ -58,7 +60,12 @@ def encoding_rows(directory: Path, size: EncodingSize) -> list[Row]:
     return [
         Row(f"SentencePiece alone, {what}", num_bytes / 1e6 / seconds["raw"], 0, "MB/s"),
         Row(f"data-pipeline build, {what}", num_bytes / 1e6 / seconds["build"], 0, "MB/s"),
-        Row("time of the build over SentencePiece alone", seconds["build"] / seconds["raw"], BUILD_GOAL, "x"),
+        Row(
+            "time of the build over SentencePiece alone",
+            seconds["build"] / seconds["raw"],
+            BUILD_GOAL,
+            "x",
+        ),
     ]
 
 
@@ -102,7 +109,9 @@ def _raw_seconds(directory: Path, size: EncodingSize) -> float:
     for number in range(size.processes):
         ours, theirs = context.Pipe()
         path = directory / "text" / f"{number}.jsonl"
-        process = context.Process(target=_encode, args=(theirs, path, directory / "tokenizer"), daemon=True)
+        process = context.Process(
+            target=_encode, args=(theirs, path, directory / "tokenizer"), daemon=True
+        )
         process.start()
         running.append((ours, process))
     for connection, _ in running:

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-TOLERANCE = 1.15  # machines and neighbours differ: a goal is missed when it is missed by more than this
+TOLERANCE = (
+    1.15  # machines and neighbours differ: a goal is missed when it is missed by more than this
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ def table(rows: list[Row]) -> str:
     lines = ["| what | measured | goal | |", "|---|---|---|---|"]
     for row in rows:
         goal = f"at most {row.goal:g} {row.unit}" if row.goal else ""
-        verdict = "" if not row.goal else "ok" if row.value <= row.goal else "close" if row.passes else "MISSED"
+        verdict = (
+            ""
+            if not row.goal
+            else "ok"
+            if row.value <= row.goal
+            else "close"
+            if row.passes
+            else "MISSED"
+        )
         lines.append(f"| {row.name} | {row.value:.3g} {row.unit} | {goal} | {verdict} |")
     return "\n".join(lines)

@@ -62,12 +62,29 @@ def reading_rows(directory: Path, size: ReadingSize) -> list[Row]:
     what = f"batches of {size.lanes} lanes x {size.segment_length} from"
     bare = costs["memmap"]
     return [
-        Row("copying the same slices out of a bare memory map", 1e9 * bare, 0, "ns of CPU per token"),
+        Row(
+            "copying the same slices out of a bare memory map", 1e9 * bare, 0, "ns of CPU per token"
+        ),
         Row(f"{what} MDS, over that", costs["mds"] / bare, MDS_GOAL, "x"),
         Row(f"{what} WebDataset tars, over that", costs["webdataset"] / bare, WEBDATASET_GOAL, "x"),
-        Row(f"{what} MDS with SHA-256 of every shard, over that", costs["mds checked"] / bare, 0, "x"),
-        Row("StreamingDataset, documents in order, over that", stock["StreamingDataset"] / bare, 0, "x"),
-        Row("webdataset.WebDataset, documents in order, over that", stock["WebDataset"] / bare, 0, "x"),
+        Row(
+            f"{what} MDS with SHA-256 of every shard, over that",
+            costs["mds checked"] / bare,
+            0,
+            "x",
+        ),
+        Row(
+            "StreamingDataset, documents in order, over that",
+            stock["StreamingDataset"] / bare,
+            0,
+            "x",
+        ),
+        Row(
+            "webdataset.WebDataset, documents in order, over that",
+            stock["WebDataset"] / bare,
+            0,
+            "x",
+        ),
     ]
 
 
@@ -83,10 +100,16 @@ def _write_corpus(directory: Path, shard_format: ShardFormat, size: ReadingSize)
             entries.append(write_shard(path, documents, directory / "scratch"))
             lengths = [len(tokens) for _, tokens in documents]
             file_size, digest = path.stat().st_size, sha256_of(path)
-            infos.append(ShardInfo(path.name, len(lengths), sum(lengths), max(lengths), file_size, digest, 0, 0))
+            infos.append(
+                ShardInfo(
+                    path.name, len(lengths), sum(lengths), max(lengths), file_size, digest, 0, 0
+                )
+            )
             flat.writelines(tokens.tobytes() for _, tokens in documents)
     write_index(directory, entries)
-    Manifest(dtype=DTYPE, tokenizer="none", end_id=0, vocab_size=1 << 16, shards=tuple(infos)).write(directory)
+    Manifest(
+        dtype=DTYPE, tokenizer="none", end_id=0, vocab_size=1 << 16, shards=tuple(infos)
+    ).write(directory)
 
 
 def _documents(generator: np.random.Generator, num_tokens: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -48,7 +48,9 @@ def scale_rows(directory: Path, size: ScaleSize) -> list[Row]:
     """Memory, time per epoch, time per seek, and downloads over the least possible."""
     _write_manifest(directory, size)
     memory, peak = _plan_memory(directory, size)
-    costs = medians({"epoch": lambda: _epoch_seconds(size), "seek": lambda: _seek_seconds(size)}, rounds=5)
+    costs = medians(
+        {"epoch": lambda: _epoch_seconds(size), "seek": lambda: _seek_seconds(size)}, rounds=5
+    )
     what = f"{size.shards:,} shards, {size.tokens:.0e} tokens, {size.documents:.0e} documents, {size.lanes:,} lanes: "
     lanes = size.ranks_of_node * size.lanes_of_rank
     return [
@@ -68,10 +70,21 @@ def scale_rows(directory: Path, size: ScaleSize) -> list[Row]:
 def _write_manifest(directory: Path, size: ScaleSize) -> None:
     tokens, digest = size.shard_tokens, "0123456789abcdef" * 4
     shards = tuple(
-        ShardInfo(f"shard.{number:05d}.mds", size.shard_documents, tokens, 20_000, 2 * tokens, digest, tokens, tokens)
+        ShardInfo(
+            f"shard.{number:05d}.mds",
+            size.shard_documents,
+            tokens,
+            20_000,
+            2 * tokens,
+            digest,
+            tokens,
+            tokens,
+        )
         for number in range(size.shards)
     )
-    Manifest(dtype="uint16", tokenizer=digest, end_id=1, vocab_size=1 << 15, shards=shards).write(directory)
+    Manifest(dtype="uint16", tokenizer=digest, end_id=1, vocab_size=1 << 15, shards=shards).write(
+        directory
+    )
 
 
 def _lengths_of(size: ScaleSize, unit: int) -> np.ndarray:

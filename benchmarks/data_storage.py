@@ -45,13 +45,16 @@ def storage_rows(directory: Path, size: StorageSize) -> list[Row]:
     """The part of the time that the loop waits, after it has begun."""
     corpus = _corpus_of(directory / "train", size)
     shard_bytes = corpus.manifest.shards[0].size
-    handler = partial(_SlowHandler, shard_bytes / size.shard_seconds, directory=str(directory / "train"))
+    handler = partial(
+        _SlowHandler, shard_bytes / size.shard_seconds, directory=str(directory / "train")
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
         waits = {
-            ahead: _waiting(corpus, _source(url, directory / f"cache-{ahead}", ahead), size) for ahead in (False, True)
+            ahead: _waiting(corpus, _source(url, directory / f"cache-{ahead}", ahead), size)
+            for ahead in (False, True)
         }
     finally:
         server.shutdown()
@@ -87,12 +90,18 @@ class _Unprepared(CachedShards):
 
 
 def _source(url: str, directory: Path, reads_ahead: bool) -> CachedShards:
-    return (CachedShards if reads_ahead else _Unprepared)(store_at(url), ShardCache(CacheConfig(directory=directory)))
+    return (CachedShards if reads_ahead else _Unprepared)(
+        store_at(url), ShardCache(CacheConfig(directory=directory))
+    )
 
 
 def _waiting(corpus: Corpus, source: CachedShards, size: StorageSize) -> float:
     stream = LaneStream(
-        Corpus(corpus.directory, corpus.manifest, source), size.lanes, 1, size.segment_length, range(size.lanes)
+        Corpus(corpus.directory, corpus.manifest, source),
+        size.lanes,
+        1,
+        size.segment_length,
+        range(size.lanes),
     )
     with Prefetcher(stream) as batches:
         next(batches)
@@ -107,11 +116,29 @@ def _corpus_of(directory: Path, size: StorageSize) -> Corpus:
     directory.mkdir(parents=True)
     infos = []
     for number in range(size.shards):
-        path, tokens = directory / f"shard.{number:05d}.mds", np.full(size.segment_length, number, np.uint16)
-        write_shard(path, [(f"{place}", tokens) for place in range(size.shard_segments)], directory / "scratch")
+        path, tokens = (
+            directory / f"shard.{number:05d}.mds",
+            np.full(size.segment_length, number, np.uint16),
+        )
+        write_shard(
+            path,
+            [(f"{place}", tokens) for place in range(size.shard_segments)],
+            directory / "scratch",
+        )
         count = size.segment_length * size.shard_segments
         infos.append(
-            ShardInfo(path.name, size.shard_segments, count, len(tokens), path.stat().st_size, sha256_of(path), 0, 0)
+            ShardInfo(
+                path.name,
+                size.shard_segments,
+                count,
+                len(tokens),
+                path.stat().st_size,
+                sha256_of(path),
+                0,
+                0,
+            )
         )
-    Manifest(dtype="uint16", tokenizer="", end_id=0, vocab_size=1 << 16, shards=tuple(infos)).write(directory)
+    Manifest(dtype="uint16", tokenizer="", end_id=0, vocab_size=1 << 16, shards=tuple(infos)).write(
+        directory
+    )
     return Corpus.open(directory)

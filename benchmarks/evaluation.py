@@ -65,7 +65,12 @@ def evaluation_comparisons() -> list[Comparison]:
 def _model(num_layers: int, memory_length: int) -> TransformerXL:
     return TransformerXL(
         ModelConfig(
-            vocab_size=204, num_layers=num_layers, d_model=512, num_heads=8, d_inner=2048, memory_length=memory_length
+            vocab_size=204,
+            num_layers=num_layers,
+            d_model=512,
+            num_heads=8,
+            d_inner=2048,
+            memory_length=memory_length,
         )
     ).eval()
 
@@ -74,12 +79,19 @@ def _tokens(lanes: int, length: int = SEGMENT) -> Tensor:
     return torch.randint(204, (lanes, length + 1), generator=torch.Generator().manual_seed(length))
 
 
-def _reference(model: TransformerXL) -> Callable[[Tensor, Tensor, list[Tensor], int], tuple[Tensor, list[Tensor]]]:
+def _reference(
+    model: TransformerXL,
+) -> Callable[[Tensor, Tensor, list[Tensor], int], tuple[Tensor, list[Tensor]]]:
     from tests.helpers.reference_training import ReferenceTransformerXL
 
     config = model.config
     return ReferenceTransformerXL(
-        config.vocab_size, config.num_layers, config.num_heads, config.d_model, config.inner_width, dropout=0.0
+        config.vocab_size,
+        config.num_layers,
+        config.num_heads,
+        config.d_model,
+        config.inner_width,
+        dropout=0.0,
     ).eval()
 
 
@@ -90,7 +102,9 @@ def _original(model: TransformerXL) -> Callable[[], None]:
 
     @torch.no_grad()
     def work() -> None:
-        _, memory[0] = reference(tokens_TB[:-1], tokens_TB[1:], memory[0], model.config.memory_length)
+        _, memory[0] = reference(
+            tokens_TB[:-1], tokens_TB[1:], memory[0], model.config.memory_length
+        )
 
     return _with_full_memory(work, model)
 

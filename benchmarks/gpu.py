@@ -17,14 +17,23 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.compare import Comparison
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.model.attention_paths import AttentionPath, DistanceTerms, WeightDropout, path_for, plain_attention
+from pretrain.model.attention_paths import (
+    AttentionPath,
+    DistanceTerms,
+    WeightDropout,
+    path_for,
+    plain_attention,
+)
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.groups import build_optimizer
 
-FLASH_GOALS = {128: 1 / 2.0, 64: 1 / 2.2}  # head width -> how fast compared with flash, which has no relative term
+FLASH_GOALS = {
+    128: 1 / 2.0,
+    64: 1 / 2.2,
+}  # head width -> how fast compared with flash, which has no relative term
 PLAIN_GOAL = 5.0
 MEMORY_GOAL = 12.0
 MFU_GOAL = 0.40
@@ -59,14 +68,18 @@ class AttentionInputs:
         generator = torch.Generator(device).manual_seed(shape.L)
 
         def random(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, device=device, generator=generator).to(dtype).requires_grad_()
+            return (
+                torch.randn(*sizes, device=device, generator=generator).to(dtype).requires_grad_()
+            )
 
         self.query_BLNH = random(shape.B, shape.L, shape.N, shape.H)
         self.key_value_BC2NH = random(shape.B, keys, 2, shape.N, shape.H)
         self.position_CNH = random(keys, shape.N, shape.H)
         self.biases_NH = [random(shape.N, shape.H) for _ in range(2)]
         self.gradient_BLNH = random(shape.B, shape.L, shape.N, shape.H).detach()
-        self._visibility = Visibility(num_queries=shape.L, num_keys=keys, dtype=dtype, device=device)
+        self._visibility = Visibility(
+            num_queries=shape.L, num_keys=keys, dtype=dtype, device=device
+        )
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -75,14 +88,19 @@ class AttentionInputs:
     def relative(self, path: AttentionPath) -> Tensor:
         """The paper's attention [B, L, N, H] by one of the paths."""
         terms = DistanceTerms(
-            position_CNH=self.position_CNH, content_bias_NH=self.biases_NH[0], position_bias_NH=self.biases_NH[1]
+            position_CNH=self.position_CNH,
+            content_bias_NH=self.biases_NH[0],
+            position_bias_NH=self.biases_NH[1],
         )
         none = WeightDropout(rate=0.0, layer=0, stream=None)
         return path(self.query_BLNH, [self.key_value_BC2NH], terms, self._visibility, none)
 
     def without_positions(self) -> Tensor:
         """The same attention without its relative term, [B, L, N, H], by PyTorch; on a GPU by flash attention."""
-        query, (key, value) = self.query_BLNH.transpose(1, 2), self.key_value_BC2NH.permute(2, 0, 3, 1, 4)
+        query, (key, value) = (
+            self.query_BLNH.transpose(1, 2),
+            self.key_value_BC2NH.permute(2, 0, 3, 1, 4),
+        )
         on_gpu = query.device.type == "cuda"
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext():
             mask = causal_lower_right(self.shape.L, self.shape.M + self.shape.L)
@@ -106,10 +124,14 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def attention_comparisons(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+def attention_comparisons(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> Iterator[Comparison]:
     """Against flash attention without the relative term, and against plain operations with it."""
     inputs = AttentionInputs(shape, device, dtype)
-    ours = inputs.forward_and_backward(lambda: inputs.relative(path_for("auto", device, dtype, shape.H)))
+    ours = inputs.forward_and_backward(
+        lambda: inputs.relative(path_for("auto", device, dtype, shape.H))
+    )
     yield Comparison(
         name=f"fused attention against flash without positions, {shape.name}",
         goal=FLASH_GOALS.get(shape.H, min(FLASH_GOALS.values())),
@@ -141,7 +163,9 @@ def memory_ratio(shape: Shape, device: torch.device, dtype: torch.dtype) -> floa
     return peak(plain_attention) / peak(path_for("auto", device, dtype, shape.H))
 
 
-def errors_against_float64(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+def errors_against_float64(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
     """Relative errors (2-norm) of output and gradients: of the device's path, and of plain operations in `dtype`."""
     inputs = AttentionInputs(shape, device, dtype)
     exact = AttentionInputs(shape, device, torch.float64)
@@ -171,7 +195,12 @@ def _relative_error(found: Tensor, exact: Tensor) -> float:
 def large_run(lanes: int = 4) -> RunConfig:
     """The 1.3B model of the goals: 24 layers of width 2048, 16 heads, vocabulary 32,000, segment = memory = 2048."""
     model = ModelConfig(
-        vocab_size=32_000, num_layers=24, d_model=2048, num_heads=16, memory_length=2048, norm_position="pre"
+        vocab_size=32_000,
+        num_layers=24,
+        d_model=2048,
+        num_heads=16,
+        memory_length=2048,
+        norm_position="pre",
     )
     return RunConfig(model=model, data=DataConfig(lanes=lanes, segment_length=2048))
 
@@ -181,11 +210,17 @@ def training_step(run: RunConfig, device: torch.device, dtype: torch.dtype) -> C
     model = TransformerXL(run.model, "full", "auto", logits_chunk_tokens=2048).to(device, dtype)
     optimizer = build_optimizer(model, OptimConfig())
     shape = (run.data.lanes, run.data.segment_length + 1)
-    tokens_BT = torch.randint(run.model.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    tokens_BT = torch.randint(
+        run.model.vocab_size, shape, generator=torch.Generator().manual_seed(1)
+    ).to(device)
     memory: list[Memory | None] = [None]
 
     def work() -> None:
-        stream = DropoutStream(seed=1, step=1, lanes=range(run.data.lanes)) if run.model.dropout else None
+        stream = (
+            DropoutStream(seed=1, step=1, lanes=range(run.data.lanes))
+            if run.model.dropout
+            else None
+        )
         nll_BL, memory[0] = model(tokens_BT[:, :-1], tokens_BT[:, 1:], memory[0], dropout=stream)
         nll_BL.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25, foreach=True)

@@ -36,7 +36,11 @@ def restart_table() -> str:
     from tests.helpers.corpora import make_tiny_corpus
 
     with tempfile.TemporaryDirectory(prefix="bench-restart-") as name:
-        corpus, run, bytecode = make_tiny_corpus(Path(name) / "corpus"), Path(name) / "run", Path(name) / "bytecode"
+        corpus, run, bytecode = (
+            make_tiny_corpus(Path(name) / "corpus"),
+            Path(name) / "run",
+            Path(name) / "bytecode",
+        )
         _start(corpus, run)  # writes the checkpoint
         starts = [_start(corpus, run) for _ in range(ROUNDS)]
         uncached = _start(corpus, run, {"PYTHONPYCACHEPREFIX": str(bytecode)})
@@ -54,14 +58,29 @@ def _table(seconds: dict[str, float], compiling: float) -> str:
         (f"besides: {BYTECODE}", f"{compiling:.2f}", f"{compiling / whole:.0%}"),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def _start(corpus: Path, run: Path, environment: dict[str, str] | None = None) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.restart", str(corpus), str(run)]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(command, env={**inherited, **(environment or {})}, capture_output=True, text=True, check=True)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    done = subprocess.run(
+        command,
+        env={**inherited, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -90,7 +109,11 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     state = found or TrainState.fresh(num_slots=1)
     moments.append(time.time())
     split, data = Corpus.open(corpus / "train"), config.data
-    batch = next(LaneStream(split, data.lanes, config.seed, data.segment_length, range(data.lanes), state.cursor))
+    batch = next(
+        LaneStream(
+            split, data.lanes, config.seed, data.segment_length, range(data.lanes), state.cursor
+        )
+    )
     moments.append(time.time())
     _, state.memories[0] = engine.forward_backward(batch, state.memories[0], state.step)
     engine.step(config.optim.learning_rate)
@@ -99,7 +122,9 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
         state.step, state.cursor = 1, batch.cursor
         checkpointer.save(engine, state)
         checkpointer.finish()
-    return {part: after - before for part, (before, after) in zip(PARTS, pairwise(moments), strict=True)}
+    return {
+        part: after - before for part, (before, after) in zip(PARTS, pairwise(moments), strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ SEGMENT = 64
 def bench_run(corpus: Path = Path("data"), engine: EngineConfig | None = None) -> RunConfig:
     """A hundred million parameters, and little to compute with them."""
     return RunConfig(
-        model=ModelConfig(vocab_size=300, num_layers=13, d_model=768, num_heads=12, memory_length=SEGMENT),
+        model=ModelConfig(
+            vocab_size=300, num_layers=13, d_model=768, num_heads=12, memory_length=SEGMENT
+        ),
         data=DataConfig(path=corpus, lanes=1, segment_length=SEGMENT),
         engine=engine or EngineConfig(),
     )

@@ -63,10 +63,21 @@ def growth_table() -> str:
     rows = [["training cost per token", "measured", "by FLOPs"]]
     for point, measured in zip(all_points, seconds, strict=True):
         times = statistics.median(measured) / statistics.median(seconds[0])
-        rows.append([point.name, f"{times:.2f}", f"{point.flops_per_token / all_points[0].flops_per_token:.2f}"])
+        rows.append(
+            [
+                point.name,
+                f"{times:.2f}",
+                f"{point.flops_per_token / all_points[0].flops_per_token:.2f}",
+            ]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def _training_step(point: Point) -> Callable[[], None]:

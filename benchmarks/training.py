@@ -27,7 +27,13 @@ def training_comparisons() -> list[Comparison]:
 def run_config(length: int) -> RunConfig:
     """The published model for enwik8 with the vocabulary that other implementations were measured with."""
     model = ModelConfig(
-        vocab_size=8192, num_layers=12, d_model=512, num_heads=8, d_inner=2048, memory_length=length, dropout=0.1
+        vocab_size=8192,
+        num_layers=12,
+        d_model=512,
+        num_heads=8,
+        d_inner=2048,
+        memory_length=length,
+        dropout=0.1,
     )
     return RunConfig(model=model, data=DataConfig(lanes=LANES, segment_length=length))
 

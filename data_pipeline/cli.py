@@ -27,20 +27,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="data-pipeline", description="Text to shards of tokens, and what is in them.")
-    commands = parser.add_subparsers(required=True, metavar="build | merge | fetch | upload | verify | inspect | audit")
-    build = commands.add_parser("build", help="turn text into a corpus; the same command goes on after a crash")
+    parser = argparse.ArgumentParser(
+        prog="data-pipeline", description="Text to shards of tokens, and what is in them."
+    )
+    commands = parser.add_subparsers(
+        required=True, metavar="build | merge | fetch | upload | verify | inspect | audit"
+    )
+    build = commands.add_parser(
+        "build", help="turn text into a corpus; the same command goes on after a crash"
+    )
     add_build_arguments(build)
-    add_merge_arguments(commands.add_parser("merge", help="make one corpus of the parts that `build --part` built"))
-    add_fetch_arguments(commands.add_parser("fetch", help="copy a corpus from a store, checking every shard"))
+    add_merge_arguments(
+        commands.add_parser("merge", help="make one corpus of the parts that `build --part` built")
+    )
+    add_fetch_arguments(
+        commands.add_parser("fetch", help="copy a corpus from a store, checking every shard")
+    )
     add_upload_arguments(
-        commands.add_parser("upload", help="copy a corpus to an object store and read back every byte")
+        commands.add_parser(
+            "upload", help="copy a corpus to an object store and read back every byte"
+        )
     )
     verify = commands.add_parser("verify", help="read every byte and compare it with the manifest")
-    inspect = commands.add_parser("inspect", help="show sizes, tokenizer, a sample and how even the lanes are")
-    audit = commands.add_parser("audit", help="list what each lane reads at each step, without reading tokens")
+    inspect = commands.add_parser(
+        "inspect", help="show sizes, tokenizer, a sample and how even the lanes are"
+    )
+    audit = commands.add_parser(
+        "audit", help="list what each lane reads at each step, without reading tokens"
+    )
     for command, run in ((verify, _verify), (inspect, _inspect), (audit, None)):
-        command.add_argument("directory", type=Path, help="a corpus, one of its splits, or a corpus' URL")
+        command.add_argument(
+            "directory", type=Path, help="a corpus, one of its splits, or a corpus' URL"
+        )
         command.set_defaults(run=run)
     for command in (inspect, audit):
         command.add_argument("--lanes", type=int, default=16)

@@ -11,4 +11,6 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
     """ConfigError for the first of these flags that is below one."""
     for name in names:
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)} must be positive")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(options, name)} must be positive"
+            )

@@ -53,7 +53,9 @@ def to_tree(config: Any) -> Any:
     return location.shown(config) if isinstance(config, Path) else config
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """Dotted names whose values differ between two trees -> (before, after); a side without the name shows None."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in after if key not in before)]:
@@ -69,18 +71,24 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str]) 
     """A `schema` instance, or _WRONG with the reasons added to `problems`."""
     tree = {} if tree is None else tree  # `model:` with nothing under it
     if not isinstance(tree, Mapping):
-        problems.append(f"{'.'.join(where) or 'settings'}: found {shown(tree)}, expected a section with names under it")
+        problems.append(
+            f"{'.'.join(where) or 'settings'}: found {shown(tree)}, expected a section with names under it"
+        )
         return _WRONG
     hints = get_type_hints(schema)
     known = [field for field in fields(schema) if field.init]
     names = [field.name for field in known]
     for key in tree:
         if key not in names:
-            problems.append(f"{_dotted(where, key)}: unknown setting{_did_you_mean_setting(schema, where, str(key))}")
+            problems.append(
+                f"{_dotted(where, key)}: unknown setting{_did_you_mean_setting(schema, where, str(key))}"
+            )
     values: Tree = {}
     for field in known:
         if field.name in tree:
-            values[field.name] = _value_of(hints[field.name], tree[field.name], (*where, field.name), problems)
+            values[field.name] = _value_of(
+                hints[field.name], tree[field.name], (*where, field.name), problems
+            )
         elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(f"{_dotted(where, field.name)}: missing; it has no default")
             values[field.name] = _WRONG
@@ -98,7 +106,10 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
         return _build(hint, value, where, problems)
     section = _section_of_list(hint)
     if section is not None and isinstance(value, list):
-        built = [_build(section, each, (*where, str(number)), problems) for number, each in enumerate(value)]
+        built = [
+            _build(section, each, (*where, str(number)), problems)
+            for number, each in enumerate(value)
+        ]
         return _WRONG if any(each is _WRONG for each in built) else tuple(built)
     from pydantic import ValidationError
 
@@ -112,7 +123,9 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
     except ValidationError as error:
         for item in error.errors():
             wish = item["msg"].replace("Input should be", "expected", 1)
-            problems.append(f"{_dotted((*where, *item['loc']))}: found {shown(item['input'])}, {wish}")
+            problems.append(
+                f"{_dotted((*where, *item['loc']))}: found {shown(item['input'])}, {wish}"
+            )
     return _WRONG
 
 
@@ -132,7 +145,9 @@ def _adapter(hint: Any) -> Any:
 def _report(source: str, problems: list[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
-    return "\n".join([f"{source}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])
+    return "\n".join(
+        [f"{source}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
+    )
 
 
 def _did_you_mean_setting(schema: Any, where: tuple[str, ...], name: str) -> str:

@@ -20,7 +20,11 @@ WRONG_PLACE = (
     errno.ELOOP,
     errno.EXDEV,
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, file larger than allowed
+NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # disk full, quota used up, file larger than allowed
 
 
 class UserError(Exception):
@@ -56,7 +60,10 @@ def exit_status_of(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (*NO_ROOM, *WRONG_PLACE):
             raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}", file=sys.stderr)
+        print(
+            f"error: {error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -26,14 +26,18 @@ class Program:
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line; returns its exit status."""
-        return exit_status_of(lambda: self._dispatch(sys.argv[1:] if arguments is None else list(arguments)))
+        return exit_status_of(
+            lambda: self._dispatch(sys.argv[1:] if arguments is None else list(arguments))
+        )
 
     def usage(self) -> str:
         """What `--help` prints."""
         width = max(map(len, self.commands))
         lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in self.commands.items()]
         more = f"'{self.name} COMMAND --help' says more about one of them."
-        return "\n".join([f"usage: {self.name} COMMAND ...", "", self.purpose, "", *lines, "", more])
+        return "\n".join(
+            [f"usage: {self.name} COMMAND ...", "", self.purpose, "", *lines, "", more]
+        )
 
     def _dispatch(self, arguments: list[str]) -> int:
         if not arguments:
@@ -44,7 +48,9 @@ class Program:
             print(self.usage())
             return 0
         if name not in self.commands:
-            raise UserError(f"'{self.name} {name}' is no command{did_you_mean(name, list(self.commands))}")
+            raise UserError(
+                f"'{self.name} {name}' is no command{did_you_mean(name, list(self.commands))}"
+            )
         module_name, summary = self.commands[name]
         module = importlib.import_module(module_name)
         description = f"{summary[0].upper()}{summary[1:]}."

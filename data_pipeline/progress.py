@@ -25,7 +25,11 @@ class Reading:
     def __str__(self) -> str:
         share = self.file_bytes / max(self.total_bytes, 1)
         done, to_do = self.file_bytes - self.skipped_bytes, self.total_bytes - self.file_bytes
-        left = f", about {duration(self.seconds * to_do / done)} left" if done > 0.02 * to_do > 0 else ""
+        left = (
+            f", about {duration(self.seconds * to_do / done)} left"
+            if done > 0.02 * to_do > 0
+            else ""
+        )
         rate = self.characters / 1e6 / max(self.seconds, 1e-9)
         return (
             f"{self.documents:,} documents, {self.tokens / 1e6:.1f}M tokens, "
@@ -41,7 +45,9 @@ def joined(readings: Iterable[Reading], seconds: float) -> Reading:
     """What several processes have done together in `seconds`."""
     counts = [field.name for field in fields(Reading) if field.name != "seconds"]
     rows = list(readings)
-    return Reading(**{name: sum(getattr(row, name) for row in rows) for name in counts}, seconds=seconds)
+    return Reading(
+        **{name: sum(getattr(row, name) for row in rows) for name in counts}, seconds=seconds
+    )
 
 
 def duration(seconds: float) -> str:

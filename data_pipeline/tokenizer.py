@@ -85,7 +85,9 @@ class Tokenizer:
             if self._processor is not None and not self._processor.is_control(token):
                 name = self._processor.id_to_piece(token)
                 is_byte = self._processor.is_byte(token)
-                piece = bytes([int(name[3:5], 16)]) if is_byte else name.replace("\u2581", " ").encode()
+                piece = (
+                    bytes([int(name[3:5], 16)]) if is_byte else name.replace("\u2581", " ").encode()
+                )
             sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
         return sizes[0], sizes[1]
 
@@ -115,7 +117,9 @@ class Tokenizer:
         except FileNotFoundError as error:
             raise DataError(f"{path} is no tokenizer: {error.filename} is missing") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path / DESCRIPTION_NAME} is damaged ({error!r}); restore it") from None
+            raise DataError(
+                f"{path / DESCRIPTION_NAME} is damaged ({error!r}); restore it"
+            ) from None
         found = fingerprint_of(kind, model)
         if found != description.get("fingerprint"):
             raise DataError(
@@ -138,7 +142,9 @@ def _load_foreign(path: Path) -> Tokenizer:
     except (RuntimeError, OSError) as error:
         raise DataError(f"{path} is no SentencePiece model ({error})") from None
     if tokenizer.end_id < 0:
-        raise DataError(f"{path} has no end-of-sentence token (eos_id), which must close every document; train another")
+        raise DataError(
+            f"{path} has no end-of-sentence token (eos_id), which must close every document; train another"
+        )
     return tokenizer
 
 
@@ -169,7 +175,11 @@ def train_tokenizer(kind: TokenizerKind, vocab_size: int, texts: Iterable[str]) 
         return Tokenizer("bytes")
     import sentencepiece
 
-    model, sentences, on_interrupt = io.BytesIO(), _Sentences(texts), signal.getsignal(signal.SIGINT)
+    model, sentences, on_interrupt = (
+        io.BytesIO(),
+        _Sentences(texts),
+        signal.getsignal(signal.SIGINT),
+    )
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -229,13 +239,16 @@ class _Sentences:
 def _training_advice(vocab_size: int, message: str) -> str:
     limit = re.search(r"value <= (\d+)", message)
     if limit:
-        smaller = f"set it to at most {limit.group(1)}, " if int(limit.group(1)) >= SMALLEST_VOCABULARY else ""
+        smaller = (
+            f"set it to at most {limit.group(1)}, "
+            if int(limit.group(1)) >= SMALLEST_VOCABULARY
+            else ""
+        )
         return (
             f"tokenizer.vocab_size={vocab_size} is more than the training text has pieces for; "
             f"{smaller}give more text, or use tokenizer.kind=bytes"
         )
     required = re.search(r"required_chars[^0-9]*\d+ vs (\d+)|(\d+) required", message)
     hint = f" (at least {required.group(1) or required.group(2)})" if required else ""
-    return (
-        f"tokenizer.vocab_size={vocab_size} does not suit the training text{hint}: {message.strip().splitlines()[-1]}"
-    )
+    last = message.strip().splitlines()[-1]
+    return f"tokenizer.vocab_size={vocab_size} does not suit the training text{hint}: {last}"

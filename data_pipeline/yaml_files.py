@@ -16,7 +16,9 @@ from data_pipeline.errors import ConfigError
 
 Tree = dict[str, Any]
 _FLOAT_TAG = "tag:yaml.org,2002:float"
-_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")  # PyYAML takes 1e-3 for text, YAML 1.2 does not
+_EXPONENT = re.compile(
+    r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"
+)  # PyYAML takes 1e-3 for text, YAML 1.2 does not
 
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
@@ -29,7 +31,9 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
     parents = own.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
-        raise ConfigError(f"{path}: extends={parents!r} must be a file name or a list of file names")
+        raise ConfigError(
+            f"{path}: extends={parents!r} must be a file name or a list of file names"
+        )
     merged: Tree = {}
     for parent in parents:
         merge(merged, read_tree(path.parent / parent, (*extended_by, resolved)))
@@ -43,11 +47,15 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         names = [item.name for item in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise ConfigError(f"{path}{wanted_by} does not exist{did_you_mean(path.name, names)}") from None
+        raise ConfigError(
+            f"{path}{wanted_by} does not exist{did_you_mean(path.name, names)}"
+        ) from None
     except IsADirectoryError:
         raise ConfigError(f"{path}{wanted_by} is a directory; name a YAML file in it") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?") from None
+        raise ConfigError(
+            f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"
+        ) from None
 
 
 def _parse_yaml(text: str, path: Path) -> Tree:
@@ -58,7 +66,9 @@ def _parse_yaml(text: str, path: Path) -> Tree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -79,7 +89,9 @@ def _loader() -> Any:
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name!r} is given twice", key.start_mark
+                )
             seen.add(name)
         loader.flatten_mapping(node)
         return loader.construct_mapping(node, deep=True)
@@ -96,12 +108,16 @@ def parse_override(override: str) -> Tree:
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
     if not equals or not all(names):
-        raise ConfigError(f"override {override!r} is not of the form section.name=value, such as optim.steps=100")
+        raise ConfigError(
+            f"override {override!r} is not of the form section.name=value, such as optim.steps=100"
+        )
     try:
         value = yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value: {problem}") from None
+        raise ConfigError(
+            f"override {override!r}: {text!r} is not a YAML value: {problem}"
+        ) from None
     for name in reversed(names):
         value = {name: value}
     return value
@@ -114,7 +130,9 @@ def merge(into: Tree, tree: Mapping[str, Any]) -> None:
             if not isinstance(into.get(key), dict):
                 into[key] = {}
             merge(into[key], value)
-        elif not (value is None and isinstance(into.get(key), dict)):  # an empty section takes nothing away
+        elif not (
+            value is None and isinstance(into.get(key), dict)
+        ):  # an empty section takes nothing away
             into[key] = value
 
 

@@ -27,7 +27,9 @@ class Policy:
     """How patient to be with a run that crashes. Progress is a newer checkpoint, not time."""
 
     attempts_without_progress: int = 3
-    first_delay: float = 1.0  # seconds before the next attempt; doubled for each one without progress
+    first_delay: float = (
+        1.0  # seconds before the next attempt; doubled for each one without progress
+    )
     longest_delay: float = 60.0
 
 
@@ -45,7 +47,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """The policy that the options ask for; ConfigError if there is none such."""
     if arguments.attempts_without_progress < 1:
-        raise ConfigError(f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more")
+        raise ConfigError(
+            f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more"
+        )
     return Policy(attempts_without_progress=arguments.attempts_without_progress)
 
 
@@ -56,7 +60,9 @@ class Attempt:
     statuses: tuple[int, ...]
     step_before: int
     step_after: int
-    first_failure: int | None = None  # the rank that ended badly first, or gave no sign of life, where that was seen
+    first_failure: int | None = (
+        None  # the rank that ended badly first, or gave no sign of life, where that was seen
+    )
     hung: bool = False  # a rank's watchdog ended it, since a step took too long
 
     @property
@@ -86,7 +92,9 @@ def decide(attempts: Sequence[Attempt], policy: Policy, stop_requested: bool = F
         return Decision(action=NextAction.REFUSED, reason="a setting or a file has to change first")
     fruitless = attempts_without_progress(attempts)
     if last.ran_out_of_memory:
-        return Decision(action=NextAction.RETRY, reason="out of memory: on with half the lanes per forward pass")
+        return Decision(
+            action=NextAction.RETRY, reason="out of memory: on with half the lanes per forward pass"
+        )
     failure = failure_of(last)
     if fruitless >= policy.attempts_without_progress:
         times = "attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
@@ -104,7 +112,9 @@ def attempts_without_progress(attempts: Sequence[Attempt]) -> int:
     for attempt in reversed(attempts):
         if attempt.made_progress:
             break
-        count += not attempt.ran_out_of_memory  # the next one needs less; the run ends at one lane at a time
+        count += (
+            not attempt.ran_out_of_memory
+        )  # the next one needs less; the run ends at one lane at a time
     return count
 
 
@@ -112,8 +122,12 @@ def failure_of(attempt: Attempt) -> str:
     """The first-hand failure in words."""
     if attempt.hung:
         silent = attempt.first_failure
-        return "the ranks hung" + ("" if silent is None else f"; rank {silent} gave no sign of life")
-    failed = [rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)]
+        return "the ranks hung" + (
+            "" if silent is None else f"; rank {silent} gave no sign of life"
+        )
+    failed = [
+        rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)
+    ]
     rank = failed[0] if attempt.first_failure is None else attempt.first_failure
     return f"rank {rank} {describe_exit(attempt.statuses[rank])}"
 

@@ -76,7 +76,10 @@ class StopSignals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -124,7 +127,11 @@ def supervise(
             say(_last_words(decision, run_dir))
             return EXIT_STATUS[decision.action]
         fruitless = attempts_without_progress(attempts)
-        patience = f", attempt {fruitless} of {policy.attempts_without_progress} without progress" if fruitless else ""
+        patience = (
+            f", attempt {fruitless} of {policy.attempts_without_progress} without progress"
+            if fruitless
+            else ""
+        )
         say(
             f"{decision.reason}{patience}; next attempt in {decision.delay:g} s from the checkpoint of step "
             f"{attempts[-1].step_after}"
@@ -182,8 +189,12 @@ def _shows_a_hang(log: Path) -> bool:
     return log.exists() and _WATCHDOG.search(log.read_text(errors="replace")) is not None
 
 
-def _record(run_dir: RunDir, number: int, attempt: Attempt, decision: Decision, tags: Mapping[str, Any]) -> None:
-    if not run_dir.exists() and not run_dir.ledger.exists():  # refused before there was a run, and never submitted
+def _record(
+    run_dir: RunDir, number: int, attempt: Attempt, decision: Decision, tags: Mapping[str, Any]
+) -> None:
+    if (
+        not run_dir.exists() and not run_dir.ledger.exists()
+    ):  # refused before there was a run, and never submitted
         return
     run_dir.append_ledger(
         {

@@ -20,24 +20,46 @@ COMMANDS = {
         "loss and bits per character with memories of any length, and how far back models look",
     ),
     "generate": ("pretrain.evaluation.sampling", "sample text from a checkpoint"),
-    "export": ("pretrain.weights.export", "a run's model as safetensors, settings and tokenizer, in one directory"),
+    "export": (
+        "pretrain.weights.export",
+        "a run's model as safetensors, settings and tokenizer, in one directory",
+    ),
     "import-original": (
         "pretrain.weights.import_original",
         "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
     ),
-    "describe": ("pretrain.commands.describe", "parameters, FLOPs, memory and disk of a run before it starts"),
-    "report": ("pretrain.commands.report", "a run's loss, speed, failures and settings as one page"),
-    "compare": ("pretrain.commands.compare", "several runs side by side: numbers, settings, curves"),
+    "describe": (
+        "pretrain.commands.describe",
+        "parameters, FLOPs, memory and disk of a run before it starts",
+    ),
+    "report": (
+        "pretrain.commands.report",
+        "a run's loss, speed, failures and settings as one page",
+    ),
+    "compare": (
+        "pretrain.commands.compare",
+        "several runs side by side: numbers, settings, curves",
+    ),
     "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune what a run has saved"),
-    "golden": ("pretrain.weights.golden", "compare the model with recorded results of the original implementation"),
+    "golden": (
+        "pretrain.weights.golden",
+        "compare the model with recorded results of the original implementation",
+    ),
     "verify-resume": (
         "pretrain.commands.verify_resume",
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",
     ),
-    "scale": ("pretrain.commands.scale", "scaling-law experiments: plan, collect, fit, predict, report, context"),
+    "scale": (
+        "pretrain.commands.scale",
+        "scaling-law experiments: plan, collect, fit, predict, report, context",
+    ),
     "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
 }
-PROGRAM = Program("pretrain", "Pretrain Transformer-XL language models, with exact memory and exact resume.", COMMANDS)
+PROGRAM = Program(
+    "pretrain",
+    "Pretrain Transformer-XL language models, with exact memory and exact resume.",
+    COMMANDS,
+)
 main = PROGRAM.main
 
 

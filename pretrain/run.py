@@ -23,7 +23,14 @@ from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.config.phases import begins_lanes, begins_phase, lane_seed_at, phase_at, run_at, runs_of_phases
+from pretrain.config.phases import (
+    begins_lanes,
+    begins_phase,
+    lane_seed_at,
+    phase_at,
+    run_at,
+    runs_of_phases,
+)
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks, sum_over_ranks
 from pretrain.engines.engine import Engine
@@ -52,7 +59,9 @@ from pretrain.state import TrainState
 from pretrain.train import train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
 
-SHARDS_BESIDE_LANES = 5  # that a rank may have open: two used last in each split, and the one it turns to
+SHARDS_BESIDE_LANES = (
+    5  # that a rank may have open: two used last in each split, and the one it turns to
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,9 @@ def _attempt(start: Start, attempt: str) -> int | None:
     """Train from the newest checkpoint on; the exit status, or None when this process has to begin over from there."""
     run_dir, world = start.run_dir, start.world
     ledger = broadcast_object(run_dir.read_ledger() if world.is_main else [])
-    config = with_fitting_micro_batch(run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger)
+    config = with_fitting_micro_batch(
+        run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger
+    )
     try:
         return _train_from_newest(start, config, attempt)
     except SpikeFound as found:
@@ -123,14 +134,18 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
     """As `_attempt`; `config` is the run in the phase that the newest checkpoint begins or is in."""
     run_dir, world, fence = start.run_dir, start.world, start.fence
     engine = start.fault.wrap(build_engine(config, world))
-    checkpointer = Checkpointer(config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check)
+    checkpointer = Checkpointer(
+        config, run_dir.checkpoints, world, attempt, run_dir.identity.id, fence.check
+    )
     state = checkpointer.restore_latest(engine)
     if state is None:
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
-        run_dir.append_ledger({"event": "resume" if state.step else "start", **event, "code": code_version()})
+        run_dir.append_ledger(
+            {"event": "resume" if state.step else "start", **event, "code": code_version()}
+        )
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(start, config, engine, state, lane_seed)
     windows = broadcast_object(skipped_windows(run_dir.read_ledger()) if world.is_main else [])
@@ -149,7 +164,11 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
         except SpikeFound:
             checkpointer.finish()  # it may be the one to go back to
             raise
-        goes_on = begins_phase(config, state.step) and not finished and not start.stop.requested_on_any_rank()
+        goes_on = (
+            begins_phase(config, state.step)
+            and not finished
+            and not start.stop.requested_on_any_rank()
+        )
         metrics.close(finished, goes_on)
     name = "finish" if finished else "phase ended" if goes_on else "stop"
     event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": lane_seed}
@@ -164,7 +183,9 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
     return 0 if finished else EXIT_STOPPED
 
 
-def _open_lanes(start: Start, config: RunConfig, engine: Engine, state: TrainState, seed: int) -> LaneStream:
+def _open_lanes(
+    start: Start, config: RunConfig, engine: Engine, state: TrainState, seed: int
+) -> LaneStream:
     """The lanes of this rank where the state left them, after the suspects of a rewind were named."""
     world, data = start.world, config.data
     corpus = open_training_data(data.path, data.mixture, data.cache)
@@ -184,7 +205,9 @@ def _step_to_go_on_from(start: Start) -> int:
     run_dir, world = start.run_dir, start.world
     with raise_on_all_ranks():
         good = (
-            files.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id) if world.is_main else None
+            files.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id)
+            if world.is_main
+            else None
         )
     return broadcast_object(good.index["step"] if good else 0)
 
@@ -193,13 +216,22 @@ def _say_what_changes(config: RunConfig, step: int) -> None:
     before, after = config.data, run_at(config, step).data
     memory = "memories go on" if before.lanes == after.lanes else "memories begin empty"
     lanes = "begin anew" if begins_lanes(config, step) else "go on"
-    length = f", segments of {after.segment_length}" if before.segment_length != after.segment_length else ""
-    print(f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes {lanes}{length}; {memory}", flush=True)
+    length = (
+        f", segments of {after.segment_length}"
+        if before.segment_length != after.segment_length
+        else ""
+    )
+    print(
+        f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes {lanes}{length}; {memory}",
+        flush=True,
+    )
 
 
 def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error: str) -> None:
     """Let every later start take less at a time."""
-    lanes = len(lanes_of_rank(config, world.rank, world.world_size)) // accumulation_steps(config, world.world_size)
+    lanes = len(lanes_of_rank(config, world.rank, world.world_size)) // accumulation_steps(
+        config, world.world_size
+    )
     run_dir.append_ledger(
         {
             "event": OUT_OF_MEMORY,
@@ -220,7 +252,9 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
 def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
     """How many tokens of each corpus all lanes have read since they began, by directory."""
     counts = stream.tokens_read(state.cursor)
-    totals = sum_over_ranks(torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device))
+    totals = sum_over_ranks(
+        torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device)
+    )
     return dict(zip(counts, totals.tolist(), strict=True))
 
 

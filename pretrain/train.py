@@ -48,7 +48,9 @@ def train(
         memories_before = list(state.memories)
         for slot, part in enumerate(batch.split(len(state.memories))):
             # A slot is a fixed group of lanes, so each slot carries its own memory from step to step.
-            loss, memory = engine.forward_backward(part, offload.fetch(slot, state.memories[slot]), state.step)
+            loss, memory = engine.forward_backward(
+                part, offload.fetch(slot, state.memories[slot]), state.step
+            )
             state.memories[slot] = offload.store(slot, memory)
             metrics.add_loss(loss)
         learning_rate = learning_rate_at(run.optim, state.step)
@@ -97,5 +99,6 @@ def memories_behind(batch: SegmentBatch, memories: Sequence[Memory | None]) -> l
     """The memories of the slots where nothing of this batch is remembered."""
     slots = batch.split(len(memories))
     return [
-        behind_forgotten(memory, torch.from_numpy(slot.starts_BL)) for memory, slot in zip(memories, slots, strict=True)
+        behind_forgotten(memory, torch.from_numpy(slot.starts_BL))
+        for memory, slot in zip(memories, slots, strict=True)
     ]

@@ -19,7 +19,9 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def bucket(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> str:
     """The URL of a new bucket of it, which this process and those it starts can reach."""
     for name, value in {**CREDENTIALS, "S3_ENDPOINT_URL": s3_endpoint}.items():
         monkeypatch.setenv(name, value)

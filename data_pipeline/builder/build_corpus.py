@@ -19,7 +19,13 @@ import numpy as np
 
 from data_pipeline.builder.document_rules import DocumentRules
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_finished, read_counts
+from data_pipeline.builder.journal import (
+    BuildJournal,
+    check_recipe,
+    claimed_output,
+    is_finished,
+    read_counts,
+)
 from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.reject_list import REJECTS_NAME, RejectList
 from data_pipeline.builder.sources import SourceFile, list_sources
@@ -27,7 +33,13 @@ from data_pipeline.builder.split_writer import SplitWriter
 from data_pipeline.builder.train_tokenizer import is_validation, needs_training, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_DIRECTORY, Manifest, read_manifest
+from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
+    SPLITS,
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    read_manifest,
+)
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
@@ -70,7 +82,9 @@ def list_all_sources(config: CorpusConfig) -> list[tuple[str, SourceFile]]:
     """Every input file in its order, with the split it is for: "validation", or "" where each document decides."""
     sources = [("", source) for source in list_sources(config.input, config)]
     if config.validation_input:
-        sources += [("validation", source) for source in list_sources(config.validation_input, config)]
+        sources += [
+            ("validation", source) for source in list_sources(config.validation_input, config)
+        ]
     return sources
 
 
@@ -116,13 +130,23 @@ def recipe_of(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> di
     settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
     if config.tokenizer.path:
         settings["tokenizer"] = Tokenizer.load(config.tokenizer.path).fingerprint
-    listing = json.dumps([[split, source.name, source.kind, source.size] for split, source in sources])
-    return {"settings": settings, "files": len(sources), "files_hash": hashlib.sha256(listing.encode()).hexdigest()}
+    listing = json.dumps(
+        [[split, source.name, source.kind, source.size] for split, source in sources]
+    )
+    return {
+        "settings": settings,
+        "files": len(sources),
+        "files_hash": hashlib.sha256(listing.encode()).hexdigest(),
+    }
 
 
 def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     """What a finished build has left in `output`."""
-    manifests = {split: read_manifest(output / split) for split in SPLITS if (output / split / MANIFEST_NAME).exists()}
+    manifests = {
+        split: read_manifest(output / split)
+        for split in SPLITS
+        if (output / split / MANIFEST_NAME).exists()
+    }
     rejects = output / REJECTS_NAME
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
     return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
@@ -130,7 +154,11 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
 
 def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
     """The splits that a build with these settings writes."""
-    return ("train", "validation") if config.validation_input or config.validation_fraction else ("train",)
+    return (
+        ("train", "validation")
+        if config.validation_input or config.validation_fraction
+        else ("train",)
+    )
 
 
 def _write_splits(
@@ -157,7 +185,9 @@ def _write_splits(
     for writer in writers.values():
         writer.flush()
     if not may_be_empty:
-        documents = {split: sum(s.info.documents for s in writer.shards) for split, writer in writers.items()}
+        documents = {
+            split: sum(s.info.documents for s in writer.shards) for split, writer in writers.items()
+        }
         refuse_empty(config, documents, config.output, rejects.example)
     if rejects.count:
         fsync_file(rejects_path)
@@ -185,13 +215,17 @@ def _jobs(
         progress.finish_file(source.size)
 
 
-def _encoded(jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int) -> Iterator[tuple[_Job, np.ndarray]]:
+def _encoded(
+    jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int
+) -> Iterator[tuple[_Job, np.ndarray]]:
     """Each job with its ids; while one batch is encoded, the next is read and the one before is written."""
     with ThreadPoolExecutor(1) as pool:
         before: list[_Job] = []
         pending = None
         for batch in _batches(jobs):
-            future = pool.submit(tokenizer.encode_many, [job.document.text for job in batch], threads)
+            future = pool.submit(
+                tokenizer.encode_many, [job.document.text for job in batch], threads
+            )
             if pending is not None:
                 yield from zip(before, pending.result(), strict=True)
             before, pending = batch, future
@@ -212,10 +246,14 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
         yield batch
 
 
-def refuse_empty(config: CorpusConfig, documents: dict[str, int], begun: Path, hint: str = "") -> None:
+def refuse_empty(
+    config: CorpusConfig, documents: dict[str, int], begun: Path, hint: str = ""
+) -> None:
     """DataError if a split that has to be has no documents; `begun` is what other settings could not go on with."""
     if not documents["train"]:
-        raise DataError(f"no documents for the training split in {', '.join(map(str, config.input))}{hint}")
+        raise DataError(
+            f"no documents for the training split in {', '.join(map(str, config.input))}{hint}"
+        )
     if not documents.get("validation", 1):
         raise DataError(
             f"no documents for the validation split: validation_fraction={config.validation_fraction} of "

@@ -17,7 +17,9 @@ DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged or c
 def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
     """The contents of a file whose name ends in .gz, .zst, or neither. `file` stays the caller's to close."""
     if suffix in COMPRESSED_SUFFIXES and not os.fstat(file.fileno()).st_size:
-        raise EOFError("it is empty")  # what an aborted transfer leaves; even nothing, compressed, has a frame
+        raise EOFError(
+            "it is empty"
+        )  # what an aborted transfer leaves; even nothing, compressed, has a frame
     if suffix == ".gz":
         return gzip.open(file, "rb")  # type: ignore[return-value]
     if suffix == ".zst":

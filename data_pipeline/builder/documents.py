@@ -8,7 +8,14 @@ from typing import BinaryIO
 
 from data_pipeline.builder.compression import BLOCK_BYTES, DAMAGE, decompressed
 from data_pipeline.builder.parquet_documents import read_parquet
-from data_pipeline.builder.records import Document, Reject, document_of_bytes, document_of_json, longest_json, too_long
+from data_pipeline.builder.records import (
+    Document,
+    Reject,
+    document_of_bytes,
+    document_of_json,
+    longest_json,
+    too_long,
+)
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tar_documents import read_tar
 from data_pipeline.config import CorpusConfig
@@ -35,15 +42,21 @@ def read_documents(
             follow(raw.tell)
             yield from reader(decompressed(raw, source.path.suffix), source, config)
     except (*DAMAGE, TarError) as error:
-        raise DataError(f"{source.path} is damaged or cut off ({error}); fetch it again or take it out") from None
+        raise DataError(
+            f"{source.path} is damaged or cut off ({error}); fetch it again or take it out"
+        ) from None
 
 
-def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
+def _read_text(
+    file: BinaryIO, source: SourceFile, config: CorpusConfig
+) -> Iterator[Document | Reject]:
     raw = file.read(config.max_document_bytes + 1)
     yield document_of_bytes(raw.removeprefix(codecs.BOM_UTF8), source.name, source.name, config)
 
 
-def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
+def _read_jsonl(
+    file: BinaryIO, source: SourceFile, config: CorpusConfig
+) -> Iterator[Document | Reject]:
     longest_line = longest_json(config)
     number = 0
     while line := file.readline(longest_line):

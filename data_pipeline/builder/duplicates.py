@@ -31,7 +31,9 @@ def write_copies(hashes: Sequence[Path], copies: Sequence[Path]) -> None:
     lists = [np.fromfile(path, "<u8").reshape(-1, 2) for path in hashes]
     hashes_N2 = np.concatenate(lists)
     parts_N = np.repeat(np.arange(len(lists)), [len(rows) for rows in lists])
-    order_N = np.lexsort((parts_N, hashes_N2[:, 1], hashes_N2[:, 0]))  # equal ones together, the first part's in front
+    order_N = np.lexsort(
+        (parts_N, hashes_N2[:, 1], hashes_N2[:, 0])
+    )  # equal ones together, the first part's in front
     repeats = (hashes_N2[order_N[1:]] == hashes_N2[order_N[:-1]]).all(1)
     later = order_N[1:][repeats]
     for part, path in enumerate(copies):

@@ -68,7 +68,9 @@ class BuildJournal:
                 "go on with those, choose another output, or remove it"
             )
         for record in records[1:]:
-            self._add(FinishedShard(record["split"], ShardInfo(**record["info"]), record["index_entry"]))
+            self._add(
+                FinishedShard(record["split"], ShardInfo(**record["info"]), record["index_entry"])
+            )
         return None
 
     def _add(self, shard: FinishedShard) -> None:
@@ -83,7 +85,9 @@ class BuildJournal:
 
     def record(self, shard: FinishedShard) -> None:
         """Make a shard that is on disk survive a restart."""
-        self._append({"split": shard.split, "info": asdict(shard.info), "index_entry": shard.index_entry})
+        self._append(
+            {"split": shard.split, "info": asdict(shard.info), "index_entry": shard.index_entry}
+        )
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -115,12 +119,16 @@ def claimed_output(output: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another build is writing to {output}; wait for it or choose another output") from None
+            raise ConfigError(
+                f"another build is writing to {output}; wait for it or choose another output"
+            ) from None
         remove_leftovers(output)
         try:
             yield output
         except UserError:
-            if [entry.name for entry in output.iterdir()] == [BUILD_DIRECTORY]:  # refused before anything was made
+            if [entry.name for entry in output.iterdir()] == [
+                BUILD_DIRECTORY
+            ]:  # refused before anything was made
                 shutil.rmtree(directory)
                 if not existed:
                     output.rmdir()
@@ -133,7 +141,9 @@ def check_is_free(output: Path) -> None:
         raise ConfigError(f"output {output} is a file; give a directory")
     has_build = (output / BUILD_DIRECTORY).exists() or is_finished(output)
     if output.exists() and any(output.iterdir()) and not has_build:
-        raise ConfigError(f"output {output} is not empty and holds no corpus; choose a new directory")
+        raise ConfigError(
+            f"output {output} is not empty and holds no corpus; choose a new directory"
+        )
 
 
 def remove_leftovers(directory: Path) -> None:

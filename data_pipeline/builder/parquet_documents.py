@@ -24,13 +24,17 @@ def read_parquet(
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{source.path} needs pyarrow, which is not installed; `pip install pyarrow`") from None
+        raise ConfigError(
+            f"{source.path} needs pyarrow, which is not installed; `pip install pyarrow`"
+        ) from None
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             num_rows = max(file.metadata.num_rows, 1)
             follow(lambda: row * source.size // num_rows)
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=_columns(file.schema_arrow.names, source, config)):
+            for batch in file.iter_batches(
+                ROWS_AT_ONCE, columns=_columns(file.schema_arrow.names, source, config)
+            ):
                 texts = _as_bytes(batch.column(config.text_field), source, config)
                 has_ids = config.id_field in batch.schema.names
                 ids = _values(batch.column(config.id_field)) if has_ids else [None] * len(texts)
@@ -43,21 +47,29 @@ def read_parquet(
                         yield document_of_bytes(text, document_id(value, place), place, config)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{source.path} is damaged or cut off ({reason}); fetch it again or take it out") from None
+        raise DataError(
+            f"{source.path} is damaged or cut off ({reason}); fetch it again or take it out"
+        ) from None
 
 
 def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list[str]:
     if config.text_field not in names:
-        raise DataError(f"{source.path} has the columns {', '.join(names)}, not {config.text_field!r}; set text_field")
+        raise DataError(
+            f"{source.path} has the columns {', '.join(names)}, not {config.text_field!r}; set text_field"
+        )
     return [name for name in (config.text_field, config.id_field) if name in names]
 
 
-def _as_bytes(column: pyarrow.Array, source: SourceFile, config: CorpusConfig) -> list[bytes | None]:
+def _as_bytes(
+    column: pyarrow.Array, source: SourceFile, config: CorpusConfig
+) -> list[bytes | None]:
     values = _values(column)
     found = next((value for value in values if not isinstance(value, bytes | None)), None)
     if found is not None:
         kind = type(found).__name__
-        raise DataError(f"column {config.text_field!r} of {source.path} holds {kind}, expected text; set text_field")
+        raise DataError(
+            f"column {config.text_field!r} of {source.path} holds {kind}, expected text; set text_field"
+        )
     return values
 
 

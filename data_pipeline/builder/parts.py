@@ -36,7 +36,12 @@ from data_pipeline.builder.reject_list import REJECTS_NAME
 from data_pipeline.builder.sources import PARTS_SUFFIX, SourceFile
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
-from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, ShardInfo, check_shard, read_manifest
+from data_pipeline.corpora.manifest import (
+    TOKENIZER_DIRECTORY,
+    ShardInfo,
+    check_shard,
+    read_manifest,
+)
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.progress import Report
@@ -76,29 +81,43 @@ def build_part(
             "such as that of a corpus built from a sample of the text"
         )
     if config.drop_duplicates and seen is None:
-        raise ConfigError("drop_duplicates compares all documents, which a task alone cannot; use --processes with it")
+        raise ConfigError(
+            "drop_duplicates compares all documents, which a task alone cannot; use --processes with it"
+        )
     sources = list_all_sources(config)
-    if is_finished(config.output):  # as a task of an array job finds it that is begun again after the merge
+    if is_finished(
+        config.output
+    ):  # as a task of an array job finds it that is begun again after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
         return result_of(config.output, was_finished=True)
     check_output(config, sources, num_parts)
     parts_directory(config).mkdir(parents=True, exist_ok=True)
     part_config = replace(config, output=_directory(config, part, num_parts))
-    return build_sources(part_config, _shares(sources, num_parts)[part - 1], report, is_part=True, seen=seen or ())
+    return build_sources(
+        part_config, _shares(sources, num_parts)[part - 1], report, is_part=True, seen=seen or ()
+    )
 
 
-def check_output(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> None:
+def check_output(
+    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
+) -> None:
     """ConfigError, before hours of work, if the parts could not be merged into the output."""
     check_is_free(config.output)
     if has_begun(config.output):
         BuildJournal(config.output, _merged_recipe(config, sources, num_parts), modified=0)
 
 
-def list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None) -> None:
+def list_hashes(
+    config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None
+) -> None:
     """Have the hashes of the part's texts at `hashes_path`."""
     path = hashes_path(config, part, num_parts)
     if not path.exists():
-        write_hashes(path, [source for _, source in _shares(list_all_sources(config), num_parts)[part - 1]], config)
+        write_hashes(
+            path,
+            [source for _, source in _shares(list_all_sources(config), num_parts)[part - 1]],
+            config,
+        )
 
 
 def hashes_path(config: CorpusConfig, part: int, num_parts: int) -> Path:
@@ -118,7 +137,10 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         _remove_parts(config)
         return result_of(config.output, was_finished=True)
     results = _finished_parts(config, sources, num_parts)
-    documents = {split: sum(r.manifests[split].documents for r in results) for split in splits_of_build(config)}
+    documents = {
+        split: sum(r.manifests[split].documents for r in results)
+        for split in splits_of_build(config)
+    }
     refuse_empty(config, documents, parts_directory(config))
     directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
     with claimed_output(config.output) as output:
@@ -126,26 +148,37 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)
         tokenizer.save(output / TOKENIZER_DIRECTORY)
         _merge_rejects(config, directories)
-        for split in reversed(splits_of_build(config)):  # train last: who finds its manifest finds everything
+        for split in reversed(
+            splits_of_build(config)
+        ):  # train last: who finds its manifest finds everything
             _merge_split(config, [directory / split for directory in directories], output / split)
         journal.finish(
-            {name: sum(getattr(result, name) for result in results) for name in ("duplicates", "split_documents")}
+            {
+                name: sum(getattr(result, name) for result in results)
+                for name in ("duplicates", "split_documents")
+            }
         )
     _remove_parts(config)
     return result_of(config.output)
 
 
-def _merged_recipe(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> dict[str, Any]:
+def _merged_recipe(
+    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
+) -> dict[str, Any]:
     return {**recipe_of(config, sources), "parts": num_parts}
 
 
-def _shares(sources: list[tuple[str, SourceFile]], num_parts: int) -> list[list[tuple[str, SourceFile]]]:
+def _shares(
+    sources: list[tuple[str, SourceFile]], num_parts: int
+) -> list[list[tuple[str, SourceFile]]]:
     """The files of each part: those whose first byte lies in the part's share of all bytes."""
     total, place = sum(source.size for _, source in sources), 0
     shares: list[list[tuple[str, SourceFile]]] = [[] for _ in range(num_parts)]
     for split, source in sources:
         share = place * num_parts // max(total, 1)
-        shares[min(share, num_parts - 1)].append((split, source))  # empty files at the end belong to the last part
+        shares[min(share, num_parts - 1)].append(
+            (split, source)
+        )  # empty files at the end belong to the last part
         place += source.size
     return shares
 
@@ -154,7 +187,9 @@ def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
     return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
 
 
-def _finished_parts(config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int) -> list[BuildResult]:
+def _finished_parts(
+    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
+) -> list[BuildResult]:
     trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
     if needs_training(config.tokenizer) and trained.exists():
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
@@ -162,7 +197,9 @@ def _finished_parts(config: CorpusConfig, sources: list[tuple[str, SourceFile]],
     for part, share in enumerate(_shares(sources, num_parts), 1):
         directory = _directory(config, part, num_parts)
         if not is_finished(directory):
-            raise DataError(f"part {part} of {num_parts} is not finished; run `build --part {part}/{num_parts}` first")
+            raise DataError(
+                f"part {part} of {num_parts} is not finished; run `build --part {part}/{num_parts}` first"
+            )
         check_recipe(directory, recipe_of(config, share))
         results.append(result_of(directory))
     return results
@@ -175,7 +212,9 @@ def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
     shards: list[ShardInfo] = []
     entries = []
     for part, manifest in zip(parts, manifests, strict=True):
-        for shard, entry in zip(manifest.shards, read_index(part, len(manifest.shards)), strict=True):
+        for shard, entry in zip(
+            manifest.shards, read_index(part, len(manifest.shards)), strict=True
+        ):
             name = shard_name(len(shards), config.shard_format)
             if (part / shard.path).exists():  # else a killed merge has moved it already
                 (part / shard.path).replace(target / name)

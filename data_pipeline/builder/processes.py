@@ -14,7 +14,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from data_pipeline.builder.build_corpus import BuildResult, list_all_sources, recipe_of, tokenizer_plan, youngest
+from data_pipeline.builder.build_corpus import (
+    BuildResult,
+    list_all_sources,
+    recipe_of,
+    tokenizer_plan,
+    youngest,
+)
 from data_pipeline.builder.duplicates import read_hashes, write_copies
 from data_pipeline.builder.journal import BuildJournal, claimed_output, is_finished
 from data_pipeline.builder.parts import (
@@ -31,11 +37,15 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.progress import Reading, Report, joined
 
-Task = Callable[[CorpusConfig, int, int, Report], None]  # what is done for a part: its number, and how many there are
+Task = Callable[
+    [CorpusConfig, int, int, Report], None
+]  # what is done for a part: its number, and how many there are
 COPIES_SUFFIX = ".copies"  # of the list of a part's hashes that came before
 
 
-def build_in_processes(config: CorpusConfig, processes: int, report: Report = lambda what: None) -> BuildResult:
+def build_in_processes(
+    config: CorpusConfig, processes: int, report: Report = lambda what: None
+) -> BuildResult:
     """Build as many parts as processes at the same time and merge them; the same call goes on after a kill.
 
     There are never more parts than input files.
@@ -47,12 +57,18 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
     check_output(config, sources, num_parts)
     shared = shared_directory(config, num_parts)
     with claimed_output(shared):
-        BuildJournal(shared, recipe_of(config, sources), youngest(sources))  # refuses parts of other text or settings
-        parts = replace(config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts))
+        BuildJournal(
+            shared, recipe_of(config, sources), youngest(sources)
+        )  # refuses parts of other text or settings
+        parts = replace(
+            config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts)
+        )
         if needs_training(config.tokenizer):
             directory = shared / TOKENIZER_DIRECTORY
             report(f"tokenizer: {tokenizer_plan(config)}")
-            prepare_tokenizer(directory, [source for split, source in sources if split != "validation"], config)
+            prepare_tokenizer(
+                directory, [source for split, source in sources if split != "validation"], config
+            )
             parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
         if config.drop_duplicates:
             report("looking for duplicates")
@@ -67,7 +83,9 @@ def build_in_processes(config: CorpusConfig, processes: int, report: Report = la
 
 def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
     copies = hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX)
-    build_part(config, part, num_parts, report, read_hashes(copies) if config.drop_duplicates else None)
+    build_part(
+        config, part, num_parts, report, read_hashes(copies) if config.drop_duplicates else None
+    )
 
 
 def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report) -> None:
@@ -92,7 +110,9 @@ def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report)
 
 
 @contextlib.contextmanager
-def _processes(task: Task, config: CorpusConfig, num_parts: int) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
+def _processes(
+    task: Task, config: CorpusConfig, num_parts: int
+) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
     """A process for each part, by the connection to it; none is left when the block ends, however it ends."""
     # Forked from one process that has imported what takes seconds, before any of them has threads.
     context = multiprocessing.get_context("forkserver")
@@ -102,7 +122,9 @@ def _processes(task: Task, config: CorpusConfig, num_parts: int) -> Iterator[dic
     try:
         for part in range(1, num_parts + 1):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, task, config, part, num_parts), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, task, config, part, num_parts), daemon=True
+            )
             process.start()
             theirs.close()
             running[ours] = (part, process)
@@ -132,8 +154,12 @@ def _check_end(part: int, process: BaseProcess) -> None:
         )
 
 
-def _work(connection: Connection, task: Task, config: CorpusConfig, part: int, num_parts: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends its processes
+def _work(
+    connection: Connection, task: Task, config: CorpusConfig, part: int, num_parts: int
+) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the command, which ends its processes
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
 
     def send(what: str | Reading) -> None:

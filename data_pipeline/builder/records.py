@@ -62,7 +62,9 @@ def document_of_json(raw: bytes, name: str, place: str, config: CorpusConfig) ->
         return Reject(place, f"no field {config.text_field!r}")
     text = record[config.text_field]
     if not isinstance(text, str):
-        return Reject(place, f"field {config.text_field!r} holds {type(text).__name__}, expected text")
+        return Reject(
+            place, f"field {config.text_field!r} holds {type(text).__name__}, expected text"
+        )
     if not text.strip():
         return Reject(place, "empty")
     try:

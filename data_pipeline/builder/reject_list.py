@@ -24,7 +24,11 @@ class RejectList:
     def example(self) -> str:
         """The tail of an error message, where there are any."""
         first = self.first
-        return f"; the first of {self.count} unusable records is {first.source}: {first.reason}" if first else ""
+        return (
+            f"; the first of {self.count} unusable records is {first.source}: {first.reason}"
+            if first
+            else ""
+        )
 
     def add(self, reject: Reject) -> None:
         self.count += 1

@@ -39,10 +39,14 @@ def list_sources(roots: tuple[Path, ...], config: CorpusConfig) -> list[SourceFi
     sources = [source for root in roots for source in _sources_below(root, len(roots) > 1, config)]
     ((twice, count),) = Counter(source.name for source in sources).most_common(1) or [("", 0)]
     if count > 1:
-        raise ConfigError(f"two inputs contain the same name {twice!r}; rename one of the folders or files")
+        raise ConfigError(
+            f"two inputs contain the same name {twice!r}; rename one of the folders or files"
+        )
     if not sources:
         wanted = f" whose name ends in {' or '.join(config.suffixes)}" if config.suffixes else ""
-        raise DataError(f"{', '.join(map(str, roots))}: no files{wanted} found; check input and suffixes")
+        raise DataError(
+            f"{', '.join(map(str, roots))}: no files{wanted} found; check input and suffixes"
+        )
     return sources
 
 
@@ -52,10 +56,16 @@ def _sources_below(root: Path, is_one_of_many: bool, config: CorpusConfig) -> li
     if root.is_file():
         return [_source(root, root.name, config)]
     if root.resolve() in (own := _own_directories(config)):
-        raise ConfigError(f"input {root} is where a build to {config.output} writes; choose another output")
+        raise ConfigError(
+            f"input {root} is where a build to {config.output} writes; choose another output"
+        )
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
     names = sorted(path.relative_to(root).as_posix() for path in _files_below(root, own))
-    wanted = [name for name in names if not config.suffixes or without_compression(name).endswith(config.suffixes)]
+    wanted = [
+        name
+        for name in names
+        if not config.suffixes or without_compression(name).endswith(config.suffixes)
+    ]
     return [_source(root / name, prefix + name, config) for name in wanted]
 
 
@@ -65,7 +75,9 @@ def _own_directories(config: CorpusConfig) -> frozenset[Path]:
     return frozenset((output, output.with_name(f"{output.name}{PARTS_SUFFIX}")))
 
 
-def _files_below(folder: Path, left_out: frozenset[Path], above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def _files_below(
+    folder: Path, left_out: frozenset[Path], above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
     """Every file, also behind links. What cannot be listed or leads in a circle is an error, not left out."""
     real = folder.resolve()
     if real in above:
@@ -82,7 +94,9 @@ def _files_below(folder: Path, left_out: frozenset[Path], above: frozenset[Path]
                 yield Path(entry.path)
             elif entry.is_symlink():
                 target = os.readlink(entry.path)
-                raise DataError(f"input {entry.path} is a link to {target}, which does not exist; restore or remove it")
+                raise DataError(
+                    f"input {entry.path} is a link to {target}, which does not exist; restore or remove it"
+                )
 
 
 def _source(path: Path, name: str, config: CorpusConfig) -> SourceFile:

@@ -16,7 +16,9 @@ from data_pipeline.tokenizer import Tokenizer
 class SplitWriter:
     """Puts documents into shards of at most `shard_bytes`, one document at least, in the order in which they come."""
 
-    def __init__(self, split: str, config: CorpusConfig, tokenizer: Tokenizer, journal: BuildJournal) -> None:
+    def __init__(
+        self, split: str, config: CorpusConfig, tokenizer: Tokenizer, journal: BuildJournal
+    ) -> None:
         self.split = split
         self._shard_bytes = config.shard_bytes
         self._shard_format: ShardFormat = config.shard_format

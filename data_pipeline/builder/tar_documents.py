@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from data_pipeline.builder.records import Document, Reject, document_of_bytes, document_of_json, longest_json, too_long
+from data_pipeline.builder.records import (
+    Document,
+    Reject,
+    document_of_bytes,
+    document_of_json,
+    longest_json,
+    too_long,
+)
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 from data_pipeline.shards.tar import TarMember, tar_members
@@ -23,7 +30,9 @@ class _Sample:
     contents: dict[str, bytes | Reject] = field(default_factory=dict)
 
 
-def read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Iterator[Document | Reject]:
+def read_tar(
+    file: BinaryIO, source: SourceFile, config: CorpusConfig
+) -> Iterator[Document | Reject]:
     """A document for each sample: of KEY.txt or KEY.text_field, else of the field text_field of KEY.json.
 
     Its id is the key, unless the JSON has one. TarError when the archive is damaged or cut
@@ -71,4 +80,6 @@ def _document_of(sample: _Sample, source: SourceFile, config: CorpusConfig) -> D
             convert = document_of_json if extension == JSON_EXTENSION else document_of_bytes
             return convert(contents, sample.key, place, config)
     expected = " or ".join(dict.fromkeys((TEXT_EXTENSION, config.text_field, JSON_EXTENSION)))
-    return Reject(place, f"found members {', '.join(map(repr, sample.extensions))}, expected {expected}")
+    return Reject(
+        place, f"found members {', '.join(map(repr, sample.extensions))}, expected {expected}"
+    )

@@ -19,7 +19,9 @@ COMPRESSION_RATIO = 4  # a guess, to choose the sample's rate before the text is
 
 def fraction_of(text: str) -> float:
     """A number in [0, 1) that depends on `text` alone and is spread evenly."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") / (1 << 48)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") / (
+        1 << 48
+    )
 
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
@@ -32,7 +34,9 @@ def needs_training(settings: TokenizerConfig) -> bool:
     return not settings.path and settings.kind != "bytes"
 
 
-def prepare_tokenizer(directory: Path, sources: list[SourceFile], config: CorpusConfig) -> Tokenizer:
+def prepare_tokenizer(
+    directory: Path, sources: list[SourceFile], config: CorpusConfig
+) -> Tokenizer:
     """The tokenizer in `directory`, put there first if a killed build has not already."""
     if not (directory / DESCRIPTION_NAME).exists():
         if config.tokenizer.path:
@@ -48,7 +52,9 @@ def prepare_tokenizer(directory: Path, sources: list[SourceFile], config: Corpus
 
 def training_sample(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
     """Paragraphs of the training documents, at most `training_bytes`, chosen by hash evenly over the whole input."""
-    expected = sum(s.size * (COMPRESSION_RATIO if s.path.suffix in COMPRESSED_SUFFIXES else 1) for s in sources)
+    expected = sum(
+        s.size * (COMPRESSION_RATIO if s.path.suffix in COMPRESSED_SUFFIXES else 1) for s in sources
+    )
     rate = config.tokenizer.training_bytes / max(expected, 1)
     remaining = config.tokenizer.training_bytes
     for source in sources:
@@ -66,7 +72,11 @@ def _thinned(document: Document, rate: float) -> list[str]:
     if rate >= 1:
         return [document.text]
     paragraphs = document.text.split("\n\n")
-    return [text for number, text in enumerate(paragraphs) if fraction_of(f"{number} {document.id}") < rate]
+    return [
+        text
+        for number, text in enumerate(paragraphs)
+        if fraction_of(f"{number} {document.id}") < rate
+    ]
 
 
 class _NonEmpty:
@@ -81,4 +91,6 @@ class _NonEmpty:
             has_any = True
             yield text
         if not has_any:
-            raise DataError("the input holds no usable text for the training split; check input, text_field and format")
+            raise DataError(
+                "the input holds no usable text for the training split; check input, text_field and format"
+            )

@@ -30,7 +30,10 @@ BUILD_FLAGS = {
     "shard-bytes": (None, "size of a shard"),
     "threads": (None, "for encoding"),
     "vocab-size": (None, "of a tokenizer to train"),
-    "tokenizer": (None, "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model"),
+    "tokenizer": (
+        None,
+        "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model",
+    ),
 }
 SETTING_FLAGS = {
     "validation-fraction": "validation_fraction",
@@ -48,8 +51,17 @@ def add_build_arguments(build: argparse.ArgumentParser) -> None:
     """The command line of `build`."""
     _add_settings(build)
     how = build.add_mutually_exclusive_group()
-    how.add_argument("--processes", type=int, help="build so many parts of the files at the same time and merge them")
-    how.add_argument("--part", type=_part, metavar="I/N", help="build part I of N alone, as a task of an array job")
+    how.add_argument(
+        "--processes",
+        type=int,
+        help="build so many parts of the files at the same time and merge them",
+    )
+    how.add_argument(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="build part I of N alone, as a task of an array job",
+    )
     build.set_defaults(run=_build)
 
 
@@ -113,9 +125,13 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     if result.duplicates:
         print(f"{result.duplicates:,} documents were left out because their text came before")
     if result.split_documents:
-        print(f"{result.split_documents:,} long documents were cut into parts named NAME#1, NAME#2, ...")
+        print(
+            f"{result.split_documents:,} long documents were cut into parts named NAME#1, NAME#2, ..."
+        )
     if result.rejects:
-        print(f"{result.rejects:,} unusable records were left out; see {config.output / 'rejects.jsonl'}")
+        print(
+            f"{result.rejects:,} unusable records were left out; see {config.output / 'rejects.jsonl'}"
+        )
     return 0
 
 

@@ -51,7 +51,9 @@ from data_pipeline.shards.mds import INDEX_NAME
 
 THREADS = 8
 LOCK, SCRATCH = ".fetch.lock", ".fetch"
-UNKNOWN_BYTES = 1 << 40  # an object of unknown size may take long; that nothing comes, the SDKs find out
+UNKNOWN_BYTES = (
+    1 << 40
+)  # an object of unknown size may take long; that nothing comes, the SDKs find out
 LOCK_SECONDS = 10.0
 T = TypeVar("T")
 
@@ -64,18 +66,25 @@ def fetch_corpus(
     patience: RetryPolicy | None = None,
 ) -> None:
     """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
-    stores = {name: store_at(f"{url.rstrip('/')}/{name}", patience) for name in (*splits, TOKENIZER_DIRECTORY)}
+    stores = {
+        name: store_at(f"{url.rstrip('/')}/{name}", patience)
+        for name in (*splits, TOKENIZER_DIRECTORY)
+    }
     with _only_copy_into(directory) as scratch:
         for split in splits:
             manifest = fetch_manifest(stores[split], scratch)
             (directory / split).mkdir(exist_ok=True)
             fetch = partial(_have_shard, stores[split], directory / split, scratch)
             _in_parallel(fetch, manifest.shards, split, report)
-            fetch_tokenizer(stores[TOKENIZER_DIRECTORY], directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
+            fetch_tokenizer(
+                stores[TOKENIZER_DIRECTORY], directory / TOKENIZER_DIRECTORY, manifest.tokenizer
+            )
             manifest.write(directory / split)
 
 
-def fetch_objects(url: str, directory: Path, report: Callable[[str], None], patience: RetryPolicy | None = None) -> int:
+def fetch_objects(
+    url: str, directory: Path, report: Callable[[str], None], patience: RetryPolicy | None = None
+) -> int:
     """Copy every object below `url` to that name in `directory`, unless it is there; how many there are comes back."""
     names, store = list_objects(url), store_at(url, patience)
     if not names:
@@ -108,7 +117,9 @@ def upload_corpus(
     """Make `url` hold the corpus in `directory`, every file read back and compared; the splits' names come back."""
     splits = splits_of(directory)
     if splits == [directory]:
-        raise DataError(f"{directory} is one split; give the corpus, {directory.parent}, whose tokenizer belongs to it")
+        raise DataError(
+            f"{directory} is one split; give the corpus, {directory.parent}, whose tokenizer belongs to it"
+        )
     with TemporaryDirectory(prefix="xl-pretrain-upload-", ignore_cleanup_errors=True) as name:
         upload = _Upload(directory, url.rstrip("/"), Path(name), patience or RetryPolicy())
         for path in sorted((directory / TOKENIZER_DIRECTORY).glob("tokenizer.*")):
@@ -122,7 +133,9 @@ def upload_corpus(
     return [split.name for split in splits]
 
 
-def problems_at(url: str, report: Callable[[str], None], patience: RetryPolicy | None = None) -> list[str]:
+def problems_at(
+    url: str, report: Callable[[str], None], patience: RetryPolicy | None = None
+) -> list[str]:
     """Read every shard of the corpus at `url`; what is wrong comes back, a line each."""
     problems: list[str] = []
     with TemporaryDirectory(prefix="xl-pretrain-verify-", ignore_cleanup_errors=True) as name:
@@ -163,7 +176,11 @@ class _Upload:
 
     def file(self, name: str) -> None:
         content = (self._directory / name).read_bytes()
-        self._have(name, len(content), lambda path: None if path.read_bytes() == content else "it differs from ours")
+        self._have(
+            name,
+            len(content),
+            lambda path: None if path.read_bytes() == content else "it differs from ours",
+        )
 
     def _have(self, name: str, size: int, problem_with: Callable[[Path], str | None]) -> None:
         copy = self._scratch / name.replace("/", "-")
@@ -179,7 +196,9 @@ class _Upload:
         copy.unlink()
 
 
-def _in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Callable[[str], None]) -> None:
+def _in_parallel(
+    task: Callable[[T], None], items: Sequence[T], name: str, report: Callable[[str], None]
+) -> None:
     """`task` for every item, some at a time; the first error ends it.
 
     Neither an error nor Ctrl-C waits for the tasks under way, which a silent store may hold up for minutes.

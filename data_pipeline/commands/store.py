@@ -11,10 +11,14 @@ from data_pipeline.corpora.cache_config import CacheConfig
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `data-pipeline fetch`."""
     parser.add_argument("url", metavar="URL", help="of the corpus: s3://, http://, https:// ...")
-    parser.add_argument("directory", type=Path, help="where to; the same command goes on after a crash")
+    parser.add_argument(
+        "directory", type=Path, help="where to; the same command goes on after a crash"
+    )
     parser.add_argument("--splits", nargs="+", default=["train"], choices=["train", "validation"])
     parser.add_argument(
-        "--raw", action="store_true", help="the URL holds no corpus but objects, text to build one from: copy them all"
+        "--raw",
+        action="store_true",
+        help="the URL holds no corpus but objects, text to build one from: copy them all",
     )
     parser.set_defaults(run=_fetch)
 
@@ -22,7 +26,11 @@ def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
 def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `data-pipeline upload`."""
     parser.add_argument("directory", type=Path, help="a corpus made by `build`")
-    parser.add_argument("url", metavar="URL", help="where to: s3://BUCKET/NAME; the same command goes on after a crash")
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        help="where to: s3://BUCKET/NAME; the same command goes on after a crash",
+    )
     parser.set_defaults(run=_upload)
 
 

@@ -24,7 +24,9 @@ def splits_of(path: Path) -> list[Path]:
         read_manifest(path)  # raises with the reason
     for split in found:
         if not (split / MANIFEST_NAME).exists():
-            read_manifest(split)  # raises: a split whose manifest is missing is no split that is not there
+            read_manifest(
+                split
+            )  # raises: a split whose manifest is missing is no split that is not there
     return found
 
 
@@ -50,7 +52,9 @@ def _tokenizer_problems(path: Path, expected: str) -> list[str]:
     except DataError as error:
         return [str(error)]
     if found != expected:
-        return [f"tokenizer {directory} has fingerprint {found[:16]}, {path / MANIFEST_NAME} expects {expected[:16]}"]
+        return [
+            f"tokenizer {directory} has fingerprint {found[:16]}, {path / MANIFEST_NAME} expects {expected[:16]}"
+        ]
     return []
 
 

@@ -14,7 +14,9 @@ from data_pipeline.errors import ConfigError
 class CacheConfig:
     """Where this node keeps shards of corpora that are named by a URL; all its ranks share the directory."""
 
-    directory: Path | None = None  # on a local disk; null: `xl-pretrain-UID` among the temporary files
+    directory: Path | None = (
+        None  # on a local disk; null: `xl-pretrain-UID` among the temporary files
+    )
     gib: float = 20.0  # no more than so much; what was used longest ago makes room
 
     def __post_init__(self) -> None:

@@ -86,7 +86,9 @@ class Corpus:
         path = Path(path)
         manifest = read_manifest(path)
         if not manifest.shards:
-            raise DataError(f"{path / MANIFEST_NAME} lists no shards; the split is empty: build it from more text")
+            raise DataError(
+                f"{path / MANIFEST_NAME} lists no shards; the split is empty: build it from more text"
+            )
         if (path.parent / REMOTE_NAME).exists():
             from data_pipeline.corpora.remote_corpus import cached_shards
 
@@ -95,7 +97,9 @@ class Corpus:
         missing = [shard.path for shard in manifest.shards if shard.path not in present]
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise DataError(f"shard {path / missing[0]}{others} is missing; restore it or build the corpus again")
+            raise DataError(
+                f"shard {path / missing[0]}{others} is missing; restore it or build the corpus again"
+            )
         return cls(path, manifest, LocalShards(path, check_hashes))
 
     @property

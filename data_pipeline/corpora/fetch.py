@@ -11,7 +11,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, mismatch, read_manifest
+from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardInfo,
+    mismatch,
+    read_manifest,
+)
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_directory, fsync_file, named_errors
@@ -73,7 +79,10 @@ def fetch_once(
 ) -> None:
     """One attempt of `fetch_file`; StoreError says why it failed."""
     # A directory per attempt: a download that was given up may still write into the last one.
-    with named_errors(path), TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory:
+    with (
+        named_errors(path),
+        TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory,
+    ):
         arrived = Path(directory) / Path(name).name
         with_timeout(store.patience.seconds_for(size), lambda: store.download(name, arrived, size))
         if problem := problem_with(arrived):
@@ -103,7 +112,9 @@ def fetch_manifest(store: Store, directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     for info in manifest.shards:
         if Path(info.path).name != info.path:
-            raise DataError(f"{store.url}/{MANIFEST_NAME} names the shard {info.path!r}, expected a plain file name")
+            raise DataError(
+                f"{store.url}/{MANIFEST_NAME} names the shard {info.path!r}, expected a plain file name"
+            )
     return manifest
 
 
@@ -115,9 +126,21 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory, prefix=".") as name:
         description, model = Path(name) / DESCRIPTION_NAME, Path(name) / MODEL_NAME
-        fetch_file(store, DESCRIPTION_NAME, description, Path(name), lambda path: _odd_description(path, fingerprint))
+        fetch_file(
+            store,
+            DESCRIPTION_NAME,
+            description,
+            Path(name),
+            lambda path: _odd_description(path, fingerprint),
+        )
         if (kind := json.loads(description.read_bytes())["kind"]) != "bytes":
-            fetch_file(store, MODEL_NAME, model, Path(name), lambda path: _odd_model(path, kind, fingerprint))
+            fetch_file(
+                store,
+                MODEL_NAME,
+                model,
+                Path(name),
+                lambda path: _odd_model(path, kind, fingerprint),
+            )
             os.replace(model, directory / MODEL_NAME)
         os.replace(description, directory / DESCRIPTION_NAME)
 
@@ -133,4 +156,8 @@ def _odd_description(path: Path, fingerprint: str) -> str | None:
 
 
 def _odd_model(path: Path, kind: str, fingerprint: str) -> str | None:
-    return None if fingerprint_of(kind, path.read_bytes()) == fingerprint else "it is not what its description says"
+    return (
+        None
+        if fingerprint_of(kind, path.read_bytes()) == fingerprint
+        else "it is not what its description says"
+    )

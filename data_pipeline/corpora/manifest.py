@@ -19,7 +19,9 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
-REMOTE_NAME = "remote.json"  # in the place of the shards, where those are fetched when they are read
+REMOTE_NAME = (
+    "remote.json"  # in the place of the shards, where those are fetched when they are read
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,17 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         names = [field.name for field in fields(ShardInfo)]
-        content["shards"] = [{name: getattr(shard, name) for name in names} for shard in self.shards]
+        content["shards"] = [
+            {name: getattr(shard, name) for name in names} for shard in self.shards
+        ]
         return {**content, "format": MANIFEST_FORMAT}
 
     def write(self, directory: Path) -> None:
         """Make the split in `directory` count as whole; everything the manifest names must be on disk already."""
         totals = {"documents": self.documents, "tokens": self.tokens}
-        write_json(directory / MANIFEST_NAME, {**self._content(), "hash": self.hash, "totals": totals})
+        write_json(
+            directory / MANIFEST_NAME, {**self._content(), "hash": self.hash, "totals": totals}
+        )
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -92,7 +98,9 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
-        raise DataError(f"{directory} is a file; give the directory that `data-pipeline build` wrote") from None
+        raise DataError(
+            f"{directory} is a file; give the directory that `data-pipeline build` wrote"
+        ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
     manifest = _parse(tree, path)
@@ -107,10 +115,14 @@ def read_manifest(directory: Path) -> Manifest:
 def _parse(tree: Any, path: Path) -> Manifest:
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != MANIFEST_FORMAT:
-        raise DataError(f"{path} has format {found!r}; this version reads format {MANIFEST_FORMAT}: build it again")
+        raise DataError(
+            f"{path} has format {found!r}; this version reads format {MANIFEST_FORMAT}: build it again"
+        )
     try:
         shards = tuple(ShardInfo(**shard) for shard in tree["shards"])
-        return Manifest(**{f.name: tree[f.name] for f in fields(Manifest) if f.name != "shards"}, shards=shards)
+        return Manifest(
+            **{f.name: tree[f.name] for f in fields(Manifest) if f.name != "shards"}, shards=shards
+        )
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
 

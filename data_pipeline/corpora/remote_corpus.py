@@ -30,7 +30,9 @@ CORPORA = "corpora"
 OPEN_SECONDS = 600.0
 
 
-def local_corpus_directory(path: Path, config: CacheConfig, patience: RetryPolicy | None = None) -> Path:
+def local_corpus_directory(
+    path: Path, config: CacheConfig, patience: RetryPolicy | None = None
+) -> Path:
     """The directory to read the corpus at `path` from: itself, or this node's cache of the URL that it is.
 
     Manifests and tokenizer are there afterwards, as the store has them now.
@@ -39,14 +41,18 @@ def local_corpus_directory(path: Path, config: CacheConfig, patience: RetryPolic
         return path
     patience = patience or RetryPolicy()
     store = store_at(url, patience)
-    directory = config.place.absolute() / CORPORA / hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    directory = (
+        config.place.absolute() / CORPORA / hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    )
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
         write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
         train, *others = SPLITS
         manifest = fetch_manifest(store_at(f"{url}/{train}", patience), directory / train)
         fetch_tokenizer(
-            store_at(f"{url}/{TOKENIZER_DIRECTORY}", patience), directory / TOKENIZER_DIRECTORY, manifest.tokenizer
+            store_at(f"{url}/{TOKENIZER_DIRECTORY}", patience),
+            directory / TOKENIZER_DIRECTORY,
+            manifest.tokenizer,
         )
         for split in others:
             with _absent_is_fine():
@@ -70,7 +76,9 @@ def cached_shards(split: Path) -> CachedShards:
         tree = json.loads(path.read_bytes())
         url, gib = str(tree["url"]), float(tree["cache_gib"])
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error!r}); remove {split.parent}, it is fetched again") from None
+        raise DataError(
+            f"{path} is damaged ({error!r}); remove {split.parent}, it is fetched again"
+        ) from None
     cache = ShardCache(CacheConfig(directory=split.parents[2], gib=gib))
     return CachedShards(store_at(f"{url}/{split.name}"), cache)
 
@@ -88,7 +96,9 @@ class CachedShards:
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         """Waits for the store unless the shard is there already."""
-        return ShardReader(Path(f"{self.place}/{info.path}"), dtype, self.cache.open(self._store, info))
+        return ShardReader(
+            Path(f"{self.place}/{info.path}"), dtype, self.cache.open(self._store, info)
+        )
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Begin to fetch what is not there."""

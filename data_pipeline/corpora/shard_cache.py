@@ -43,7 +43,9 @@ class ShardCache:
     def __init__(self, config: CacheConfig) -> None:
         self.directory = config.place
         self.limit = int(config.gib * GIB)
-        self._shards, self._incoming, self._locks = (self.directory / name for name in ("shards", "incoming", "locks"))
+        self._shards, self._incoming, self._locks = (
+            self.directory / name for name in ("shards", "incoming", "locks")
+        )
         self._verified: set[str] = set()
         for directory in (self._shards, self._incoming, self._locks):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -54,7 +56,9 @@ class ShardCache:
         CacheFullError when there is no room, nor, if it is urgent, comes any in the time a download may take.
         """
         # Waits for others who fetch it, even when they fail one after the other, but not for one that is stopped.
-        with exclusive_lock(self._lock_of(info.sha256), WAITERS * store.patience.longest(info.size)):
+        with exclusive_lock(
+            self._lock_of(info.sha256), WAITERS * store.patience.longest(info.size)
+        ):
             return self._find(info) or self._transfer(store, info, is_urgent)
 
     def fetch(self, store: Store, info: ShardInfo) -> None:
@@ -80,7 +84,9 @@ class ShardCache:
             file = _held(path)
         except FileNotFoundError:
             return None
-        is_there = os.fstat(file.fileno()).st_nlink > 0  # else it was evicted just before it was held
+        is_there = (
+            os.fstat(file.fileno()).st_nlink > 0
+        )  # else it was evicted just before it was held
         if is_there and mismatch(path, info, with_hash=info.sha256 not in self._verified) is None:
             self._verified.add(info.sha256)
             os.utime(path)  # the last use
@@ -143,7 +149,10 @@ class ShardCache:
 
     def _oldest_first(self) -> list[tuple[Path, int]]:
         found = [(entry.stat(), entry.path) for entry in self._entries()]
-        return [(Path(path), status.st_size) for status, path in sorted(found, key=lambda item: item[0].st_mtime_ns)]
+        return [
+            (Path(path), status.st_size)
+            for status, path in sorted(found, key=lambda item: item[0].st_mtime_ns)
+        ]
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._shards) as entries:

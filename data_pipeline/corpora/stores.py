@@ -31,7 +31,12 @@ LASTING_CODES = (
     *("401", "403", "404", "AccessDenied", "NoSuchKey", "NoSuchBucket", "InvalidBucketName"),
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"),
 )
-LASTING_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ImportError")
+LASTING_ERRORS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ParamValidationError",
+    "ImportError",
+)
 
 
 class StoreError(Exception):
@@ -49,7 +54,9 @@ class RetryPolicy:
     attempts: int = 5
     timeout: float = 20.0  # seconds without a byte
     pause: float = 1.0  # seconds before the second attempt, twice as long before each further one
-    bytes_per_second: float = 250_000.0  # a store that stays below this is given up, however steadily it sends
+    bytes_per_second: float = (
+        250_000.0  # a store that stays below this is given up, however steadily it sends
+    )
 
     def seconds_for(self, size: int) -> float:
         """The most that one attempt may take."""
@@ -80,7 +87,9 @@ def store_at(url: str, patience: RetryPolicy | None = None) -> Store:
     scheme = url.partition("://")[0]
     if scheme not in WEB + OBJECT_STORES:
         expected = ", ".join(f"{known}://" for known in WEB + OBJECT_STORES)
-        raise DataError(f"found the location {url}, expected a URL that begins with one of {expected}")
+        raise DataError(
+            f"found the location {url}, expected a URL that begins with one of {expected}"
+        )
     store = WebStore if scheme in WEB else ObjectStore
     return store(url.rstrip("/"), patience or RetryPolicy())
 
@@ -96,7 +105,9 @@ class WebStore:
         deadline = time.monotonic() + self.patience.seconds_for(size)
         try:
             with (
-                urllib.request.urlopen(f"{self.url}/{quote(name)}", timeout=self.patience.timeout) as answer,
+                urllib.request.urlopen(
+                    f"{self.url}/{quote(name)}", timeout=self.patience.timeout
+                ) as answer,
                 open(path, "wb") as file,
             ):
                 while size >= 0 and (block := answer.read1(BLOCK_BYTES)):
@@ -121,7 +132,9 @@ class ObjectStore:
     """What mosaicml-streaming has a downloader for; credentials and endpoint come from the environment, as it says."""
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
-        from streaming.base.storage import CloudDownloader  # takes seconds, which no attempt should be charged with
+        from streaming.base.storage import (
+            CloudDownloader,  # takes seconds, which no attempt should be charged with
+        )
 
         self.url, self.patience = url, patience
         self._new_downloader = partial(CloudDownloader.get, url)
@@ -165,7 +178,9 @@ def list_objects(url: str) -> list[str]:
         try:
             keys = uploader.list_objects()
         except Exception as error:  # of many SDKs, which have no base in common
-            raise DataError(f"{url} cannot be listed ({_sdk_reason(error)[0]}); check your rights") from error
+            raise DataError(
+                f"{url} cannot be listed ({_sdk_reason(error)[0]}); check your rights"
+            ) from error
     return sorted(key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
 
 
@@ -176,11 +191,15 @@ def _sdk_uploader(url: str, directory: Path) -> Any:
     try:
         from streaming.base.storage import CloudUploader
 
-        logging.getLogger("streaming").setLevel(logging.ERROR)  # it warns that the directory has files in it
+        logging.getLogger("streaming").setLevel(
+            logging.ERROR
+        )  # it warns that the directory has files in it
         return CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
     except Exception as error:  # of many SDKs, which have no base in common
         reason = _sdk_reason(error)[0]
-        raise DataError(f"{url} cannot be opened ({reason}); check the bucket, the endpoint and your rights") from error
+        raise DataError(
+            f"{url} cannot be opened ({reason}); check the bucket, the endpoint and your rights"
+        ) from error
 
 
 def _sdk_reason(error: Exception) -> tuple[str, bool]:

@@ -71,7 +71,11 @@ def find_document(
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_document)
-    places = [(unit, index) for unit in range(len(plan.unit_tokens)) for index in _indices_of(corpus, unit, document)]
+    places = [
+        (unit, index)
+        for unit in range(len(plan.unit_tokens))
+        for index in _indices_of(corpus, unit, document)
+    ]
     if not places:
         raise DataError(
             f"no document of the {corpus.manifest.documents:,} has the id {document!r}; `inspect` shows some"
@@ -81,12 +85,17 @@ def find_document(
         if steps and min(token_begins) >= lengths.tokens_before(steps.stop):
             return
         lane_begins = [plan.lane_begin(epoch, lane) for lane in range(num_lanes + 1)]
-        for place in sorted(begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)):
+        for place in sorted(
+            begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)
+        ):
             lane = int(np.searchsorted(lane_begins, place, "right")) - 1
             walk = plan.walk(lane, epoch, place - lane_begins[lane])
             pieces = _reading(corpus, walk, token_begins[lane] + walk.position, lengths)
             yield from (piece for piece in pieces if steps is None or piece.step in steps)
-        token_begins = [token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane] for lane in range(num_lanes)]
+        token_begins = [
+            token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane]
+            for lane in range(num_lanes)
+        ]
 
 
 def _indices_of(corpus: Corpus | Mixture, unit: int, document: str) -> list[int]:
@@ -102,7 +111,9 @@ def _stream_places(plan: LanePlan, epoch: int, unit: int, index: int) -> list[in
     return (begins[np.flatnonzero(units == unit)] + inside).tolist()
 
 
-def _reading(corpus: Corpus | Mixture, walk: LaneWalk, token: int, lengths: SegmentLengths) -> Iterator[Piece]:
+def _reading(
+    corpus: Corpus | Mixture, walk: LaneWalk, token: int, lengths: SegmentLengths
+) -> Iterator[Piece]:
     """The pieces of the document that begins at the walk's place, which is token number `token` of the lane."""
     first = walk.take(1)[0]
     remaining = int(corpus.document_lengths(first.unit)[first.documents[0]])
@@ -118,5 +129,9 @@ def _reading(corpus: Corpus | Mixture, walk: LaneWalk, token: int, lengths: Segm
 def _pieces(corpus: Corpus | Mixture, step: int, lane: int, run: Run) -> Iterator[Piece]:
     shard = corpus.manifest.shards[run.unit]
     reader = corpus.shard(run.unit)
-    for index, offset, count in zip(run.documents.tolist(), run.offsets.tolist(), run.lengths.tolist(), strict=True):
-        yield Piece(step, lane, shard.path, index, reader.document_id(index), offset, count, run.epoch)
+    for index, offset, count in zip(
+        run.documents.tolist(), run.offsets.tolist(), run.lengths.tolist(), strict=True
+    ):
+        yield Piece(
+            step, lane, shard.path, index, reader.document_id(index), offset, count, run.epoch
+        )

@@ -21,14 +21,18 @@ EVALUATION_SEED = 0  # evaluations compare between runs, so their order is the s
 SLACK = 1.1  # how much longer an evaluation may take for half as many lanes
 
 
-def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, multiple_of: int = 1) -> int:
+def useful_lanes(
+    corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, multiple_of: int = 1
+) -> int:
     """At most `num_lanes`, rounded up to a multiple of the ranks: as many as shorten the evaluation.
 
     Lanes consist of whole documents, so where a few long ones hold most of the tokens, further lanes would wait empty.
     """
 
     def num_batches(per_rank: int) -> int:
-        return len(EvaluationStream(corpus, per_rank * multiple_of, segment_length, range(1), max_tokens))
+        return len(
+            EvaluationStream(corpus, per_rank * multiple_of, segment_length, range(1), max_tokens)
+        )
 
     per_rank = -(-min(num_lanes, corpus.num_documents) // multiple_of)
     longest = num_batches(per_rank) * SLACK
@@ -45,14 +49,18 @@ class EvaluationStream:
     the first so many tokens of the split in a fixed random order of documents; the last one may be cut.
     """
 
-    def __init__(self, corpus: Corpus, num_lanes: int, segment_length: int, lanes: range, max_tokens: int = 0) -> None:
+    def __init__(
+        self, corpus: Corpus, num_lanes: int, segment_length: int, lanes: range, max_tokens: int = 0
+    ) -> None:
         check_range(lanes, num_lanes)
         self.lanes = lanes
         self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)  # of all lanes
         plan = plan_of(corpus, 1, EVALUATION_SEED)
         shares = [lane * self.num_tokens // num_lanes for lane in range(num_lanes + 1)]
         corpus.prefetch(dict.fromkeys(plan.unit_at(0, place) for place in shares[:-1]))
-        begins = [min(plan.document_begin(0, place), self.num_tokens) for place in shares[:-1]] + [self.num_tokens]
+        begins = [min(plan.document_begin(0, place), self.num_tokens) for place in shares[:-1]] + [
+            self.num_tokens
+        ]
         longest = max(end - begin for begin, end in pairwise(begins))
         self.num_batches = -(-longest // segment_length)
         self._corpus = corpus

@@ -193,7 +193,9 @@ class LaneWalk:
             self._enter(epoch)
             if self.length:
                 return self._seek()
-        raise DataError(f"lane {self.lane} is empty in {ALWAYS_EMPTY_EPOCHS} epochs on end; use fewer lanes")
+        raise DataError(
+            f"lane {self.lane} is empty in {ALWAYS_EMPTY_EPOCHS} epochs on end; use fewer lanes"
+        )
 
     def take(self, count: int) -> list[Run]:
         """The next `count` tokens of the lane, in order."""
@@ -230,7 +232,9 @@ class LaneWalk:
         piece_begins = np.maximum(begins[low:high], first)
         lengths = np.minimum(begins[low + 1 : high + 1], last) - piece_begins
         self.position += last - first
-        return Run(self.epoch, self._unit, documents[low:high], piece_begins - begins[low:high], lengths)
+        return Run(
+            self.epoch, self._unit, documents[low:high], piece_begins - begins[low:high], lengths
+        )
 
 
 def _begins(lengths: np.ndarray) -> np.ndarray:

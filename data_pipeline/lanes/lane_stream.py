@@ -78,7 +78,10 @@ class LaneStream:
         stream_BL1 = block.tokens_BK[:, begin : begin + length + 1].astype(np.int64)
         tokens_BL = stream_BL1[:, :-1]
         # Copies: the next block will overwrite them, and the batch may be asked for its cursor after that.
-        epochs_B, positions_B = block.epochs_SB[self._segment].copy(), block.positions_SB[self._segment].copy()
+        epochs_B, positions_B = (
+            block.epochs_SB[self._segment].copy(),
+            block.positions_SB[self._segment].copy(),
+        )
         return SegmentBatch(
             tokens_BL=tokens_BL,
             targets_BL=stream_BL1[:, 1:],
@@ -87,10 +90,15 @@ class LaneStream:
             make_cursor=partial(self._cursor_after, tokens_BL, epochs_B, positions_B),
         )
 
-    def _cursor_after(self, tokens_BL: np.ndarray, epochs_B: np.ndarray, positions_B: np.ndarray) -> LaneCursor:
+    def _cursor_after(
+        self, tokens_BL: np.ndarray, epochs_B: np.ndarray, positions_B: np.ndarray
+    ) -> LaneCursor:
         length = self._segment_length
         known_B = np.minimum(positions_B, length).tolist()
-        checks = [check_value(tokens_L[length - known :]) for tokens_L, known in zip(tokens_BL, known_B, strict=True)]
+        checks = [
+            check_value(tokens_L[length - known :])
+            for tokens_L, known in zip(tokens_BL, known_B, strict=True)
+        ]
         return LaneCursor(
             seed=self._plan.seed,
             num_lanes=self._plan.num_lanes,
@@ -107,7 +115,12 @@ class _BlockReader:
     """The next K segments of every lane, one token more than that, and where each lane stands after each segment."""
 
     def __init__(
-        self, corpus: Corpus | Mixture, plan: LanePlan, lanes: range, places: list[tuple[int, int]], segment_length: int
+        self,
+        corpus: Corpus | Mixture,
+        plan: LanePlan,
+        lanes: range,
+        places: list[tuple[int, int]],
+        segment_length: int,
     ) -> None:
         self.num_segments = max(1, min(BLOCK_SEGMENTS, BLOCK_TOKENS // segment_length))
         self._segment_length = segment_length
@@ -120,10 +133,14 @@ class _BlockReader:
         self.positions_SB = np.zeros_like(self.epochs_SB)
         self._walks = [plan.walk(lane, *place) for lane, place in zip(lanes, places, strict=True)]
         self._readers: list[tuple[int, ShardReader | None]] = [(-1, None)] * len(lanes)
-        self._asked: list[list[int]] = [[]] * len(lanes)  # units that are read next, as the corpus was told
+        self._asked: list[list[int]] = [[]] * len(
+            lanes
+        )  # units that are read next, as the corpus was told
         # Per lane: tokens since the block's begin at which an epoch began (negative: before it), and that epoch.
         self._marks = [[(self._block_tokens - position, epoch)] for epoch, position in places]
-        self._fill_columns(self._block_tokens)  # the last column: the token ahead, which the first block begins with
+        self._fill_columns(
+            self._block_tokens
+        )  # the last column: the token ahead, which the first block begins with
         self._shift_marks()
 
     def fill(self) -> None:
@@ -182,7 +199,9 @@ class _BlockReader:
             self._marks[row] = shifted[max(past - 1, 0) :]
 
 
-def _checked_cursor(cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture) -> LaneCursor:
+def _checked_cursor(
+    cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture
+) -> LaneCursor:
     """The state of these lanes, after it was found to belong to this plan."""
     expected = {"seed": plan.seed, "num_lanes": plan.num_lanes, "manifest_hash": corpus.identity}
     for name, value in expected.items():
@@ -201,8 +220,12 @@ def _places(cursor: LaneCursor) -> list[tuple[int, int]]:
 
 def _check_tokens(cursor: LaneCursor, plan: LanePlan, corpus: Corpus | Mixture) -> None:
     """DataError unless the corpus has the tokens that the lanes have read last."""
-    for lane, (epoch, position), check in zip(cursor.lanes, _places(cursor), cursor.checks_B.tolist(), strict=True):
-        found = check_value(read_runs(corpus, _last_runs(plan, lane, epoch, position, cursor.segment_length)))
+    for lane, (epoch, position), check in zip(
+        cursor.lanes, _places(cursor), cursor.checks_B.tolist(), strict=True
+    ):
+        found = check_value(
+            read_runs(corpus, _last_runs(plan, lane, epoch, position, cursor.segment_length))
+        )
         if found != check:
             raise DataError(
                 f"lane {lane} at epoch {epoch}, position {position}: the corpus gives the check value {found:016x}, "

@@ -22,7 +22,9 @@ def plan_of(corpus: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:
 
 def check_range(lanes: range, num_lanes: int) -> None:
     if not lanes or lanes.step != 1 or lanes.start < 0 or lanes.stop > num_lanes:
-        raise ConfigError(f"lanes {lanes.start} to {lanes.stop - 1} are not among the {num_lanes} lanes of the run")
+        raise ConfigError(
+            f"lanes {lanes.start} to {lanes.stop - 1} are not among the {num_lanes} lanes of the run"
+        )
 
 
 def copy_run(reader: ShardReader, run: Run, out: memoryview) -> None:

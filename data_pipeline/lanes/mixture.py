@@ -37,7 +37,9 @@ class Mixture:
         _check_tokenizers(corpora)
         self.corpora = list(corpora)
         self.repeats = list(repeats)
-        self.first_units = np.cumsum([0] + [len(corpus.manifest.shards) for corpus in corpora])  # [P + 1]
+        self.first_units = np.cumsum(
+            [0] + [len(corpus.manifest.shards) for corpus in corpora]
+        )  # [P + 1]
         shards = tuple(
             replace(shard, path=str(corpus.directory / shard.path))
             for corpus in corpora
@@ -88,17 +90,26 @@ class Mixture:
         return np.repeat(np.arange(self.first_units[-1]), np.concatenate(copies))
 
 
-def open_mixture(parts: Sequence[MixturePart], split: str = "train", cache: CacheConfig | None = None) -> Mixture:
+def open_mixture(
+    parts: Sequence[MixturePart], split: str = "train", cache: CacheConfig | None = None
+) -> Mixture:
     """The mixture of the corpora that `parts` name; weights become repeats, the least of which is one."""
     if len({bool(part.weight) for part in parts}) > 1:
-        raise ConfigError("some parts of the mixture have a weight and some have none; give all of them one, or none")
-    corpora = [Corpus.open(local_corpus_directory(part.path, cache or CacheConfig()) / split) for part in parts]
+        raise ConfigError(
+            "some parts of the mixture have a weight and some have none; give all of them one, or none"
+        )
+    corpora = [
+        Corpus.open(local_corpus_directory(part.path, cache or CacheConfig()) / split)
+        for part in parts
+    ]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
 
 
-def open_training_data(path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None) -> Corpus | Mixture:
+def open_training_data(
+    path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None
+) -> Corpus | Mixture:
     """What a run trains on: the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
     path = local_corpus_directory(path, cache or CacheConfig())
     if not parts:
@@ -115,17 +126,23 @@ def open_training_data(path: Path, parts: Sequence[MixturePart], cache: CacheCon
 
 def tokens_of_parts(data: Corpus | Mixture, plan: LanePlan, cursor: LaneCursor) -> list[int]:
     """How many tokens of each part the cursor's lanes have read since the run began: arithmetic, nothing is read."""
-    first_units = data.first_units if isinstance(data, Mixture) else np.array([0, len(data.manifest.shards)])
+    first_units = (
+        data.first_units if isinstance(data, Mixture) else np.array([0, len(data.manifest.shards)])
+    )
     totals = np.zeros(len(first_units) - 1, np.int64)
     for epoch in range(int(cursor.epochs_B.max()) + 1):
         units, begins = plan.epoch_order(epoch)
         lengths_U, parts_U = np.diff(begins), np.searchsorted(first_units, units, "right") - 1
-        for lane, last, position in zip(cursor.lanes, cursor.epochs_B, cursor.positions_B, strict=True):
+        for lane, last, position in zip(
+            cursor.lanes, cursor.epochs_B, cursor.positions_B, strict=True
+        ):
             if last < epoch:
                 continue
             begin = plan.lane_begin(epoch, lane)
             end = begin + int(position) if last == epoch else plan.lane_begin(epoch, lane + 1)
-            read_U = np.clip(np.minimum(begins[1:], end) - np.maximum(begins[:-1], begin), 0, lengths_U)
+            read_U = np.clip(
+                np.minimum(begins[1:], end) - np.maximum(begins[:-1], begin), 0, lengths_U
+            )
             totals += np.bincount(parts_U, weights=read_U, minlength=len(totals)).astype(np.int64)
     return totals.tolist()
 
@@ -137,7 +154,8 @@ def _copies_at(epoch: int, repeat: Fraction, num_units: int, key: int) -> np.nda
     """
     phases = permutation(num_units, key)
     before, after = (
-        (repeat.numerator * epochs * num_units + phases * repeat.denominator) // (repeat.denominator * num_units)
+        (repeat.numerator * epochs * num_units + phases * repeat.denominator)
+        // (repeat.denominator * num_units)
         for epochs in (epoch, epoch + 1)
     )
     return after - before
@@ -157,9 +175,13 @@ def exact_repeats(repeats: Sequence[float]) -> list[Fraction]:
 
 
 def _exact(repeat: float) -> Fraction:
-    exact = Fraction(repeat).limit_denominator(FINEST_REPEAT) if math.isfinite(repeat) else Fraction(0)
+    exact = (
+        Fraction(repeat).limit_denominator(FINEST_REPEAT) if math.isfinite(repeat) else Fraction(0)
+    )
     if exact <= 0:
-        raise ConfigError(f"a repeat of {repeat:g} is none or too small; use at least {1 / FINEST_REPEAT:g}")
+        raise ConfigError(
+            f"a repeat of {repeat:g} is none or too small; use at least {1 / FINEST_REPEAT:g}"
+        )
     return exact
 
 

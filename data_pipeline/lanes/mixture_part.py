@@ -18,6 +18,10 @@ class MixturePart:
 
     def __post_init__(self) -> None:
         if self.repeat < 0 or self.weight < 0:
-            raise ConfigError(f"mixture of {self.path}: repeat={self.repeat} and weight={self.weight} must be positive")
+            raise ConfigError(
+                f"mixture of {self.path}: repeat={self.repeat} and weight={self.weight} must be positive"
+            )
         if self.repeat and self.weight:
-            raise ConfigError(f"mixture of {self.path}: found repeat and weight, expected one of them")
+            raise ConfigError(
+                f"mixture of {self.path}: found repeat and weight, expected one of them"
+            )

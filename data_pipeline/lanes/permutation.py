@@ -17,7 +17,9 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def key_of(*parts: int | str) -> int:
     """A 64-bit key for a purpose, such as `key_of(seed, "units", epoch)`; other parts give an unrelated key."""
-    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # numpy's integers print otherwise
+    plain = tuple(
+        part if isinstance(part, str) else int(part) for part in parts
+    )  # numpy's integers print otherwise
     return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=8).digest(), "little")
 
 
@@ -42,7 +44,9 @@ def permutation(count: int, key: int) -> np.ndarray:
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     places = _feistel(np.arange(count, dtype=np.uint64), key, half_bits)
     outside = np.flatnonzero(places >= count)
-    while len(outside):  # the network permutes up to 4 * count values: those that left the range walk on
+    while len(
+        outside
+    ):  # the network permutes up to 4 * count values: those that left the range walk on
         places[outside] = _feistel(places[outside], key, half_bits)
         outside = outside[places[outside] >= count]
     return places.astype(np.int64)

@@ -27,7 +27,9 @@ class Prefetcher(Generic[T]):
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max(depth, 1))
         self._stop = threading.Event()
         self._ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._read, args=(iter(stream),), name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(iter(stream),), name="prefetch", daemon=True
+        )
         self._thread.start()
 
     def _read(self, stream: Iterator[T]) -> None:

@@ -55,7 +55,9 @@ class LaneCursor:
         """The cursor that `to_tree` described; DataError when this version cannot read it."""
         found = tree.get("format") if isinstance(tree, dict) else None
         if found != CURSOR_FORMAT:
-            raise DataError(f"the lane cursor has format {found!r}, this version reads {CURSOR_FORMAT}")
+            raise DataError(
+                f"the lane cursor has format {found!r}, this version reads {CURSOR_FORMAT}"
+            )
         try:
             cursor = cls(
                 seed=tree["seed"],
@@ -68,8 +70,15 @@ class LaneCursor:
                 checks_B=np.array([int(check, 16) for check in tree["checks"]], np.uint64),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the lane cursor is damaged ({error!r}); use another checkpoint") from None
-        counts = {len(cursor.lanes), len(cursor.epochs_B), len(cursor.positions_B), len(cursor.checks_B)}
+            raise DataError(
+                f"the lane cursor is damaged ({error!r}); use another checkpoint"
+            ) from None
+        counts = {
+            len(cursor.lanes),
+            len(cursor.epochs_B),
+            len(cursor.positions_B),
+            len(cursor.checks_B),
+        }
         if len(counts) > 1:
             raise DataError(
                 f"the lane cursor is damaged: its lists have {sorted(counts)} entries; use another checkpoint"
@@ -78,8 +87,15 @@ class LaneCursor:
 
     def take(self, lanes: range) -> LaneCursor:
         """The cursor of some of its lanes."""
-        if not lanes or lanes.step != 1 or lanes.start < self.lanes.start or lanes.stop > self.lanes.stop:
-            raise DataError(f"the cursor holds lanes {_shown(self.lanes)}, expected lanes {_shown(lanes)} among them")
+        if (
+            not lanes
+            or lanes.step != 1
+            or lanes.start < self.lanes.start
+            or lanes.stop > self.lanes.stop
+        ):
+            raise DataError(
+                f"the cursor holds lanes {_shown(self.lanes)}, expected lanes {_shown(lanes)} among them"
+            )
         rows = slice(lanes.start - self.lanes.start, lanes.stop - self.lanes.start)
         return replace(
             self,
@@ -96,9 +112,13 @@ class LaneCursor:
         first = ordered[0]
         for before, after in pairwise(ordered):
             if before.lanes.stop != after.lanes.start:
-                raise DataError(f"lanes {_shown(before.lanes)} and {_shown(after.lanes)} do not follow on each other")
+                raise DataError(
+                    f"lanes {_shown(before.lanes)} and {_shown(after.lanes)} do not follow on each other"
+                )
             if before._identity() != after._identity():
-                raise DataError(f"cursors of different runs: {before._identity()} and {after._identity()}")
+                raise DataError(
+                    f"cursors of different runs: {before._identity()} and {after._identity()}"
+                )
         return replace(
             first,
             lanes=range(first.lanes.start, ordered[-1].lanes.stop),
@@ -133,20 +153,28 @@ class SegmentBatch:
 
     def split(self, count: int) -> list[SegmentBatch]:
         """`count` slots of B / count consecutive lanes each."""
-        assert len(self.lanes) % count == 0, f"{len(self.lanes)} lanes do not divide into {count} slots"
+        assert len(self.lanes) % count == 0, (
+            f"{len(self.lanes)} lanes do not divide into {count} slots"
+        )
         size = len(self.lanes) // count
         return [self._slot(slice(begin, begin + size)) for begin in range(0, len(self.lanes), size)]
 
     def _slot(self, rows: slice) -> SegmentBatch:
         valid_BL = None if self.valid_BL is None else self.valid_BL[rows]
         return SegmentBatch(
-            self.tokens_BL[rows], self.targets_BL[rows], self.starts_BL[rows], self.lanes[rows], valid_BL
+            self.tokens_BL[rows],
+            self.targets_BL[rows],
+            self.starts_BL[rows],
+            self.lanes[rows],
+            valid_BL,
         )
 
 
 def check_value(tokens: np.ndarray) -> int:
     """A 64-bit hash of some tokens that does not depend on their type."""
-    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little"
+    )
 
 
 def _shown(lanes: range) -> str:

@@ -20,7 +20,10 @@ class SegmentLengths:
 
     def __post_init__(self) -> None:
         steps = [0, *(step for step, _ in self.changes)]
-        if sorted(set(steps)) != steps or min(self.first, *(length for _, length in self.changes), 1) < 1:
+        if (
+            sorted(set(steps)) != steps
+            or min(self.first, *(length for _, length in self.changes), 1) < 1
+        ):
             changes = ", ".join(f"{step}={length}" for step, length in self.changes)
             raise ConfigError(
                 f"segments of {self.first} tokens, then from step=length {changes}: expected positive lengths, and "
@@ -29,16 +32,21 @@ class SegmentLengths:
 
     def at(self, step: int) -> int:
         """The length of the step's segments."""
-        return next((length for begin, length in reversed(self.changes) if begin <= step), self.first)
+        return next(
+            (length for begin, length in reversed(self.changes) if begin <= step), self.first
+        )
 
     def tokens_before(self, step: int) -> int:
         """How many tokens of a lane the steps before `step` read."""
         ends = [*(begin for begin, _ in self.changes), step]
         return sum(
-            self.at(begin) * max(0, min(end, step) - begin) for begin, end in zip([0, *ends], ends, strict=False)
+            self.at(begin) * max(0, min(end, step) - begin)
+            for begin, end in zip([0, *ends], ends, strict=False)
         )
 
     def step_of(self, token: int) -> int:
         """The step that reads the lane's token number `token`."""
-        begin = next((begin for begin, _ in reversed(self.changes) if self.tokens_before(begin) <= token), 0)
+        begin = next(
+            (begin for begin, _ in reversed(self.changes) if self.tokens_before(begin) <= token), 0
+        )
         return begin + (token - self.tokens_before(begin)) // self.at(begin)

@@ -29,7 +29,9 @@ def sample_bytes(document_id: str, token_bytes: int) -> int:
     return 4 + SAMPLE_HEAD_BYTES + LARGEST_SHAPE_BYTES + len(document_id.encode()) + token_bytes
 
 
-def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path) -> dict[str, Any]:
+def write_shard(
+    path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path
+) -> dict[str, Any]:
     """Write (id, tokens) pairs as one shard that is at `path` whole or not at all; its entry for the index comes back.
 
     `scratch` is a directory on the same file system that this call may empty.
@@ -78,7 +80,9 @@ def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
     def document_id(document: int) -> str:
         begin = int(begins[document])
         size = int.from_bytes(memory[begin : begin + 4], "little")
-        return memory[begin + SAMPLE_HEAD_BYTES : begin + SAMPLE_HEAD_BYTES + size].decode(errors="replace")
+        return memory[begin + SAMPLE_HEAD_BYTES : begin + SAMPLE_HEAD_BYTES + size].decode(
+            errors="replace"
+        )
 
     return ShardLayout(token_begins, lengths, document_id)
 
@@ -92,7 +96,11 @@ def _sample_begins(memory: mmap.mmap, dtype: str) -> np.ndarray:
     if not num_documents or end_of_table > len(memory):
         raise ShardDamage(f"its header promises {num_documents} documents")
     begins = np.frombuffer(memory, "<u4", num_documents + 1, 4).astype(np.int64)
-    if begins[0] < end_of_table or begins[-1] != len(memory) or (np.diff(begins) <= SAMPLE_HEAD_BYTES).any():
+    if (
+        begins[0] < end_of_table
+        or begins[-1] != len(memory)
+        or (np.diff(begins) <= SAMPLE_HEAD_BYTES).any()
+    ):
         raise ShardDamage(f"it has {len(memory)} bytes and its header promises {begins[-1]}")
     try:
         config = json.loads(memory[end_of_table : int(begins[0])])
@@ -104,12 +112,16 @@ def _sample_begins(memory: mmap.mmap, dtype: str) -> np.ndarray:
     return begins
 
 
-def _locate_tokens(raw: np.ndarray, sample_begins: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+def _locate_tokens(
+    raw: np.ndarray, sample_begins: np.ndarray, itemsize: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Byte offset and number of the tokens of each document."""
     begins, ends = sample_begins[:-1], sample_begins[1:]
     heads = raw[begins[:, None] + np.arange(SAMPLE_HEAD_BYTES)].view("<u4").astype(np.int64)
     id_sizes, token_sizes = heads[:, 0], heads[:, 1]
-    if (begins + SAMPLE_HEAD_BYTES + id_sizes + token_sizes != ends).any() or (token_sizes < 2).any():
+    if (begins + SAMPLE_HEAD_BYTES + id_sizes + token_sizes != ends).any() or (
+        token_sizes < 2
+    ).any():
         raise ShardDamage("the sizes in its documents' headers do not add up")
     shape_begins = begins + SAMPLE_HEAD_BYTES + id_sizes
     shape_codes = raw[shape_begins]

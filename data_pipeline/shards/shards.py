@@ -24,7 +24,9 @@ ShardFormat = Literal["mds", "webdataset"]
 @dataclass(frozen=True)
 class _Format:
     suffix: str
-    sample_bytes: Callable[[str, int], int]  # that a document takes up, of its id and the bytes of its tokens
+    sample_bytes: Callable[
+        [str, int], int
+    ]  # that a document takes up, of its id and the bytes of its tokens
     write: Callable[[Path, Sequence[tuple[str, np.ndarray]], Path], dict[str, Any]]
     layout: Callable[[mmap.mmap, str], ShardLayout]
 
@@ -40,7 +42,9 @@ def shard_name(number: int, shard_format: ShardFormat) -> str:
     return f"shard.{number:05d}{FORMATS[shard_format].suffix}"
 
 
-def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path) -> dict[str, Any]:
+def write_shard(
+    path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path
+) -> dict[str, Any]:
     """Write (id, tokens) pairs as a shard of the format that the name says, whole at `path` or not at all.
 
     What comes back is its entry for `write_index`. `scratch` is a directory on the same file system that this call may
@@ -80,14 +84,20 @@ class ShardReader:
             with file or open(path, "rb") as opened:
                 self._memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise DataError(f"shard {path} is missing; restore it or build the corpus again") from None
+            raise DataError(
+                f"shard {path} is missing; restore it or build the corpus again"
+            ) from None
         except ValueError:
-            raise DataError(f"shard {path} is empty; restore it or build the corpus again") from None
+            raise DataError(
+                f"shard {path} is empty; restore it or build the corpus again"
+            ) from None
         self.view = memoryview(self._memory)
         try:
             layout = _format_of(path).layout(self._memory, dtype)
         except ShardDamage as damage:
-            raise DataError(f"shard {shown(path)} is damaged: {damage}; restore it or build the corpus again") from None
+            raise DataError(
+                f"shard {shown(path)} is damaged: {damage}; restore it or build the corpus again"
+            ) from None
         self.token_begins = layout.token_begins
         self.lengths = layout.lengths  # tokens of each document
         self.document_id = layout.document_id
@@ -107,4 +117,6 @@ def _format_of(path: Path) -> _Format:
         if path.suffix == shard_format.suffix:
             return shard_format
     expected = " or ".join(shard_format.suffix for shard_format in FORMATS.values())
-    raise DataError(f"shard {path} has an unknown format, expected a name in {expected}; use a version that wrote it")
+    raise DataError(
+        f"shard {path} has an unknown format, expected a name in {expected}; use a version that wrote it"
+    )

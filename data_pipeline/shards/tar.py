@@ -11,7 +11,12 @@ from mmap import mmap
 from typing import BinaryIO
 
 BLOCK_BYTES = 512
-NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD, PREFIX_FIELD = slice(0, 100), slice(124, 135), slice(148, 156), slice(345, 500)
+NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD, PREFIX_FIELD = (
+    slice(0, 100),
+    slice(124, 135),
+    slice(148, 156),
+    slice(345, 500),
+)
 TYPE_OFFSET = 156
 MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
 REGULAR_TYPES, DIRECTORY_TYPE = (b"0", b"\0", b"7"), b"5"
@@ -102,7 +107,9 @@ def _check_end(file: BinaryIO, place: int) -> None:
     """Behind the first empty block there is another one, and nothing else: a zeroed header looks like an end, too."""
     rest = file.read(BLOCK_BYTES)
     if len(rest) < BLOCK_BYTES:
-        raise TarError(f"it ends at byte {place + BLOCK_BYTES + len(rest)} with half the mark of its end")
+        raise TarError(
+            f"it ends at byte {place + BLOCK_BYTES + len(rest)} with half the mark of its end"
+        )
     while rest:
         if any(rest):
             raise TarError(f"behind the mark of its end at byte {place} there is more")

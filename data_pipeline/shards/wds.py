@@ -44,7 +44,9 @@ def sample_bytes(document_id: str, token_bytes: int) -> int:
     return name_bytes + BLOCK_BYTES + padded(NUMPY_HEADER_BYTES + token_bytes)
 
 
-def write_shard(path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path) -> dict[str, Any]:
+def write_shard(
+    path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path
+) -> dict[str, Any]:
     """Write (id, tokens) pairs as one shard that is at `path` whole or not at all; it needs no entry in an index."""
     from webdataset.writer import TarWriter
 
@@ -73,7 +75,10 @@ def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
     headers_H, sizes_H = _find_headers(blocks)
     is_member_H = blocks[headers_H, TYPE_OFFSET] == ord("0")
     members_D = headers_H[is_member_H]
-    long_names = {int(is_member_H[:place].sum()): int(headers_H[place]) for place in np.flatnonzero(~is_member_H)}
+    long_names = {
+        int(is_member_H[:place].sum()): int(headers_H[place])
+        for place in np.flatnonzero(~is_member_H)
+    }
     if not len(members_D):
         raise ShardDamage("it holds no documents")
 
@@ -81,10 +86,17 @@ def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
         if document in long_names:
             name = pax_path(memory, long_names[document] * BLOCK_BYTES)
         else:
-            name = blocks[members_D[document], NAME_FIELD].tobytes().rstrip(b"\0").decode(errors="replace")
+            name = (
+                blocks[members_D[document], NAME_FIELD]
+                .tobytes()
+                .rstrip(b"\0")
+                .decode(errors="replace")
+            )
         return unquote(name.removesuffix(FIELD)[NUMBER_DIGITS + 1 :])
 
-    token_begins_D, lengths_D = _locate_tokens(blocks, members_D + 1, sizes_H[is_member_H], np.dtype(dtype))
+    token_begins_D, lengths_D = _locate_tokens(
+        blocks, members_D + 1, sizes_H[is_member_H], np.dtype(dtype)
+    )
     return ShardLayout(token_begins_D, lengths_D, document_id)
 
 
@@ -103,12 +115,16 @@ def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         headers_H, sizes_H, next_H = headers_H[chain], sizes_H[chain], next_H[chain]
     end = int(next_H[-1]) if len(next_H) else 0
     if end + 2 > len(blocks) or blocks[end:].any():
-        raise ShardDamage(f"its {blocks.size} bytes do not end as a tar does behind {len(headers_H)} headers")
+        raise ShardDamage(
+            f"its {blocks.size} bytes do not end as a tar does behind {len(headers_H)} headers"
+        )
     fields = blocks[headers_H]
     stored_H = _octal(fields[:, CHECKSUM_FIELD][:, :6])
     fields[:, CHECKSUM_FIELD] = ord(" ")
     if (wrong := np.flatnonzero(fields.sum(1, dtype=np.uint32) != stored_H)).size:
-        raise ShardDamage(f"the checksum of the header at byte {headers_H[wrong[0]] * BLOCK_BYTES} is wrong")
+        raise ShardDamage(
+            f"the checksum of the header at byte {headers_H[wrong[0]] * BLOCK_BYTES} is wrong"
+        )
     return headers_H, sizes_H
 
 
@@ -132,15 +148,22 @@ def _locate_tokens(
     blocks: np.ndarray, first_blocks_D: np.ndarray, sizes_D: np.ndarray, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """Byte offset and number of the tokens of each array."""
-    text = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': (".encode()
+    text = (
+        f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': (".encode()
+    )
     heads = blocks[first_blocks_D, : NUMPY_HEAD_BYTES + len(text)]
     is_array = (heads[:, : len(NUMPY_MAGIC)] == np.frombuffer(NUMPY_MAGIC, np.uint8)).all(1)
     is_array &= (heads[:, NUMPY_HEAD_BYTES:] == np.frombuffer(text, np.uint8)).all(1)
     if not is_array.all():
         place = int(first_blocks_D[np.flatnonzero(~is_array)[0]]) * BLOCK_BYTES
         raise ShardDamage(f"what lies at byte {place} is no array of {dtype} with one dimension")
-    text_sizes_D = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64) @ np.array([1, 256])
+    text_sizes_D = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64) @ np.array(
+        [1, 256]
+    )
     value_bytes_D = sizes_D - NUMPY_HEAD_BYTES - text_sizes_D
     if (value_bytes_D <= 0).any() or (value_bytes_D % dtype.itemsize).any():
         raise ShardDamage("the sizes of its token arrays are impossible")
-    return first_blocks_D * BLOCK_BYTES + NUMPY_HEAD_BYTES + text_sizes_D, value_bytes_D // dtype.itemsize
+    return (
+        first_blocks_D * BLOCK_BYTES + NUMPY_HEAD_BYTES + text_sizes_D,
+        value_bytes_D // dtype.itemsize,
+    )

@@ -56,7 +56,9 @@ def _wait_for_end(run_dir: RunDir) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while any((lock := read_lock(run_dir.path / name)) and lock.is_held for name in LOCKS):
         if time.monotonic() > deadline:
-            raise UserError(f"{run_dir.path} still runs after {_WAIT_SECONDS:.0f} s; see 'launcher logs'")
+            raise UserError(
+                f"{run_dir.path} still runs after {_WAIT_SECONDS:.0f} s; see 'launcher logs'"
+            )
         time.sleep(0.1)
 
 

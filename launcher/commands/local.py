@@ -20,9 +20,17 @@ from pretrain.terminal.live_bar import live_bar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher local`."""
     parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on this machine (default %(default)s)")
-    parser.add_argument("--run-dir", type=Path, help="where all goes; resumed if it holds this run (default runs/NAME)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes on this machine (default %(default)s)"
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        help="where all goes; resumed if it holds this run (default runs/NAME)",
+    )
     add_policy_arguments(parser)
 
 
@@ -32,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks={arguments.ranks} must be 1 or more")
     policy = policy_of(arguments)
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
-    accumulation_steps(config, arguments.ranks)  # lanes that do not divide are refused before anything starts
+    accumulation_steps(
+        config, arguments.ranks
+    )  # lanes that do not divide are refused before anything starts
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name)
     command = train_command(arguments.experiment, run_dir, arguments.overrides)
     existed = run_dir.path.exists()
@@ -45,7 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def train_command(experiment: Path, run_dir: RunDir, overrides: Sequence[str]) -> list[str]:
     """One rank's program."""
-    return [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+        *overrides,
+    ]
 
 
 class LocalRanks(RankGroup):

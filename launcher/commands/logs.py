@@ -20,9 +20,19 @@ _GOES_ON = ("running", "queued", "requeued", "preempted")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher logs`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument("--rank", type=int, help="which rank (default 0; with --errors all of them)")
-    parser.add_argument("--errors", action="store_true", help="only errors, tracebacks and stacks, of the job too")
-    parser.add_argument("--lines", type=int, default=50, metavar="N", help="the last N; 0: all (default %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, help="which rank (default 0; with --errors all of them)"
+    )
+    parser.add_argument(
+        "--errors", action="store_true", help="only errors, tracebacks and stacks, of the job too"
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        default=50,
+        metavar="N",
+        help="the last N; 0: all (default %(default)s)",
+    )
     parser.add_argument("--follow", action="store_true", help="go on, until the run ends or Ctrl-C")
 
 
@@ -55,7 +65,11 @@ def _print_errors(arguments: argparse.Namespace, logs: Path, newest: RankLogs | 
     job = job_log(logs)
     sources = {"job": job} if job else {}
     if newest:
-        ranks = newest.paths if arguments.rank is None else {arguments.rank: newest.path_of(arguments.rank)}
+        ranks = (
+            newest.paths
+            if arguments.rank is None
+            else {arguments.rank: newest.path_of(arguments.rank)}
+        )
         sources |= {f"rank {rank}": path for rank, path in ranks.items()}
     said_any = False
     for name, path in sources.items():
@@ -80,7 +94,9 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
             if tail is not None:
                 tail.print_new()
                 print(f"--- attempt {newest.attempt}", flush=True)
-            tail = _Tail(path, 0 if tail is not None else _start_of_last_lines(path, arguments.lines))
+            tail = _Tail(
+                path, 0 if tail is not None else _start_of_last_lines(path, arguments.lines)
+            )
         if tail is not None:
             tail.print_new()
         if ending:
@@ -92,7 +108,9 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
             if newest and tail is None and state.ranks is not None and rank >= state.ranks:
                 newest.path_of(rank)  # there is none, and will be none
             if state.state not in _GOES_ON:
-                ending = state.describe  # after one more look at the log: its last lines may have come since
+                ending = (
+                    state.describe
+                )  # after one more look at the log: its last lines may have come since
         time.sleep(_POLL_SECONDS)
 
 

@@ -33,11 +33,22 @@ _LEAVE_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher preflight`."""
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
+    place.add_argument(
+        "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
+    )
     place.add_argument("--local", action="store_true", help="this machine alone")
-    parser.add_argument("--nodes", type=int, default=2, help="with --cluster: how many (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=_num_gpus() or 2, help="with --local (default: one per GPU, or 2)")
-    parser.add_argument("--directory", type=Path, default=Path("."), help="disk to measure; all nodes must see it")
+    parser.add_argument(
+        "--nodes", type=int, default=2, help="with --cluster: how many (default %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=_num_gpus() or 2,
+        help="with --local (default: one per GPU, or 2)",
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path("."), help="disk to measure; all nodes must see it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
@@ -50,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(tempfile.mkdtemp(prefix=".preflight-", dir=arguments.directory)).resolve()
     out.chmod(0o755)
     try:
-        reports = _check_here(arguments.ranks, out) if arguments.local else _check_cluster(arguments, out)
+        reports = (
+            _check_here(arguments.ranks, out) if arguments.local else _check_cluster(arguments, out)
+        )
     finally:
         shutil.rmtree(out, ignore_errors=True)
     _print(reports, arguments)
@@ -68,7 +81,9 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
             return _led(out, num_ranks, [], lambda: None in ranks.poll())
         except UserError as error:
             said = ranks.logs[0].read_text(errors="replace").strip().splitlines()
-            raise UserError(f"{error}; rank 0 said last: {said[-1] if said else 'nothing'}") from None
+            raise UserError(
+                f"{error}; rank 0 said last: {said[-1] if said else 'nothing'}"
+            ) from None
 
 
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
@@ -101,12 +116,24 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     script = [
         *(f"module load {shlex.quote(module)}" for module in cluster.modules),
         *cluster.setup,
-        *(f"export {key}={shlex.quote(value)}" for key, value in {TOKEN: name, **cluster.environment}.items()),
+        *(
+            f"export {key}={shlex.quote(value)}"
+            for key, value in {TOKEN: name, **cluster.environment}.items()
+        ),
         "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
         f"exec {shlex.join([sys.executable, '-m', 'pretrain.processes.node_check', str(out)])}",
     ]
     flags = [f"--{key}={value}" for key, value in options.items() if value]
-    return ["srun", *flags, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "bash", "-c", "\n".join(script)]
+    return [
+        "srun",
+        *flags,
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "bash",
+        "-c",
+        "\n".join(script),
+    ]
 
 
 @contextmanager
@@ -126,10 +153,17 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
                 continue
 
 
-def _led(out: Path, num_ranks: int, jobs: Sequence[str], is_running: Callable[[], bool]) -> list[NodeReport]:
+def _led(
+    out: Path, num_ranks: int, jobs: Sequence[str], is_running: Callable[[], bool]
+) -> list[NodeReport]:
     found = gather(out, num_ranks, is_running)
     pairs = pair_up(out, found, is_running)
-    hosts = {host for name in jobs for job in slurm.live_jobs(name) for host in slurm.host_names(job.hosts)}
+    hosts = {
+        host
+        for name in jobs
+        for job in slurm.live_jobs(name)
+        for host in slurm.host_names(job.hosts)
+    }
     (out / END).touch()
     return judge(found, pairs, missing=sorted(hosts - {one.host for one in found}))
 

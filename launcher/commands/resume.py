@@ -31,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     if state.state in ("running", "queued", "requeued", "preempted"):
         raise ConfigError(f"{arguments.run} is {state.describe} already; nothing to resume")
     if was_array_task(RunDir(arguments.run)):
-        raise ConfigError(f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' tries it again")
+        raise ConfigError(
+            f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' tries it again"
+        )
     if Snapshot(arguments.run).script.is_file():
         return _submit_again(RunDir(arguments.run.resolve()))
     return local.run(
@@ -49,7 +51,9 @@ def _submit_again(run_dir: RunDir) -> int:
     """The script and the code that were kept when the run was submitted."""
     before = last_of(run_dir.read_ledger(), "submitted")
     if before is None:
-        raise ConfigError(f"{run_dir.path} was never submitted; hand it over with 'launcher submit'")
+        raise ConfigError(
+            f"{run_dir.path} was never submitted; hand it over with 'launcher submit'"
+        )
     with run_dir.locked("submit"):
         number = slurm.submit(Snapshot(run_dir.path).script, before["job_name"])
         run_dir.append_ledger({"event": "submitted", "job": number, "job_name": before["job_name"]})

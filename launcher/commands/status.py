@@ -20,12 +20,23 @@ _WATCH_SECONDS = 5.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher status`."""
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directories of runs (default: --all)")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="directories of runs (default: --all)"
+    )
     parser.add_argument("--all", action="store_true", help="every run below --runs-dir")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where --all looks (default %(default)s)")
+    parser.add_argument(
+        "--runs-dir",
+        type=Path,
+        default=Path("runs"),
+        help="where --all looks (default %(default)s)",
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON object per run and line, for scripts")
-    form.add_argument("--watch", action="store_true", help=f"again every {_WATCH_SECONDS:g} s, until Ctrl-C")
+    form.add_argument(
+        "--json", action="store_true", help="one JSON object per run and line, for scripts"
+    )
+    form.add_argument(
+        "--watch", action="store_true", help=f"again every {_WATCH_SECONDS:g} s, until Ctrl-C"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +62,9 @@ def chosen(arguments: argparse.Namespace) -> list[Path]:
         return arguments.runs
     found = sorted(find_runs(arguments.runs_dir))
     if not found:
-        raise ConfigError(f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are")
+        raise ConfigError(
+            f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are"
+        )
     return found
 
 
@@ -67,7 +80,9 @@ def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not sys.stdout.isatty():
-        raise ConfigError("--watch draws on a terminal and this is none; leave it out, or use --json")
+        raise ConfigError(
+            "--watch draws on a terminal and this is none; leave it out, or use --json"
+        )
     from rich.console import RenderableType
     from rich.live import Live
 

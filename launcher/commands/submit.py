@@ -24,13 +24,23 @@ from pretrain.rundir.run_dir import RunDir
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""
     parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
-    parser.add_argument("--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)")
-    parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts; 4:16 takes what is free (default 1)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+    )
+    parser.add_argument(
+        "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
+    )
+    parser.add_argument(
+        "--nodes", default="1", metavar="N|A:B", help="hosts; 4:16 takes what is free (default 1)"
+    )
     parser.add_argument("--name", help="name of the run (default: the experiment's)")
-    parser.add_argument("--run-dir", type=Path, help="on a disk that all hosts share (default runs/NAME)")
+    parser.add_argument(
+        "--run-dir", type=Path, help="on a disk that all hosts share (default runs/NAME)"
+    )
     add_policy_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch script; write and submit nothing"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     number = submit(job, config)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
-    print(f"how it stands: launcher status {job.run_dir}\nwhat it says:  launcher logs {job.run_dir} --follow")
+    print(
+        f"how it stands: launcher status {job.run_dir}\nwhat it says:  launcher logs {job.run_dir} --follow"
+    )
     return 0
 
 

@@ -29,17 +29,41 @@ _ACTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher sweep`."""
-    parser.add_argument("action", choices=("plan", "submit", "status", "collect"), help="; ".join(_ACTIONS))
-    parser.add_argument("sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them")
-    parser.add_argument("--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)")
+    parser.add_argument(
+        "action", choices=("plan", "submit", "status", "collect"), help="; ".join(_ACTIONS)
+    )
+    parser.add_argument(
+        "sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them"
+    )
+    parser.add_argument(
+        "--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)"
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
-    place.add_argument("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
-    parser.add_argument("-j", "--jobs", type=int, help="cells at a time (default: 1 here, on a cluster all)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of each cell here (default %(default)s)")
-    parser.add_argument("--nodes", default="1", metavar="N|A:B", help="hosts of each cell; 1:4 gives each the fewest")
-    parser.add_argument("--output", type=Path, metavar="CSV", help="what 'collect' writes (default RUNS/results.csv)")
-    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts; write and submit nothing")
+    place.add_argument(
+        "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
+    )
+    parser.add_argument(
+        "-j", "--jobs", type=int, help="cells at a time (default: 1 here, on a cluster all)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks of each cell here (default %(default)s)"
+    )
+    parser.add_argument(
+        "--nodes",
+        default="1",
+        metavar="N|A:B",
+        help="hosts of each cell; 1:4 gives each the fewest",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="CSV",
+        help="what 'collect' writes (default RUNS/results.csv)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch scripts; write and submit nothing"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; say where the cells should run")
     if arguments.dry_run and arguments.local:
-        raise ConfigError("--dry-run prints batch scripts and --local has none; use 'launcher sweep status'")
+        raise ConfigError(
+            "--dry-run prints batch scripts and --local has none; use 'launcher sweep status'"
+        )
     cells = read_cells(sweep, arguments.sweep, runs)
     print(describe(cells), flush=True)
     if arguments.cluster:
@@ -71,12 +97,18 @@ def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -
         print(f"{output}: {describe(cells)}")
         return 0
     plan = arguments.action == "plan"
-    console().print(plain_table(list(map(planned, cells))) if plan else many_runs([cell.state for cell in cells]))
+    console().print(
+        plain_table(list(map(planned, cells)))
+        if plan
+        else many_runs([cell.state for cell in cells])
+    )
     print(describe(cells))
     return 0
 
 
-def _submit(sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+def _submit(
+    sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
+) -> int:
     cluster, nodes = load_cluster(arguments.cluster), parse_nodes(arguments.nodes)
     waiting = [cell for cell in cells if cell.is_waiting]
     for count, group in classes(waiting, cluster, nodes).items():
@@ -87,7 +119,10 @@ def _submit(sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespac
         with RunDir(runs).locked("sweep"):
             number = submit_array(job, script, group)
         limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
-        print(f"job {number}: {counted(len(group), 'cell')} on {counted(count, 'node')} each{limit}", flush=True)
+        print(
+            f"job {number}: {counted(len(group), 'cell')} on {counted(count, 'node')} each{limit}",
+            flush=True,
+        )
     if waiting and not arguments.dry_run:
         print(f"how they stand: launcher sweep status {arguments.sweep} --runs-dir {runs}")
     return 0
@@ -107,6 +142,10 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
         print(f"{count} failed: {names}; the same command tries them again, and only them")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
-        print(f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}")
-        print(f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}")
+        print(
+            f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}"
+        )
+        print(
+            f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}"
+        )
     return 0

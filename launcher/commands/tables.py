@@ -25,7 +25,13 @@ STYLES = {
     "silent": "bold red",
     "failed": "bold red",
 }
-VERDICT_STYLES = {"ok": "green", "busy": "yellow", "link": "yellow", "slow": "bold red", "broken": "bold red"}
+VERDICT_STYLES = {
+    "ok": "green",
+    "busy": "yellow",
+    "link": "yellow",
+    "slow": "bold red",
+    "broken": "bold red",
+}
 WIDTH_OF_PIPES = 200
 NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
 
@@ -45,7 +51,9 @@ def many_runs(states: Sequence[RunState]) -> Table:
     names = _short_names([state.path for state in states])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "state", *NUMBERS):
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim")
+        table.add_column(
+            name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim"
+        )
     table.add_column("", overflow="fold")
     for name, state in zip(names, states, strict=True):
         table.add_row(
@@ -57,7 +65,9 @@ def many_runs(states: Sequence[RunState]) -> Table:
             _number(state.tokens_per_second, ",.0f"),
             _number(state.goodput, ".0%"),
             _left(state),
-            "-" if state.checkpoint is None else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
+            "-"
+            if state.checkpoint is None
+            else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
             str(state.attempts),
             Text(state.why, style="dim"),
         )
@@ -88,7 +98,8 @@ def nodes_table(reports: Sequence[NodeReport]) -> Table:
             report.device,
             _rate(report.matmul_flops, "FLOP/s"),
             _rate(report.disk_bytes, "B/s"),
-            _rate(report.link_worst, "B/s") + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
+            _rate(report.link_worst, "B/s")
+            + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
             "; ".join(report.words),
         )
     return table
@@ -127,12 +138,25 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         checkpoint = f"step {state.checkpoint:,}, {age(state.checkpoint_age)}"
     lines: list[tuple[str, str | Text]] = [
         ("run", f"{state.name}  {state.path}"),
-        ("state", _word(state) if not state.why else _word(state).append(f"  {state.why}", style="default")),
+        (
+            "state",
+            _word(state)
+            if not state.why
+            else _word(state).append(f"  {state.why}", style="default"),
+        ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.done_share:.0%})"),
         ("loss", _number(state.loss, ".4f")),
-        ("speed", "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s"),
+        (
+            "speed",
+            "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s",
+        ),
         ("time left", _left(state)),
-        ("goodput", "-" if state.goodput is None else f"{state.goodput:.0%} of the time went into steps that count"),
+        (
+            "goodput",
+            "-"
+            if state.goodput is None
+            else f"{state.goodput:.0%} of the time went into steps that count",
+        ),
         ("checkpoint", checkpoint),
         ("attempts", _attempts(state)),
     ]

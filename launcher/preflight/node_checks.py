@@ -37,20 +37,31 @@ def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[Fo
 
 def pair_up(out: Path, found: Sequence[Found], is_running: Callable[[], bool]) -> list[PairResult]:
     """Every pair of nodes measured once. A node that gives no answer in one round is left out of the next ones."""
-    ranks = {host: [one.rank for one in found if one.host == host] for host in dict.fromkeys(one.host for one in found)}
+    ranks = {
+        host: [one.rank for one in found if one.host == host]
+        for host in dict.fromkeys(one.host for one in found)
+    }
     results, silent = [], set()
     for number, pairs in enumerate(rounds_of(list(ranks))):
-        pairs = [hosts for hosts in pairs if not silent & set(hosts) and sum(len(ranks[host]) for host in hosts) > 1]
+        pairs = [
+            hosts
+            for hosts in pairs
+            if not silent & set(hosts) and sum(len(ranks[host]) for host in hosts) > 1
+        ]
         groups = [[rank for host in hosts for rank in ranks[host]] for hosts in pairs]
         write_json(out / round_file(number), {"groups": groups})
-        links = _links_of_round(out, number, [rank for group in groups for rank in group], is_running)
+        links = _links_of_round(
+            out, number, [rank for group in groups for rank in group], is_running
+        )
         for hosts, group in zip(pairs, groups, strict=True):
             silent |= {host for host in hosts if any(rank not in links for rank in ranks[host])}
             results.append(_joined(hosts, [links.get(rank) for rank in group]))
     return results
 
 
-def _links_of_round(out: Path, number: int, ranks: Sequence[int], is_running: Callable[[], bool]) -> dict[int, Link]:
+def _links_of_round(
+    out: Path, number: int, ranks: Sequence[int], is_running: Callable[[], bool]
+) -> dict[int, Link]:
     links: dict[int, Link] = {}
     deadline = time.monotonic() + _ROUND_SECONDS
     while len(links) < len(ranks) and time.monotonic() < deadline and is_running():

@@ -43,27 +43,41 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, ...]]]:
     rounds = []
     for _ in range(len(circle) - 1):
         facing = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
-        rounds.append([(one, other) for one, other in facing if one is not None and other is not None])
+        rounds.append(
+            [(one, other) for one, other in facing if one is not None and other is not None]
+        )
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
 
-def judge(found: Sequence[Found], pairs: Sequence[PairResult], missing: Sequence[str]) -> list[NodeReport]:
+def judge(
+    found: Sequence[Found], pairs: Sequence[PairResult], missing: Sequence[str]
+) -> list[NodeReport]:
     """A report for every node, those that never answered too, by name."""
     by_host: dict[str, list[Found]] = {}
     for one in found:
         by_host.setdefault(one.host, []).append(one)
     reports = [_report(host, by_host, pairs) for host in by_host]
-    reports += [NodeReport(host=host, verdict="broken", words=("gave no answer",)) for host in missing]
+    reports += [
+        NodeReport(host=host, verdict="broken", words=("gave no answer",)) for host in missing
+    ]
     return sorted(reports, key=lambda report: report.host)
 
 
-def _report(host: str, by_host: Mapping[str, Sequence[Found]], pairs: Sequence[PairResult]) -> NodeReport:
+def _report(
+    host: str, by_host: Mapping[str, Sequence[Found]], pairs: Sequence[PairResult]
+) -> NodeReport:
     own = by_host[host]
-    rates = [pair.bytes_per_second for pair in pairs if host in pair.hosts and pair.bytes_per_second]
+    rates = [
+        pair.bytes_per_second for pair in pairs if host in pair.hosts and pair.bytes_per_second
+    ]
     disk = next((one.disk_bytes for one in own if one.disk_bytes is not None), None)
     broken = _broken_links(host, pairs)
-    slow = [*_slow_devices(host, by_host), *_slow_disk(host, by_host), *_slow_in_all_links(host, pairs)]
+    slow = [
+        *_slow_devices(host, by_host),
+        *_slow_disk(host, by_host),
+        *_slow_in_all_links(host, pairs),
+    ]
     links = _slow_links(host, pairs)
     strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
     if broken and not any(host in pair.hosts and not pair.problem for pair in pairs):
@@ -93,7 +107,12 @@ def _slow_devices(host: str, by_host: Mapping[str, Sequence[Found]]) -> list[str
 
 
 def _slow_disk(host: str, by_host: Mapping[str, Sequence[Found]]) -> list[str]:
-    rates = {name: one.disk_bytes for name, ranks in by_host.items() for one in ranks if one.disk_bytes is not None}
+    rates = {
+        name: one.disk_bytes
+        for name, ranks in by_host.items()
+        for one in ranks
+        if one.disk_bytes is not None
+    }
     usual = statistics.median(rates.values())
     share = rates.get(host, usual) / usual
     return [f"writes to disk at {share:.0%} of the usual rate"] if share < SLOW_SHARE else []
@@ -107,7 +126,11 @@ def _slow_in_all_links(host: str, pairs: Sequence[PairResult]) -> list[str]:
 def _slow_links(host: str, pairs: Sequence[PairResult]) -> list[str]:
     """Slow pairs of two nodes neither of which is slow with all others."""
     slow = {name for pair in pairs for name in pair.hosts if _best_share(name, pairs) < SLOW_SHARE}
-    rates = {pair.hosts: pair.bytes_per_second for pair in pairs if pair.bytes_per_second and not slow & {*pair.hosts}}
+    rates = {
+        pair.hosts: pair.bytes_per_second
+        for pair in pairs
+        if pair.bytes_per_second and not slow & {*pair.hosts}
+    }
     usual = statistics.median(rates.values()) if rates else 0.0
     return [
         f"reduces with {_partner(hosts, host)} at {rate / usual:.0%} of the usual rate"
@@ -118,13 +141,17 @@ def _slow_links(host: str, pairs: Sequence[PairResult]) -> list[str]:
 
 def _best_share(host: str, pairs: Sequence[PairResult]) -> float:
     own = [pair.bytes_per_second for pair in pairs if host in pair.hosts and pair.bytes_per_second]
-    others = [pair.bytes_per_second for pair in pairs if host not in pair.hosts and pair.bytes_per_second]
+    others = [
+        pair.bytes_per_second for pair in pairs if host not in pair.hosts and pair.bytes_per_second
+    ]
     return max(own) / statistics.median(others) if own and others else 1.0
 
 
 def _broken_links(host: str, pairs: Sequence[PairResult]) -> list[str]:
     return [
-        f"with {_partner(pair.hosts, host)}: {pair.problem}" if len(pair.hosts) > 1 else pair.problem
+        f"with {_partner(pair.hosts, host)}: {pair.problem}"
+        if len(pair.hosts) > 1
+        else pair.problem
         for pair in pairs
         if host in pair.hosts and pair.problem
     ]

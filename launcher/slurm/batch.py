@@ -14,7 +14,13 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import JobExit, ThisJob
-from launcher.slurm.job_history import LOST_HOST, node_to_exclude, open_start, other_jobs, past_attempts
+from launcher.slurm.job_history import (
+    LOST_HOST,
+    node_to_exclude,
+    open_start,
+    other_jobs,
+    past_attempts,
+)
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
 from launcher.supervisor import StopSignals, newest_step, supervise
@@ -43,7 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             with run_dir.locked("launcher", is_fenced=True):
                 start = starter(job, run_dir, job_exit, claims)
-                status = supervise(run_dir, start, policy, stop, _say, past=past, meanwhile=job_exit.look, tags=tags)
+                status = supervise(
+                    run_dir,
+                    start,
+                    policy,
+                    stop,
+                    _say,
+                    past=past,
+                    meanwhile=job_exit.look,
+                    tags=tags,
+                )
         except ExcludeNode as found:
             job_exit.leave(found.host)
             return EXIT_STOPPED
@@ -89,9 +104,16 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     """Note that this job has the run; ConfigError if another one that lives has it."""
     ledger, step = run_dir.read_ledger(), newest_step(run_dir)
     if lost := open_start(ledger, job.id):
-        before = {"job": job.id, "restart": lost["restart"], "step_before": lost["step"], "step": step}
+        before = {
+            "job": job.id,
+            "restart": lost["restart"],
+            "step_before": lost["step"],
+            "step": step,
+        }
         run_dir.append_ledger({"event": "job_ended", **before, "why": LOST_HOST, "requeued": True})
-    run_dir.append_ledger({"event": "job_started", **job.tags, "hosts": list(job.hosts), "step": step})
+    run_dir.append_ledger(
+        {"event": "job_started", **job.tags, "hosts": list(job.hosts), "step": step}
+    )
     for other in slurm.jobs(other_jobs(run_dir.read_ledger(), job.id)):
         if other.is_live:
             why = f"refused: job {other.id} has the run"
@@ -102,25 +124,36 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def starter(job: ThisJob, run_dir: RunDir, job_exit: JobExit, claims: Claims) -> Callable[[int], SlurmRanks]:
+def starter(
+    job: ThisJob, run_dir: RunDir, job_exit: JobExit, claims: Claims
+) -> Callable[[int], SlurmRanks]:
     """Starts attempts as steps of this job."""
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
     nodes = usable_nodes(config, cluster.tasks_per_node, len(job.hosts))
     if not nodes:
-        raise ConfigError(f"data.lanes={config.data.lanes} does not divide over the ranks of {len(job.hosts)} nodes")
+        raise ConfigError(
+            f"data.lanes={config.data.lanes} does not divide over the ranks of {len(job.hosts)} nodes"
+        )
     if nodes < len(job.hosts):
-        _say(f"using {nodes} of {len(job.hosts)} nodes, for data.lanes={config.data.lanes} to divide evenly")
+        _say(
+            f"using {nodes} of {len(job.hosts)} nodes, for data.lanes={config.data.lanes} to divide evenly"
+        )
     step = Step(hosts=job.hosts, nodes=nodes, ranks=nodes * cluster.tasks_per_node, cluster=cluster)
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
     if blind := hosts_that_miss(step, run_dir.path):
-        raise ConfigError(f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share")
+        raise ConfigError(
+            f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share"
+        )
 
     def start(number: int) -> SlurmRanks:
         host = node_to_exclude(run_dir.read_ledger(), job.id, step)
         if host and job_exit.can_leave(host):
             raise ExcludeNode(host)
-        shared = {VARIABLE: claims.claim(number), "MASTER_PORT": str(free_port_near(job.number + number))}
+        shared = {
+            VARIABLE: claims.claim(number),
+            "MASTER_PORT": str(free_port_near(job.number + number)),
+        }
         _say(f"attempt {number}: {step.ranks} ranks on {', '.join(job.hosts[:nodes])}")
         return SlurmRanks(command, step, run_dir, number, shared, claims.check)
 

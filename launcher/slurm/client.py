@@ -17,9 +17,28 @@ from data_pipeline.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
-_INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")  # a surrounding job's would change ours
-_UNREACHABLE = ("unable to contact", "timed out", "connection refused", "connect failure", "zero bytes", "unreachable")
-_UNREACHABLE += ("unable to establish controller", "temporarily unable", "communication", "unexpected message")
+_INHERITED = (
+    "SLURM_",
+    "SBATCH_",
+    "SQUEUE_",
+    "SACCT_",
+    "SINFO_",
+    "PMIX_",
+)  # a surrounding job's would change ours
+_UNREACHABLE = (
+    "unable to contact",
+    "timed out",
+    "connection refused",
+    "connect failure",
+    "zero bytes",
+    "unreachable",
+)
+_UNREACHABLE += (
+    "unable to establish controller",
+    "temporarily unable",
+    "communication",
+    "unexpected message",
+)
 _NO_SLURM = "'{}' finds no cluster: no Slurm on this host; run this on a login node, or use 'launcher local'"
 _COMMAND_SECONDS = 120.0
 _SETTLE_SECONDS = 2.0  # a controller that comes back answers questions before it has taken what lay in its sockets
@@ -54,7 +73,15 @@ class QueuedJob:
     @property
     def is_live(self) -> bool:
         """Whether it waits, runs or is being ended."""
-        return self.state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "PREEMPTED", "REQUEUED")
+        return self.state in (
+            "PENDING",
+            "RUNNING",
+            "SUSPENDED",
+            "COMPLETING",
+            "CONFIGURING",
+            "PREEMPTED",
+            "REQUEUED",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +108,9 @@ class Partition:
     time_limit: str
 
 
-def patiently(ask: Callable[[], T], say: Callable[[str], None] = print, patience: float = 300.0) -> T:
+def patiently(
+    ask: Callable[[], T], say: Callable[[str], None] = print, patience: float = 300.0
+) -> T:
     """What `ask` returns; while the controller does not answer it is asked again, for `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
@@ -142,9 +171,13 @@ def records(ids: Sequence[str]) -> list[JobRecord]:
     if not ids:
         return []
     result = _run(["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)])
-    lines = [line.split("|") for line in result.stdout.splitlines()] if result.returncode == 0 else []
+    lines = (
+        [line.split("|") for line in result.stdout.splitlines()] if result.returncode == 0 else []
+    )
     keys = ("id", "array_task", "name", "state", "exit_code", "start", "end", "hosts")
-    return [JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)]
+    return [
+        JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)
+    ]
 
 
 def partitions() -> list[Partition]:
@@ -193,7 +226,11 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start an srun that gets nodes of its own; what it and its tasks say goes to stderr."""
     try:
         return subprocess.Popen(
-            command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            start_new_session=True,
         )
     except FileNotFoundError:
         raise UserError(_NO_SLURM.format(command[0])) from None
@@ -249,14 +286,18 @@ def _checked(command: Sequence[str]) -> str:
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The finished command; SlurmUnreachable if the controller was not there to answer it."""
     try:
-        result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+        result = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS
+        )
     except FileNotFoundError:
         raise UserError(_NO_SLURM.format(command[0])) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnreachable(
             f"'{command[0]}' got no answer in {_COMMAND_SECONDS:.0f} s from the controller"
         ) from None
-    if result.returncode and "configuration source" in result.stderr:  # the commands alone are installed
+    if (
+        result.returncode and "configuration source" in result.stderr
+    ):  # the commands alone are installed
         raise UserError(_NO_SLURM.format(command[0]))
     if result.returncode and any(sign in result.stderr.lower() for sign in _UNREACHABLE):
         raise SlurmUnreachable(f"the Slurm controller does not answer ({_one_line(result.stderr)})")
@@ -264,7 +305,11 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith(_INHERITED)}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key == "SLURM_CONF" or not key.startswith(_INHERITED)
+    }
 
 
 def _one_line(text: str) -> str:

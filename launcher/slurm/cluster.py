@@ -23,18 +23,28 @@ class ClusterConfig:
     account: str = ""
     qos: str = ""
     gpus_per_node: int = 0  # each gets a rank; 0: a CPU cluster
-    gpu: Literal["", "A100", "H100", "H200"] = ""  # to estimate memory and time with before anything starts
+    gpu: Literal["", "A100", "H100", "H200"] = (
+        ""  # to estimate memory and time with before anything starts
+    )
     ranks_per_node: int = 0  # 0: one per GPU
     cpus_per_rank: int = 1
     time_limit: str = "24:00:00"  # of one job; the run goes on in the next
-    signal_seconds: int = 180  # notice before the time limit: one step and one checkpoint have to fit
-    options: dict[str, str] = field(default_factory=dict)  # more of sbatch's, such as 'mem: 0' or 'constraint: nvlink'
+    signal_seconds: int = (
+        180  # notice before the time limit: one step and one checkpoint have to fit
+    )
+    options: dict[str, str] = field(
+        default_factory=dict
+    )  # more of sbatch's, such as 'mem: 0' or 'constraint: nvlink'
     modules: tuple[str, ...] = ()  # 'module load' of each
-    setup: tuple[str, ...] = ()  # shell lines run once on the first host, such as 'source /opt/site.sh'
+    setup: tuple[
+        str, ...
+    ] = ()  # shell lines run once on the first host, such as 'source /opt/site.sh'
     environment: dict[str, str] = field(default_factory=dict)  # of every rank
     container_image: str = ""  # the ranks run in it; it has to bring this project's dependencies
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    container_mounts: tuple[str, ...] = ()  # host directories seen inside under the same path, such as the corpus'
+    container_mounts: tuple[
+        str, ...
+    ] = ()  # host directories seen inside under the same path, such as the corpus'
     container_python: str = "python3"
 
     def __post_init__(self) -> None:
@@ -49,8 +59,12 @@ class ClusterConfig:
             )
         if self.gpu and not self.gpus_per_node:
             raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; say how many GPUs a node has")
-        if self.time_limit.isdecimal():  # what YAML makes of 24:00:00 without quotes, a number of seconds
-            raise ConfigError(f"time_limit={self.time_limit} is a mere number; write '24:00:00', in quotes")
+        if (
+            self.time_limit.isdecimal()
+        ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
+            raise ConfigError(
+                f"time_limit={self.time_limit} is a mere number; write '24:00:00', in quotes"
+            )
         if not 0 < self.signal_seconds <= _LONGEST_SHARE_OF_WARNING * seconds_of(self.time_limit):
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be above 0 and at most half of time_limit={self.time_limit}"
@@ -73,7 +87,9 @@ def seconds_of(time_limit: str) -> float:
         return float("inf")
     found = _TIME.fullmatch(time_limit)
     if not found:
-        raise ConfigError(f"time_limit={time_limit!r} is no time; write it as '24:00:00' or '2-00:00:00'")
+        raise ConfigError(
+            f"time_limit={time_limit!r} is no time; write it as '24:00:00' or '2-00:00:00'"
+        )
     days, *parts = (None if part is None else int(part) for part in found.groups())
     numbers = [part for part in parts if part is not None]
     if days is not None:  # counts from the hours down

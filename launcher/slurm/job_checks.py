@@ -14,10 +14,18 @@ from pretrain.commands.describe import flops_of_step
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.costs.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
+from pretrain.costs.memory import (
+    checkpoint_bytes,
+    largest_micro_batch,
+    largest_phase,
+    memory_parts,
+    total_bytes,
+)
 
 
-def check_run(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path) -> list[str]:
+def check_run(
+    config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path
+) -> list[str]:
     """Raise ConfigError for what can not work; returns warnings, a line each. `config` knows its vocabulary."""
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
@@ -27,12 +35,18 @@ def check_run(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_d
     return [*_uneven_sizes(config, cluster, nodes), *_slow_checkpoints(config, cluster, ranks)]
 
 
-def check_request(cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]) -> None:
+def check_request(
+    cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
+) -> None:
     """ConfigError if the partition is unknown or its nodes can never hold the job."""
     names = {partition.name: partition for partition in partitions}
-    chosen = names.get(cluster.partition) or next((each for each in partitions if each.is_default), None)
+    chosen = names.get(cluster.partition) or next(
+        (each for each in partitions if each.is_default), None
+    )
     if cluster.partition and cluster.partition not in names:
-        raise ConfigError(f"partition {cluster.partition!r} is unknown here; this cluster has {', '.join(names)}")
+        raise ConfigError(
+            f"partition {cluster.partition!r} is unknown here; this cluster has {', '.join(names)}"
+        )
     if chosen is None:  # sbatch knows a default that sinfo does not show
         return
     wanted = {
@@ -42,8 +56,12 @@ def check_request(cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence
     }
     for what, (asked, there) in wanted.items():
         if asked > there:
-            raise ConfigError(f"{asked} {what} asked for, partition {chosen.name!r} has {there}; ask for fewer")
-    if chosen.time_limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(chosen.time_limit):
+            raise ConfigError(
+                f"{asked} {what} asked for, partition {chosen.name!r} has {there}; ask for fewer"
+            )
+    if chosen.time_limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(
+        chosen.time_limit
+    ):
         raise ConfigError(
             f"time_limit={cluster.time_limit} is beyond the {chosen.time_limit} of partition {chosen.name!r}; "
             "ask for less, a run goes on in the next job"
@@ -68,7 +86,11 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
     needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
     if needed > room:
         micro = largest_micro_batch(config, ranks, room, on_gpu=True)
-        advice = f"set engine.micro_batch_lanes={micro}" if micro else "use more nodes or a higher engine.zero_stage"
+        advice = (
+            f"set engine.micro_batch_lanes={micro}"
+            if micro
+            else "use more nodes or a higher engine.zero_stage"
+        )
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves {room / GIB:.1f} GiB; {advice} "
             "('pretrain describe' shows the parts)"
@@ -100,7 +122,11 @@ def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> 
     if not cluster.gpu:
         return []
     rate = ranks * GPU_MFU * DEVICES[cluster.gpu].peak(config.engine.precision)
-    between = config.checkpoint.interval * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config)) / rate
+    between = (
+        config.checkpoint.interval
+        * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config))
+        / rate
+    )
     if between <= seconds_of(cluster.time_limit) - cluster.signal_seconds:
         return []
     return [

@@ -28,7 +28,9 @@ def end_of(job: Mapping[str, str], restart: int, log: str, warned: bool = False)
 
     `log` is what Slurm wrote into the job's log; `warned`: its notice ahead of the time limit came.
     """
-    if int(job.get("Restarts", "0")) > restart:  # Slurm has requeued it; the fields are those of the next start
+    if (
+        int(job.get("Restarts", "0")) > restart
+    ):  # Slurm has requeued it; the fields are those of the next start
         return JobEnd(_notice_in_words(log), requeue=False)
     if job.get("Reason") == "TimeLimit":
         return JobEnd("time limit", requeue=True, at_once=True)
@@ -42,6 +44,8 @@ def end_of(job: Mapping[str, str], restart: int, log: str, warned: bool = False)
 def _notice_in_words(log: str) -> str:
     notices = _NOTICE.findall(log)
     found = notices[-1] if notices else ""
-    words = next((words for start, words in _WORDS.items() if found.startswith(start)), "ended by Slurm")
+    words = next(
+        (words for start, words in _WORDS.items() if found.startswith(start)), "ended by Slurm"
+    )
     host = _FAILED_HOST.findall(log)
     return f"host {host[-1]} failed" if words == _WORDS["NODE FAILURE"] and host else words

@@ -51,7 +51,9 @@ class JobExit:
     `may_write` raises StaleAttempt where the job has begun anew elsewhere: then this start has no say any more.
     """
 
-    def __init__(self, job: ThisJob, run_dir: RunDir, stop: StopSignals, may_write: Callable[[], None]) -> None:
+    def __init__(
+        self, job: ThisJob, run_dir: RunDir, stop: StopSignals, may_write: Callable[[], None]
+    ) -> None:
         self._job = job
         self._run_dir = run_dir
         self._stop = stop
@@ -91,22 +93,40 @@ class JobExit:
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         if host in _hosts_in(fields.get("ReqNodeList")):
             return False
-        left = {host, *excluded_nodes(self._run_dir.read_ledger(), self._job.id), *_hosts_in(fields.get("ExcNodeList"))}
+        left = {
+            host,
+            *excluded_nodes(self._run_dir.read_ledger(), self._job.id),
+            *_hosts_in(fields.get("ExcNodeList")),
+        }
         sizes = {each.name: each.num_nodes for each in _retry_unreachable(slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(left) >= len(self._job.hosts)
 
     def _end(self) -> JobEnd:
         warned = signal.SIGUSR1 in self._stop.received
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
-        log = "".join(_tail(path) for path in sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:])
-        return end_of(fields, self._job.restart, log + _tail(Path(fields.get("StdOut", "/dev/null"))), warned)
+        log = "".join(
+            _tail(path) for path in sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]
+        )
+        return end_of(
+            fields, self._job.restart, log + _tail(Path(fields.get("StdOut", "/dev/null"))), warned
+        )
 
     def _say(self, end: JobEnd, **more: str) -> None:
         self._is_said = True
         self._may_write()
-        event = {"event": "job_ended", **self._job.tags, "why": end.why, "requeued": end.requeue, **more}
+        event = {
+            "event": "job_ended",
+            **self._job.tags,
+            "why": end.why,
+            "requeued": end.requeue,
+            **more,
+        }
         self._run_dir.append_ledger(event)
-        print(f"job {self._job.id} ends: {end.why}" + ("; back into the queue" if end.requeue else ""), flush=True)
+        print(
+            f"job {self._job.id} ends: {end.why}"
+            + ("; back into the queue" if end.requeue else ""),
+            flush=True,
+        )
         if end.requeue:
             exclude = excluded_nodes(self._run_dir.read_ledger(), self._job.id)
             _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))

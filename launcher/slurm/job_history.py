@@ -31,11 +31,17 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[Attempt]:
             continue
         if event["event"] == "attempt_ended" and event["next"] != NextAction.STOPPED.value:
             attempts.append(
-                Attempt(statuses=tuple(event["statuses"]), step_before=event["step_before"], step_after=event["step"])
+                Attempt(
+                    statuses=tuple(event["statuses"]),
+                    step_before=event["step_before"],
+                    step_after=event["step"],
+                )
             )
         elif event["event"] == "job_ended" and event["why"] == LOST_HOST:
             lost = (-signal.SIGKILL.value,)
-            attempts.append(Attempt(statuses=lost, step_before=event["step_before"], step_after=event["step"]))
+            attempts.append(
+                Attempt(statuses=lost, step_before=event["step_before"], step_after=event["step"])
+            )
     return attempts
 
 

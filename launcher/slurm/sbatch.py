@@ -26,7 +26,9 @@ def parse_nodes(text: str) -> NodeRange:
     """`4` or `4:16`."""
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 up to 16")
+        raise ConfigError(
+            f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 up to 16"
+        )
     nodes = NodeRange(int(parts[0]), int(parts[-1]))
     if not 1 <= nodes.least <= nodes.most:
         raise ConfigError(f"--nodes={text}: expected 1 or more, the smaller number first")
@@ -49,7 +51,13 @@ class Job:
 def render(job: Job) -> str:
     """The script. The job's log, and all that it writes, is in the run directory."""
     head = "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; the run goes on from its newest checkpoint."
-    return _script(job, head, [f"output={job.run_dir / 'logs' / 'slurm-%j.log'}"], [], shlex.quote(str(job.run_dir)))
+    return _script(
+        job,
+        head,
+        [f"output={job.run_dir / 'logs' / 'slurm-%j.log'}"],
+        [],
+        shlex.quote(str(job.run_dir)),
+    )
 
 
 def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> str:
@@ -67,7 +75,9 @@ def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> s
         'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
         f'ln -sf {shlex.quote(str(logs))}/slurm-"${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log" "$run/logs/"',
     ]
-    return _script(job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"')
+    return _script(
+        job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"'
+    )
 
 
 def _script(job: Job, head: str, options: Sequence[str], lines: Sequence[str], run: str) -> str:

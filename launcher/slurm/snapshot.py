@@ -47,8 +47,13 @@ class Snapshot:
         self.path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
-            shutil.copytree(_SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
-        for name, command in {"code.commit": ["rev-parse", "HEAD"], "code.diff": ["diff", "HEAD"]}.items():
+            shutil.copytree(
+                _SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        for name, command in {
+            "code.commit": ["rev-parse", "HEAD"],
+            "code.diff": ["diff", "HEAD"],
+        }.items():
             write_text(self.path / name, _git(*command))
         write_text(self.script, script)
 
@@ -56,7 +61,9 @@ class Snapshot:
 def _git(*command: str) -> str:
     """What git says about the source; empty where it is no work tree, as after an installation."""
     try:
-        result = subprocess.run(["git", "-C", str(_SOURCE), *command], capture_output=True, text=True)
+        result = subprocess.run(
+            ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
+        )
     except FileNotFoundError:
         return ""
     return result.stdout if result.returncode == 0 else ""
@@ -69,7 +76,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         data,
         path=absolute(Path(data.path)),
         mixture=_with_absolute_paths(data.mixture),
-        phases=tuple(replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases),
+        phases=tuple(
+            replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases
+        ),
     )
     weights = config.initial_weights
     return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)

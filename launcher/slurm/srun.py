@@ -47,8 +47,16 @@ class Step:
 def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
     """The srun command line. A task that fails ends the others; none is hurried while it saves."""
     cluster = step.cluster
-    command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.ranks}", f"--ntasks-per-node={step.tasks_per_node}"]
-    command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.hosts[: step.nodes])}"]
+    command = [
+        "srun",
+        f"--nodes={step.nodes}",
+        f"--ntasks={step.ranks}",
+        f"--ntasks-per-node={step.tasks_per_node}",
+    ]
+    command += [
+        f"--cpus-per-task={cluster.cpus_per_rank}",
+        f"--nodelist={','.join(step.hosts[: step.nodes])}",
+    ]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
     if not cluster.container_image:
         return [*command, sys.executable, *task]
@@ -60,7 +68,14 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
     else:
         binds = [f"--bind={path}" for path in seen]
         gpus = ["--nv"] if cluster.gpus_per_node else []
-        command += ["apptainer", "exec", *gpus, *binds, f"--pwd={os.getcwd()}", cluster.container_image]
+        command += [
+            "apptainer",
+            "exec",
+            *gpus,
+            *binds,
+            f"--pwd={os.getcwd()}",
+            cluster.container_image,
+        ]
     return [*command, cluster.container_python, *task]
 
 
@@ -79,8 +94,15 @@ class SlurmRanks:
         self._may_go_on = may_go_on
         self.first_failure: int | None = None
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-        self.logs = [run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)]
-        task = ["-m", "launcher.slurm.task", str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"), *command]
+        self.logs = [
+            run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)
+        ]
+        task = [
+            "-m",
+            "launcher.slurm.task",
+            str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"),
+            *command,
+        ]
         meeting_point = {"MASTER_ADDR": step.hosts[0], "PYTHONUNBUFFERED": "1"}
         line = srun_command(step, task, mounts=[run_dir.path])
         self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
@@ -88,7 +110,11 @@ class SlurmRanks:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
             self._srun = subprocess.Popen(
-                line, env={**os.environ, **meeting_point, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                line,
+                env={**os.environ, **meeting_point, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
@@ -102,8 +128,15 @@ class SlurmRanks:
                 _kill_without_a_word(self._srun.pid)
                 raise
             time.sleep(_POLL_SECONDS)
-        written = {rank: file for rank, log in enumerate(self.logs) if (file := log.with_suffix(".status")).exists()}
-        statuses = [int(written[rank].read_text()) if rank in written else _LOST for rank in range(len(self.logs))]
+        written = {
+            rank: file
+            for rank, log in enumerate(self.logs)
+            if (file := log.with_suffix(".status")).exists()
+        }
+        statuses = [
+            int(written[rank].read_text()) if rank in written else _LOST
+            for rank in range(len(self.logs))
+        ]
         self.first_failure = _first_hand(
             statuses,
             {rank: file.stat().st_mtime for rank, file in written.items()},
@@ -132,9 +165,19 @@ def _kill_without_a_word(srun: int) -> None:
 
 def hosts_that_miss(step: Step, path: Path) -> list[str]:
     """The hosts of the step that do not see `path`."""
-    command = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.nodes}", "--ntasks-per-node=1", "--chdir=/"]
+    command = [
+        "srun",
+        f"--nodes={step.nodes}",
+        f"--ntasks={step.nodes}",
+        "--ntasks-per-node=1",
+        "--chdir=/",
+    ]
     command += ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
-    return sorted(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout.split())
+    return sorted(
+        subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        ).stdout.split()
+    )
 
 
 def free_port_near(number: int) -> int:
@@ -147,7 +190,9 @@ def free_port_near(number: int) -> int:
             except OSError:
                 continue
             return port
-    raise ConfigError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _NUM_PORTS}; is this host overrun?")
+    raise ConfigError(
+        f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _NUM_PORTS}; is this host overrun?"
+    )
 
 
 def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:

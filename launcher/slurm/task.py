@@ -25,7 +25,10 @@ def main() -> int:
     log = Path(log.replace("{rank}", rank))
     if not log.parent.is_dir():
         host = os.environ.get("SLURMD_NODENAME", "this host")
-        print(f"error: {host} does not see {log.parent}; put the run on a disk that all hosts share", file=sys.stderr)
+        print(
+            f"error: {host} does not see {log.parent}; put the run on a disk that all hosts share",
+            file=sys.stderr,
+        )
         return 2
     # Slurm signals every process of the step. This one has to outlive the trainer, to write down how it ended.
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -36,7 +39,9 @@ def main() -> int:
         ).wait()
     log.with_suffix(".status").write_text(str(status))
     if status not in (0, EXIT_STOPPED):
-        time.sleep(GRACE_SECONDS)  # srun ends the others when this task fails: let them say what they saw
+        time.sleep(
+            GRACE_SECONDS
+        )  # srun ends the others when this task fails: let them say what they saw
     return 0 if status == 0 else 1
 
 
@@ -47,7 +52,9 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(int(environment["SLURM_STEP_NUM_TASKS"]) // int(environment["SLURM_STEP_NUM_NODES"])),
+        "LOCAL_WORLD_SIZE": str(
+            int(environment["SLURM_STEP_NUM_TASKS"]) // int(environment["SLURM_STEP_NUM_NODES"])
+        ),
     }
 
 

@@ -59,7 +59,11 @@ def last_failure(ledger: Sequence[Event]) -> tuple[str, float] | None:
     # where training itself gave up, the supervisor knows no more than that
     verdict = last_of(ledger, "gave_up")
     begun = last_of(ledger, *BEGINNINGS)
-    if verdict is not None and begun is not None and time_of(begun) < time_of(verdict) <= time_of(event):
+    if (
+        verdict is not None
+        and begun is not None
+        and time_of(begun) < time_of(verdict) <= time_of(event)
+    ):
         event = verdict
     return str(event.get("reason") or event.get("why")), time_of(event)
 

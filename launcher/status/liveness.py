@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 RECENT_INTERVALS = 5  # the speed told is the median of these
-_LAST_LINES = 20  # where a loss is looked for: the very last may be cut short, or of a step without one
+_LAST_LINES = (
+    20  # where a loss is looked for: the very last may be cut short, or of a step without one
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,9 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
     queued = queue.jobs.get(job)
     records = queue.records.get(job, ())
     if queued is not None and queued.is_live:
-        return _waiting(state, queued, records) if queued.state == "PENDING" else _going(state, queued)
+        return (
+            _waiting(state, queued, records) if queued.state == "PENDING" else _going(state, queued)
+        )
     if state.state in (*_FINAL, "stopped", "cancelled"):
         return state
     word = queued.state if queued is not None else records[-1].state if records else ""
@@ -115,7 +117,9 @@ def _waiting(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
         return replace(state, why=f"{state.why}; {why}", seconds_left=None)
     if not state.attempts:
         return replace(state, state="queued", why=why, seconds_left=None)
-    ends = [record.state.split()[0] for record in records if record.state.split()[0] in _BROUGHT_BACK]
+    ends = [
+        record.state.split()[0] for record in records if record.state.split()[0] in _BROUGHT_BACK
+    ]
     word, reason = _BROUGHT_BACK[ends[-1] if ends else "REQUEUED"]
     return replace(state, state=word, why=f"{reason}; {why}", seconds_left=None)
 
@@ -132,8 +136,12 @@ def _going(state: RunState, job: QueuedJob) -> RunState:
 def _ended(state: RunState, word: str) -> RunState:
     word = word.split()[0] if word else ""
     if word == "CANCELLED":
-        return replace(state, state="cancelled", why=f"after step {state.step:,}", seconds_left=None)
+        return replace(
+            state, state="cancelled", why=f"after step {state.step:,}", seconds_left=None
+        )
     if state.state == "failed" and LOST not in state.why:
         return state
-    why = _ENDED_BADLY.get(word, "its job is gone" + (f" ({word.lower()})" if word else ", and Slurm has forgotten it"))
+    why = _ENDED_BADLY.get(
+        word, "its job is gone" + (f" ({word.lower()})" if word else ", and Slurm has forgotten it")
+    )
     return replace(state, state="failed", why=why, seconds_left=None)

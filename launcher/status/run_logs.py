@@ -14,7 +14,9 @@ _RANK_LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 _BLOCK = re.compile(
     r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first|Fatal Python"
 )
-_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of a traceback in a group of ranks
+_PREFIX = re.compile(
+    r"^\[rank\d+\]: ?"
+)  # torch's, before each line of a traceback in a group of ranks
 _ERROR = re.compile(
     r"^error: |^\w*(Error|Exception|Interrupt)\b|\berror:|\bfatal\b|out of memory|oom-kill|segmentation fault"
     r"|NCCL WARN|gave up|hung|CANCELLED AT|NODE FAIL|was ended by",
@@ -32,7 +34,9 @@ class RankLogs:
     def path_of(self, rank: int) -> Path:
         """One rank's log; ConfigError if there is no such rank."""
         if rank not in self.paths:
-            raise ConfigError(f"--rank={rank}: attempt {self.attempt} has the ranks 0 to {max(self.paths)}")
+            raise ConfigError(
+                f"--rank={rank}: attempt {self.attempt} has the ranks 0 to {max(self.paths)}"
+            )
         return self.paths[rank]
 
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from launcher.slurm.snapshot import Snapshot
-from launcher.status.journal import last_failure, last_job, last_of, num_attempts, without_refused_jobs
+from launcher.status.journal import (
+    last_failure,
+    last_job,
+    last_of,
+    num_attempts,
+    without_refused_jobs,
+)
 from launcher.status.liveness import read_beats, read_lock, read_measured
 from launcher.status.run_status import Evidence, goodput, judge
 from pretrain.checkpoint.directory import MARKER, step_directory, steps_on_disk
@@ -28,7 +34,9 @@ class RunState:
 
     name: str
     path: str
-    state: str  # new, queued, running, requeued, preempted, stopped, cancelled, silent, failed, done
+    state: (
+        str  # new, queued, running, requeued, preempted, stopped, cancelled, silent, failed, done
+    )
     why: str = ""
     attempts: int = 0
     ranks: int | None = None
@@ -76,7 +84,10 @@ def read_state(path: Path) -> RunState:
         state=state,
         why=why,
         attempts=num_attempts(evidence.ledger, is_running=state == "running"),
-        ranks=next((event["world_size"] for event in reversed(evidence.ledger) if "world_size" in event), None),
+        ranks=next(
+            (event["world_size"] for event in reversed(evidence.ledger) if "world_size" in event),
+            None,
+        ),
         hosts=_hosts(evidence),
         job=last_job(evidence.ledger),
         step=evidence.newest_step,
@@ -86,7 +97,9 @@ def read_state(path: Path) -> RunState:
         goodput=goodput(evidence, is_running=state == "running"),
         seconds_left=left,
         checkpoint=evidence.checkpoint,
-        checkpoint_age=None if evidence.checkpoint_time is None else max(0.0, evidence.now - evidence.checkpoint_time),
+        checkpoint_age=None
+        if evidence.checkpoint_time is None
+        else max(0.0, evidence.now - evidence.checkpoint_time),
         last_failure=failure[0] if failure else "",
         last_failure_age=evidence.now - failure[1] if failure else None,
     )
@@ -111,7 +124,9 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
         beats=read_beats(run_dir.heartbeats),
         locks=[lock for name in LOCKS if (lock := read_lock(run_dir.path / name))],
         checkpoint=newest,
-        checkpoint_time=None if newest is None else _written(step_directory(run_dir.checkpoints, newest)),
+        checkpoint_time=None
+        if newest is None
+        else _written(step_directory(run_dir.checkpoints, newest)),
         steps=steps,
     )
 

@@ -6,10 +6,24 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.status.journal import begins_in, is_interruption, last_end, last_failure, last_of, last_turn
+from launcher.status.journal import (
+    begins_in,
+    is_interruption,
+    last_end,
+    last_failure,
+    last_of,
+    last_turn,
+)
 from launcher.status.liveness import Beat, Lock, Measured, is_alive
 from pretrain.rundir import goodput as time_spent
-from pretrain.rundir.goodput import BEGINNINGS, Event, is_beginning, is_finished, is_request, time_of
+from pretrain.rundir.goodput import (
+    BEGINNINGS,
+    Event,
+    is_beginning,
+    is_finished,
+    is_request,
+    time_of,
+)
 from pretrain.terminal.train_lines import clock
 
 # A rank elsewhere whose last sign of life is older than this may be gone; one here is asked for by its process id.
@@ -47,7 +61,9 @@ def judge(evidence: Evidence) -> tuple[str, str]:
     last = last_turn(evidence.ledger)
     is_over = last is not None and not _goes_on_after(last)
     # a rank that was killed leaves its heartbeat behind
-    beats = [beat for beat in evidence.beats if last is None or not is_over or beat.time > time_of(last)]
+    beats = [
+        beat for beat in evidence.beats if last is None or not is_over or beat.time > time_of(last)
+    ]
     if any(lock.is_held for lock in evidence.locks) or any(is_alive(beat) for beat in beats):
         return "running", _what_it_does(last, beats, evidence.now)
     if not is_over and (silence := _silence_elsewhere(evidence, beats)) is not None:
@@ -61,7 +77,9 @@ def judge(evidence: Evidence) -> tuple[str, str]:
 def goodput(evidence: Evidence, is_running: bool) -> float | None:
     """The share of the run's time so far that went into steps which count; None before the first one."""
     end = evidence.now if is_running else evidence.last_sign
-    return time_spent.goodput(evidence.measured.seconds, time_spent.elapsed_seconds(evidence.ledger, end))
+    return time_spent.goodput(
+        evidence.measured.seconds, time_spent.elapsed_seconds(evidence.ledger, end)
+    )
 
 
 def _waiting_or_cancelled(evidence: Evidence, last: Event | None) -> tuple[str, str] | None:
@@ -110,7 +128,10 @@ def _how_it_ended(evidence: Evidence, last: Event | None) -> tuple[str, str]:
 def _finished(evidence: Evidence) -> tuple[str, str]:
     if evidence.newest_step >= evidence.steps:
         return "done", ""
-    return "stopped", f"finished after step {evidence.newest_step:,}, but the run now asks for {evidence.steps:,}"
+    return (
+        "stopped",
+        f"finished after step {evidence.newest_step:,}, but the run now asks for {evidence.steps:,}",
+    )
 
 
 def _goes_on_after(turn: Event) -> bool:
@@ -131,7 +152,9 @@ def _what_it_does(last: Event | None, beats: Sequence[Beat], now: float) -> str:
     if not beats:
         return "" if last is not None and is_beginning(last) else "starting"
     newest = max(beats, key=lambda beat: beat.time)
-    doing = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}.get(newest.phase, "")
+    doing = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}.get(
+        newest.phase, ""
+    )
     if now - newest.time > SILENT_SECONDS:
         return f"no progress for {clock(now - newest.time)}" + (f" while {doing}" if doing else "")
     return doing

@@ -46,7 +46,9 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
     cells = []
     for index, (cell, path) in enumerate(zip(sweep.cells, paths, strict=True)):
         config = config_of(cell, sweep_path)
-        state = known.get(path) or RunState(name=cell.name, path=str(path), state="new", steps=config.optim.steps)
+        state = known.get(path) or RunState(
+            name=cell.name, path=str(path), state="new", steps=config.optim.steps
+        )
         cells.append(CellRun(index=index, cell=cell, config=config, path=path, state=state))
     return cells
 
@@ -62,7 +64,9 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 def _flops_left(cell: CellRun) -> float:
     try:
         config = with_vocabulary(cell.config)
-    except UserError:  # the corpus, and with it the vocabulary, is not there; the cell itself will say so
+    except (
+        UserError
+    ):  # the corpus, and with it the vocabulary, is not there; the cell itself will say so
         return 0.0
     return cost_of(config).flops - cost_of(config, min(cell.state.step, config.optim.steps)).flops
 
@@ -71,4 +75,6 @@ def describe(cells: Sequence[CellRun]) -> str:
     """How many are done and on their way."""
     done, waiting = sum(cell.is_done for cell in cells), sum(cell.is_waiting for cell in cells)
     on_their_way = len(cells) - done - waiting
-    return f"{done} of {len(cells)} cells are done" + (f", {on_their_way} on their way" if on_their_way else "")
+    return f"{done} of {len(cells)} cells are done" + (
+        f", {on_their_way} on their way" if on_their_way else ""
+    )

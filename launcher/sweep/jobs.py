@@ -22,7 +22,9 @@ from pretrain.rundir.run_dir import RunDir
 ARRAYS = ".arrays"  # below the cells' directories; no cell's name begins with a dot
 
 
-def classes(cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange) -> dict[int, list[CellRun]]:
+def classes(
+    cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange
+) -> dict[int, list[CellRun]]:
     """How many nodes -> the cells that need so many: each gets the fewest within `nodes` that hold it."""
     found: dict[int, list[CellRun]] = {}
     for cell in cells:
@@ -31,7 +33,12 @@ def classes(cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange) 
 
 
 def array_of(
-    cells: Sequence[CellRun], num_nodes: int, cluster: ClusterConfig, sweep: str, runs: Path, at_a_time: int | None
+    cells: Sequence[CellRun],
+    num_nodes: int,
+    cluster: ClusterConfig,
+    sweep: str,
+    runs: Path,
+    at_a_time: int | None,
 ) -> tuple[Job, str]:
     """The job of cells that need equally many nodes, and its script.
 

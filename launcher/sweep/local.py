@@ -15,7 +15,12 @@ _POLL_SECONDS = 0.2
 
 
 def run_cells(
-    cells: Sequence[CellRun], sweep_path: Path, runs: Path, at_a_time: int, ranks: int, stop: StopSignals
+    cells: Sequence[CellRun],
+    sweep_path: Path,
+    runs: Path,
+    at_a_time: int,
+    ranks: int,
+    stop: StopSignals,
 ) -> list[str]:
     """Run the cells; the names of those that failed. A request to stop lets those that run save and end."""
     waiting, failed = list(cells), []

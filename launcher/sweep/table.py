@@ -21,7 +21,12 @@ _NOT_RESULTS = ("kind", "step")
 
 def planned(cell: CellRun) -> dict[str, str]:
     """A row of `launcher sweep plan`."""
-    row = {"cell": cell.cell.name, "steps": f"{cell.config.optim.steps:,}", "parameters": "-", "FLOPs": "-"}
+    row = {
+        "cell": cell.cell.name,
+        "steps": f"{cell.config.optim.steps:,}",
+        "parameters": "-",
+        "FLOPs": "-",
+    }
     try:
         cost = cost_of(with_vocabulary(cell.config))
         row |= {"parameters": si(cost.parameters), "FLOPs": f"{cost.flops:.3g}"}
@@ -33,7 +38,9 @@ def planned(cell: CellRun) -> dict[str, str]:
 def result_of(cell: CellRun) -> dict[str, Any]:
     """A row of `launcher sweep collect`: the cell's own settings, how it stands, and its last evaluation."""
     state = cell.state
-    evaluations = [line for line in RunDir(cell.path).read_metrics() if line.get("kind") == "evaluation"]
+    evaluations = [
+        line for line in RunDir(cell.path).read_metrics() if line.get("kind") == "evaluation"
+    ]
     last = evaluations[-1] if evaluations else {}
     return {
         "cell": cell.cell.name,

@@ -60,7 +60,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._save is not None:
             self._save.cancel()
@@ -76,7 +79,15 @@ class Checkpointer:
         self._require_space(state.step, rank_files)
         partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss)
-        self._save = Save(state.step, partial, rank_files, self._report(state), self._buffers, self._world, publish)
+        self._save = Save(
+            state.step,
+            partial,
+            rank_files,
+            self._report(state),
+            self._buffers,
+            self._world,
+            publish,
+        )
         self._save.start()
         if not self._run.checkpoint.asynchronous:
             self.finish()
@@ -100,7 +111,9 @@ class Checkpointer:
             return
         save, self._save = self._save, None
         # Nobody waits for a rank that failed: first all say whether their files are written, then rank 0 goes on.
-        problems = gather_errors(save.wait_for_files()) or gather_errors(save.wait_for_publication())
+        problems = gather_errors(save.wait_for_files()) or gather_errors(
+            save.wait_for_publication()
+        )
         if not problems:
             return
         save.cancel()
@@ -115,7 +128,9 @@ class Checkpointer:
         if self._world.is_main:
             files.remove_partial(self._root)
             try:
-                found = files.latest_valid(self._root, say=lambda text: print(text, flush=True), run_id=self._run_id)
+                found = files.latest_valid(
+                    self._root, say=lambda text: print(text, flush=True), run_id=self._run_id
+                )
             except UserError as error:
                 problem = str(error)
         found, problem = broadcast_object((found, problem))
@@ -166,7 +181,9 @@ class Checkpointer:
         kept = self._run.checkpoint
 
         def publish(while_waiting: Callable[[], None]) -> None:
-            files.publish(partial, final, index, self._world.world_size, while_waiting, self._may_write)
+            files.publish(
+                partial, final, index, self._world.world_size, while_waiting, self._may_write
+            )
             files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish
@@ -181,9 +198,13 @@ class Checkpointer:
         per_slot = len(lanes) // num_slots
         memories: list[Memory | None] = [None] * num_slots
         if memory is not None:
-            dtype = next(engine.module.parameters()).dtype  # another one than was saved, if the precision changed
+            dtype = next(
+                engine.module.parameters()
+            ).dtype  # another one than was saved, if the precision changed
             home = torch.device("cpu") if self._run.engine.offload_memories else world.device
-            moved = tuple(part.to(home, dtype if part.is_floating_point() else None) for part in memory)
+            moved = tuple(
+                part.to(home, dtype if part.is_floating_point() else None) for part in memory
+            )
             memories = [
                 tuple(tensor[slot * per_slot : (slot + 1) * per_slot].clone() for tensor in moved)
                 for slot in range(num_slots)
@@ -192,10 +213,15 @@ class Checkpointer:
             restore_random_state(found.directory / files.rank_file("state", world.rank))
         cursor = None
         if not begins_lanes(self._run, found.index["step"]):
-            cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+            cursors = [
+                LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)
+            ]
             cursor = LaneCursor.join(cursors).take(lanes)
         return TrainState(
-            step=found.index["step"], tokens_seen=found.index["tokens_seen"], memories=memories, cursor=cursor
+            step=found.index["step"],
+            tokens_seen=found.index["tokens_seen"],
+            memories=memories,
+            cursor=cursor,
         )
 
 

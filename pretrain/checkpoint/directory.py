@@ -79,7 +79,10 @@ def publish(
 
     `while_waiting` is called again and again and may raise to give up, `before_naming` once, at the last moment.
     """
-    reports = [_wait_for_json(partial / rank_file("rank", rank), while_waiting) for rank in range(num_ranks)]
+    reports = [
+        _wait_for_json(partial / rank_file("rank", rank), while_waiting)
+        for rank in range(num_ranks)
+    ]
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
@@ -94,20 +97,30 @@ def verify(directory: Path) -> Checkpoint:
     """Read and check a whole checkpoint; raises CheckpointError naming the first file that is not as it was written."""
     marker, index_path = directory / MARKER, directory / INDEX
     if not marker.is_file():
-        raise CheckpointError(f"{directory}: no {MARKER} marker, so it was never finished; it cannot be used")
+        raise CheckpointError(
+            f"{directory}: no {MARKER} marker, so it was never finished; it cannot be used"
+        )
     if not index_path.is_file():
         raise CheckpointError(f"{index_path}: missing; the checkpoint cannot be used")
     if sha256_of(index_path) != marker.read_text().strip():
-        raise CheckpointError(f"{index_path}: does not match its {MARKER} marker; the checkpoint cannot be used")
+        raise CheckpointError(
+            f"{index_path}: does not match its {MARKER} marker; the checkpoint cannot be used"
+        )
     index = json.loads(index_path.read_text())
     if index["format"] != FORMAT:
-        raise CheckpointError(f"{index_path}: format {index['format']}, this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{index_path}: format {index['format']}, this version reads format {FORMAT}"
+        )
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named.group(1)) != index["step"]:
-        raise CheckpointError(f"{directory}: holds the checkpoint of step {index['step']}; it cannot be used as it is")
+        raise CheckpointError(
+            f"{directory}: holds the checkpoint of step {index['step']}; it cannot be used as it is"
+        )
     for rank in range(index["world_size"]):
         if not {rank_file("engine", rank), rank_file("state", rank)} <= index["files"].keys():
-            raise CheckpointError(f"{index_path}: rank {rank} of {index['world_size']} is missing; it cannot be used")
+            raise CheckpointError(
+                f"{index_path}: rank {rank} of {index['world_size']} is missing; it cannot be used"
+            )
     for name in index["files"]:
         _check_file(directory, name, index["files"])
     return Checkpoint(directory, index)
@@ -145,12 +158,20 @@ def require_space(root: Path, num_bytes: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < num_bytes:
-        raise CheckpointError(f"{root}: {free / 2**20:.1f} MiB are free, {num_bytes / 2**20:.1f} MiB are needed")
+        raise CheckpointError(
+            f"{root}: {free / 2**20:.1f} MiB are free, {num_bytes / 2**20:.1f} MiB are needed"
+        )
 
 
-def superfluous(steps: list[int], keep_last: int, keep_every: int, best: Collection[int] = ()) -> list[int]:
+def superfluous(
+    steps: list[int], keep_last: int, keep_every: int, best: Collection[int] = ()
+) -> list[int]:
     """Which of these steps, oldest first, are neither among the newest, nor multiples of `keep_every`, nor `best`."""
-    return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0) and step not in best]
+    return [
+        step
+        for step in steps[:-keep_last]
+        if not (keep_every and step % keep_every == 0) and step not in best
+    ]
 
 
 def best_steps(root: Path, count: int) -> list[int]:
@@ -158,7 +179,9 @@ def best_steps(root: Path, count: int) -> list[int]:
     if not count:
         return []
     losses = {step: validation_loss(step_directory(root, step)) for step in steps_on_disk(root)}
-    ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
+    ranked = sorted(
+        (loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)
+    )
     return [-negative for _, negative in ranked[:count]]
 
 
@@ -204,18 +227,26 @@ def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: missing; the checkpoint cannot be used")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, {expected['bytes']} were written; the checkpoint cannot be used")
+        raise CheckpointError(
+            f"{path}: {size} bytes, {expected['bytes']} were written; the checkpoint cannot be used"
+        )
     found = sha256_of(path)
     if found != expected["sha256"]:
         owner = next((other for other, entry in files.items() if entry["sha256"] == found), None)
-        what = f"holds what belongs into {owner}" if owner else "its contents changed since it was written"
+        what = (
+            f"holds what belongs into {owner}"
+            if owner
+            else "its contents changed since it was written"
+        )
         raise CheckpointError(f"{path}: {what}; the checkpoint cannot be used")
 
 
 def _check_run(found: Checkpoint, run_id: str) -> None:
     written_by = found.index.get("run", run_id)  # early checkpoints do not say
     if run_id and written_by != run_id:
-        raise CheckpointError(f"{found.directory}: was written by another run ({written_by}, this one is {run_id})")
+        raise CheckpointError(
+            f"{found.directory}: was written by another run ({written_by}, this one is {run_id})"
+        )
 
 
 def _wait_for_json(path: Path, while_waiting: Callable[[], None]) -> dict[str, Any]:

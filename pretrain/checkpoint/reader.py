@@ -36,10 +36,14 @@ class FragmentReader:
         self._pieces: dict[tuple[str, str], list[tuple[int, Any]]] = {}
         for name in found.index["files"]:
             if name.startswith("engine-"):
-                handle = self._stack.enter_context(safe_open(found.directory / name, framework="pt"))
+                handle = self._stack.enter_context(
+                    safe_open(found.directory / name, framework="pt")
+                )
                 for key in handle.keys():  # noqa: SIM118  (not a mapping)
                     parameter, start, kind = key.split("|")
-                    self._pieces.setdefault((parameter, kind), []).append((int(start), handle.get_slice(key)))
+                    self._pieces.setdefault((parameter, kind), []).append(
+                        (int(start), handle.get_slice(key))
+                    )
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece[0])
         self._directory = found.directory
@@ -67,7 +71,9 @@ class FragmentReader:
             low = max(start, piece_start)
             high = min(start + view.numel(), piece_start + piece.get_shape()[0])
             if low < high:
-                view[low - start : high - start].copy_(piece[low - piece_start : high - piece_start])
+                view[low - start : high - start].copy_(
+                    piece[low - piece_start : high - piece_start]
+                )
                 copied += high - low
         if copied != view.numel():
             raise CheckpointError(
@@ -84,15 +90,21 @@ def load_weights(module: torch.nn.Module, found: files.Checkpoint, ema: bool = F
     kind = AVERAGE if ema else "weight"
     with FragmentReader(found) as reader, torch.no_grad():
         if ema and AVERAGE not in reader.kinds():
-            raise CheckpointError(f"{found.directory} holds no averaged weights; train with optim.ema_decay above 0")
+            raise CheckpointError(
+                f"{found.directory} holds no averaged weights; train with optim.ema_decay above 0"
+            )
         parameters = dict(module.named_parameters())
         if parameters.keys() != reader.parameter_names():
             odd = sorted(parameters.keys() ^ reader.parameter_names())
-            raise CheckpointError(f"{found.directory}: parameters differ from the model's: {', '.join(odd[:5])}")
+            raise CheckpointError(
+                f"{found.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
+            )
         for name, parameter in parameters.items():
             whole = torch.empty(parameter.numel(), dtype=torch.float32)
             if reader.num_elements(name) != parameter.numel():
-                raise CheckpointError(f"{found.directory}: {name} has another size than the model's")
+                raise CheckpointError(
+                    f"{found.directory}: {name} has another size than the model's"
+                )
             reader.copy_into(whole, name, 0, kind)
             parameter.copy_(whole.view_as(parameter))
 

@@ -24,7 +24,9 @@ from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
-PUBLISH_SECONDS = 600.0  # all ranks have written: how long their files may take to become visible to rank 0
+PUBLISH_SECONDS = (
+    600.0  # all ranks have written: how long their files may take to become visible to rank 0
+)
 
 
 class SaveCanceled(Exception):
@@ -43,7 +45,9 @@ class HostBuffers:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(name, None)
-            buffer = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            buffer = self._buffers[name] = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=self._pinned
+            )
         return buffer
 
 
@@ -87,7 +91,11 @@ class Save(threading.Thread):
         self._world = world
         self._publish = publish
         self._begun = _event_on(world.device)
-        self._copied, self._written, self._abandoned = threading.Event(), threading.Event(), threading.Event()
+        self._copied, self._written, self._abandoned = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._problem: Exception | None = None
 
     def wait_for_copy(self) -> None:
@@ -104,7 +112,9 @@ class Save(threading.Thread):
         self.join(PUBLISH_SECONDS)
         if self.is_alive():
             self.cancel()
-            return f"{self.partial} did not show the files of all ranks within {PUBLISH_SECONDS:.0f} s"
+            return (
+                f"{self.partial} did not show the files of all ranks within {PUBLISH_SECONDS:.0f} s"
+            )
         return self._words()
 
     @property
@@ -133,7 +143,10 @@ class Save(threading.Thread):
 
     def _copy(self) -> list[Tensor]:
         with _own_stream(self._world.device, self._begun):
-            host = [self._buffers.bytes_for(each.name, each.layout.num_bytes) for each in self._rank_files]
+            host = [
+                self._buffers.bytes_for(each.name, each.layout.num_bytes)
+                for each in self._rank_files
+            ]
             for each, buffer in zip(self._rank_files, host, strict=True):
                 copy_to_host(each.tensors, each.layout, buffer)
         return host
@@ -141,10 +154,15 @@ class Save(threading.Thread):
     def _write(self, host: list[Tensor]) -> None:
         self.partial.mkdir(parents=True, exist_ok=True)
         described = {
-            each.name: write_file(self.partial / each.name, each.layout, buffer, self._end_if_abandoned)
+            each.name: write_file(
+                self.partial / each.name, each.layout, buffer, self._end_if_abandoned
+            )
             for each, buffer in zip(self._rank_files, host, strict=True)
         }
-        write_json(self.partial / files.rank_file("rank", self._world.rank), {**self._report, "files": described})
+        write_json(
+            self.partial / files.rank_file("rank", self._world.rank),
+            {**self._report, "files": described},
+        )
 
     def _end_if_abandoned(self) -> None:
         if self._abandoned.is_set():

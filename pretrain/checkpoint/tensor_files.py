@@ -61,7 +61,11 @@ def layout_of(tensors: Pieces) -> Layout:
         shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
         begin, end = end, end + math.prod(shape) * pieces[0].element_size()
         places[name] = begin
-        entries[name] = {"dtype": TYPE_NAMES[pieces[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": TYPE_NAMES[pieces[0].dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return Layout(len(text).to_bytes(8, "little") + text, places, end)
@@ -73,11 +77,15 @@ def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
         begin = layout.places[name]
         for piece in pieces:
             end = begin + piece.numel() * piece.element_size()
-            host[begin:end].view(piece.dtype).view(piece.shape).copy_(piece.detach(), non_blocking=True)
+            host[begin:end].view(piece.dtype).view(piece.shape).copy_(
+                piece.detach(), non_blocking=True
+            )
             begin = end
 
 
-def write_file(path: Path, layout: Layout, host: Tensor, between_blocks: Callable[[], None]) -> dict[str, Any]:
+def write_file(
+    path: Path, layout: Layout, host: Tensor, between_blocks: Callable[[], None]
+) -> dict[str, Any]:
     """Write and sync the file; returns its size and SHA-256. `between_blocks` may raise to end it early."""
     digest = hashlib.sha256()
     body = host[: layout.num_bytes].numpy().data

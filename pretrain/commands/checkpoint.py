@@ -15,11 +15,23 @@ EXIT_DAMAGED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain checkpoint`."""
-    parser.add_argument("action", choices=("list", "verify", "prune"), help="list them, read them all, or remove some")
+    parser.add_argument(
+        "action",
+        choices=("list", "verify", "prune"),
+        help="list them, read them all, or remove some",
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--keep-last", type=int, help="prune: the newest K stay (default: as the run is configured)")
-    parser.add_argument("--keep-every", type=int, help="prune: multiples of N stay too (default: as configured)")
-    parser.add_argument("--keep-best", type=int, help="prune: the K of lowest validation loss stay too (default: same)")
+    parser.add_argument(
+        "--keep-last", type=int, help="prune: the newest K stay (default: as the run is configured)"
+    )
+    parser.add_argument(
+        "--keep-every", type=int, help="prune: multiples of N stay too (default: as configured)"
+    )
+    parser.add_argument(
+        "--keep-best",
+        type=int,
+        help="prune: the K of lowest validation loss stay too (default: same)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="prune: only say what would go")
 
 
@@ -29,7 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "prune":
         return _prune(run_dir, arguments)
     if arguments.dry_run or any(number is not None for number in _kept(arguments)):
-        raise ConfigError(f"--keep-... and --dry-run belong to 'checkpoint prune', not 'checkpoint {arguments.action}'")
+        raise ConfigError(
+            f"--keep-... and --dry-run belong to 'checkpoint prune', not 'checkpoint {arguments.action}'"
+        )
     steps = files.steps_on_disk(run_dir.checkpoints)
     if not steps:
         print(f"{run_dir.checkpoints} holds no checkpoint yet")
@@ -77,7 +91,8 @@ def _prune(run_dir: RunDir, arguments: argparse.Namespace) -> int:
     configured = run_dir.config.checkpoint
     defaults = (configured.keep_last, configured.keep_every, configured.keep_best)
     last, every, best = (
-        default if asked is None else asked for asked, default in zip(_kept(arguments), defaults, strict=True)
+        default if asked is None else asked
+        for asked, default in zip(_kept(arguments), defaults, strict=True)
     )
     if last < 1 or every < 0 or best < 0:
         raise ConfigError(

@@ -21,32 +21,56 @@ HEADS = ("run", "step", "tokens", "loss", "perplexity", "validation", "tokens/s"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain compare`."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of two runs or more")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="also write compare.html and compare.png there")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="directories of two runs or more"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="also write compare.html and compare.png there"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a row per run and the settings in which they differ."""
     if len(arguments.runs) < 2:
-        raise ConfigError("'pretrain compare' needs two runs or more; 'pretrain report' shows a single one")
+        raise ConfigError(
+            "'pretrain compare' needs two runs or more; 'pretrain report' shows a single one"
+        )
     histories = [read_history(path) for path in arguments.runs]
     rows, changed = [_row(history) for history in histories], _differing_settings(histories)
     print(_aligned([HEADS, *rows]))
     if changed:
-        print("\n" + _aligned([("setting", *(history.path.name for history in histories)), *changed]))
+        print(
+            "\n" + _aligned([("setting", *(history.path.name for history in histories)), *changed])
+        )
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output / "compare.html", render(histories, rows, changed))
         panels = [
-            Panel("Loss", "tokens", "loss, nats per token", lambda axes, colours: _losses(axes, histories, colours)),
-            Panel("Speed", "step", "tokens per second", lambda axes, colours: _speeds(axes, histories, colours)),
+            Panel(
+                "Loss",
+                "tokens",
+                "loss, nats per token",
+                lambda axes, colours: _losses(axes, histories, colours),
+            ),
+            Panel(
+                "Speed",
+                "step",
+                "tokens per second",
+                lambda axes, colours: _speeds(axes, histories, colours),
+            ),
         ]
-        save_panels(arguments.output / "compare.png", " / ".join(history.name for history in histories), panels)
+        save_panels(
+            arguments.output / "compare.png",
+            " / ".join(history.name for history in histories),
+            panels,
+        )
         print(f"\n{arguments.output / 'compare.html'} and compare.png")
     return 0
 
 
-def render(histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]) -> str:
+def render(
+    histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]
+) -> str:
     """The whole page."""
     losses, axes = new_chart(3.4, "tokens", "loss, nats per token")
     _losses(axes, histories, charts.PAGE)
@@ -59,13 +83,20 @@ def render(histories: Sequence[History], rows: Sequence[Sequence[str]], changed:
         else paragraph("All settings are the same.")
     )
     sections = [
-        section("Loss", chart_html(losses, "Smoothed training loss of every run over its tokens; dots are validation")),
+        section(
+            "Loss",
+            chart_html(
+                losses, "Smoothed training loss of every run over its tokens; dots are validation"
+            ),
+        ),
         section("Numbers", table(HEADS, rows, "named")),
         section("Settings that differ", settings),
         section("Speed", chart_html(speeds, "Tokens per second of every run")),
     ]
     lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
-    return page("Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain compare'.")
+    return page(
+        "Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain compare'."
+    )
 
 
 _losses, _speeds = charts.overlaid_losses, charts.overlaid_speeds

@@ -14,19 +14,35 @@ from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
 from pretrain.costs.flops import Flops, Parameters, flops_of, parameters_of
-from pretrain.costs.memory import checkpoint_bytes, largest_micro_batch, largest_phase, memory_parts, total_bytes
+from pretrain.costs.memory import (
+    checkpoint_bytes,
+    largest_micro_batch,
+    largest_phase,
+    memory_parts,
+    total_bytes,
+)
 from pretrain.terminal.train_lines import counted, si
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
     parser.add_argument("config", type=Path, help="experiment or model file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
-    parser.add_argument("--gpus-per-node", type=int, default=1, help="ranks on each (default %(default)s)")
-    parser.add_argument("--gpu", choices=sorted(DEVICES), default="cpu", help="what a rank runs on (default cpu)")
-    parser.add_argument("--mfu", type=float, help="part of the peak to reckon with (default 0.35, on a CPU 0.25)")
-    parser.add_argument("--vocab-size", type=int, help="where neither the file nor its corpus says it")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=1, help="ranks on each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--gpu", choices=sorted(DEVICES), default="cpu", help="what a rank runs on (default cpu)"
+    )
+    parser.add_argument(
+        "--mfu", type=float, help="part of the peak to reckon with (default 0.35, on a CPU 0.25)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="where neither the file nor its corpus says it"
+    )
     parser.add_argument("--explain", action="store_true", help="show each number's formula")
 
 
@@ -34,8 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the run is made of and what it takes; 0, or 2 for settings that do not fit."""
     for name in ("nodes", "gpus_per_node"):
         if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more")
-    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.overrides), arguments.vocab_size)
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more"
+            )
+    config = with_vocabulary(
+        load_config(RunConfig, arguments.config, arguments.overrides), arguments.vocab_size
+    )
     for line in described(config, arguments):
         print(line)
     return 0
@@ -73,7 +93,9 @@ def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
         "",
         *_flops_lines(_flops(config, world_size), parameters, explain),
         "",
-        *_memory_lines(largest_phase(config, world_size, arguments.gpu != "cpu"), arguments, world_size),
+        *_memory_lines(
+            largest_phase(config, world_size, arguments.gpu != "cpu"), arguments, world_size
+        ),
         "",
         *_time_lines(config, arguments, world_size),
         *(["", *_letter_lines(config, world_size)] if explain else ()),
@@ -91,7 +113,8 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
         "head": "biases, cluster rows, projections; weights are the embedding's when tied",
     }
     rows = [
-        _row(name.replace("_", "-"), f"{getattr(parameters, name):,}", formulas[name], explain) for name in formulas
+        _row(name.replace("_", "-"), f"{getattr(parameters, name):,}", formulas[name], explain)
+        for name in formulas
     ]
     return [
         f"parameters        {parameters.total:>20,}  ({si(parameters.total)})",
@@ -110,7 +133,8 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
         "head": "2 d V; tails of an adaptive softmax by Zipf's law",
     }
     rows = [
-        _row(name.replace("_", "-"), f"{si(getattr(flops, name))}FLOP", formulas[name], explain) for name in formulas
+        _row(name.replace("_", "-"), f"{si(getattr(flops, name))}FLOP", formulas[name], explain)
+        for name in formulas
     ]
     six_nd = 6.0 * parameters.total
     return [
@@ -140,7 +164,11 @@ def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: 
         f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
         f"({saved.keep_last} kept, one being written: {_gib((saved.keep_last + 1) * checkpoint_bytes(config))} of disk)"
         + (f"  {per_parameter} P + M (L d b + 4) for every lane" if explain else ""),
-        *([_row("copy", _gib(checkpoint_bytes(config) / world_size), copy, True)] if saved.asynchronous else []),
+        *(
+            [_row("copy", _gib(checkpoint_bytes(config) / world_size), copy, True)]
+            if saved.asynchronous
+            else []
+        ),
     ]
 
 
@@ -155,7 +183,10 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
     tokens = sum(count * phase.tokens_per_step for phase, count in spans)
     seconds_of_step = [flops_of_step(phase, world_size) / flops_per_second for phase, _ in spans]
-    tokens_per_second, seconds = config.tokens_per_step / seconds_of_step[0], flops / flops_per_second
+    tokens_per_second, seconds = (
+        config.tokens_per_step / seconds_of_step[0],
+        flops / flops_per_second,
+    )
     hours = "core-hours" if arguments.gpu == "cpu" else "GPU-hours"
     formulas = [
         "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
@@ -167,7 +198,9 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
         *(
             f"  phase {number:<10}{each:>18.3f} s  ({phase.data.lanes} lanes x {phase.data.segment_length} = "
             f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
-            for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
+            for number, ((phase, count), each) in enumerate(
+                zip(spans, seconds_of_step, strict=True)
+            )
             if len(spans) > 1
         ),
         *(f"  {advice}" for advice in [advice_on_phases(config)] if advice),
@@ -211,7 +244,9 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "P": ("parameters", parameters_of(model).total),
         "b": ("bytes of an activation", 4 if config.engine.precision == "fp32" else 2),
     }
-    rows = [_row(letter, f"{value:,}", meaning, True) for letter, (meaning, value) in letters.items()]
+    rows = [
+        _row(letter, f"{value:,}", meaning, True) for letter, (meaning, value) in letters.items()
+    ]
     heading = "letters" + (", with their values in the first phase" if config.data.phases else "")
     return [heading, *rows, "  u and v are the two learned biases of relative attention"]
 
@@ -219,7 +254,9 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
 def _room(arguments: argparse.Namespace) -> float:
     if arguments.gpu != "cpu":
         return USABLE * DEVICES[arguments.gpu].memory
-    return USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / arguments.gpus_per_node
+    return (
+        USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / arguments.gpus_per_node
+    )
 
 
 def _row(name: str, value: str, formula: str, explain: bool) -> str:

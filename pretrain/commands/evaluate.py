@@ -35,43 +35,82 @@ class Answer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain evaluate`."""
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="directory of a run (newest good checkpoint) or an export"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="directory of a run (newest good checkpoint) or an export",
     )
-    parser.add_argument("--data", type=Path, help="directory or URL of a corpus (default: the run's)")
-    parser.add_argument("--split", default="validation", help="which of its splits (default %(default)s)")
     parser.add_argument(
-        "--memory-length", type=int, nargs="+", metavar="N", help="tokens of memory to try (default: as in training)"
+        "--data", type=Path, help="directory or URL of a corpus (default: the run's)"
     )
-    parser.add_argument("--segment-length", type=int, default=0, metavar="N", help="default: as in training")
+    parser.add_argument(
+        "--split", default="validation", help="which of its splits (default %(default)s)"
+    )
+    parser.add_argument(
+        "--memory-length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of memory to try (default: as in training)",
+    )
+    parser.add_argument(
+        "--segment-length", type=int, default=0, metavar="N", help="default: as in training"
+    )
     parser.add_argument(
         "--clamp",
         type=int,
         metavar="N",
         help="distances beyond N share one encoding, 0: none (default: as in training)",
     )
-    parser.add_argument("--same-length", action="store_true", help="every token sees as many keys as the memory has")
     parser.add_argument(
-        "--lanes", type=int, default=0, metavar="N", help="streams read side by side (default: the run's)"
+        "--same-length", action="store_true", help="every token sees as many keys as the memory has"
     )
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="score only so many (default: all)")
-    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="streams read side by side (default: the run's)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="score only so many (default: all)"
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="the running average of the weights, if the run kept one"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--context-length", action="store_true", help="relative effective context length of the models")
     what.add_argument(
-        "--compare-sliding-window", action="store_true", help="tokens/s against computing a window for every token"
+        "--context-length",
+        action="store_true",
+        help="relative effective context length of the models",
+    )
+    what.add_argument(
+        "--compare-sliding-window",
+        action="store_true",
+        help="tokens/s against computing a window for every token",
     )
     context = parser.add_argument_group("with --context-length")
     for name, value in CONTEXT_DEFAULTS.items():
-        context.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {value}")
+        context.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {value}"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table for each run, or one for all."""
-    numbers = (*(arguments.memory_length or [0]), arguments.segment_length, arguments.lanes, arguments.max_tokens)
+    numbers = (
+        *(arguments.memory_length or [0]),
+        arguments.segment_length,
+        arguments.lanes,
+        arguments.max_tokens,
+    )
     numbers += (arguments.clamp or 0,)
     if min(numbers) < 0:
-        raise ConfigError("--memory-length, --segment-length, --clamp, --lanes and --max-tokens must be 0 or more")
+        raise ConfigError(
+            "--memory-length, --segment-length, --clamp, --lanes and --max-tokens must be 0 or more"
+        )
     _refuse_idle_options(arguments)
     world = init_world()
     try:
@@ -87,7 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
     if world.is_main:
         values = [answer.values for answer in answers]
         texts = [f"{answer.title}\n\n{aligned(answer.rows)}" for answer in answers]
-        print(json.dumps(values[0] if len(values) == 1 else values) if arguments.json else "\n\n".join(texts))
+        print(
+            json.dumps(values[0] if len(values) == 1 else values)
+            if arguments.json
+            else "\n\n".join(texts)
+        )
     return 0
 
 
@@ -99,11 +142,15 @@ def _refuse_idle_options(arguments: argparse.Namespace) -> None:
         elif not arguments.context_length:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --context-length")
     if arguments.context_length and len(arguments.memory_length or []) > 1:
-        raise ConfigError("--context-length measures with one memory length; give one, and compare two calls")
+        raise ConfigError(
+            "--context-length measures with one memory length; give one, and compare two calls"
+        )
     if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
         raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
     if arguments.same_length and 0 in (arguments.memory_length or []):
-        raise ConfigError("--same-length needs a --memory-length above 0, the number of keys each token sees")
+        raise ConfigError(
+            "--same-length needs a --memory-length above 0, the number of keys each token sees"
+        )
 
 
 def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedModel:
@@ -124,7 +171,9 @@ def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
     return corpus
 
 
-def _losses(arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World) -> list[Answer]:
+def _losses(
+    arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World
+) -> list[Answer]:
     answers = []
     for path, trained in zip(arguments.runs, models, strict=True):
         corpus, config = _corpus(arguments, trained), trained.config
@@ -161,19 +210,25 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
     return [("memory", "loss", "perplexity", "bits/byte", "bits/character", "tokens/s"), *rows]
 
 
-def _context_lengths(arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World) -> list[Answer]:
+def _context_lengths(
+    arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World
+) -> list[Answer]:
     contexts = context_length.ContextGrid(arguments.context_step, arguments.longest_context)
     _refuse_ranks(world, "--context-length")
     corpora = [_corpus(arguments, trained) for trained in models]
     if len({corpus.manifest.hash for corpus in corpora}) > 1:
         raise ConfigError("the runs have different corpora; give one for all with --data")
-    positions = context_length.SplitPositions(corpora[0], arguments.positions, contexts.longest, arguments.max_tokens)
+    positions = context_length.SplitPositions(
+        corpora[0], arguments.positions, contexts.longest, arguments.max_tokens
+    )
 
     def losses_of(trained: TrainedModel) -> context_length.Losses:
         memory, segment = _first_memory(arguments, trained), _segment_length(arguments, trained)
         return lambda length: positions.losses(trained.module, length, memory, segment)
 
-    lengths = context_length.relative_effective_context_lengths(list(map(losses_of, models)), contexts, SHARES)
+    lengths = context_length.relative_effective_context_lengths(
+        list(map(losses_of, models)), contexts, SHARES
+    )
     answers = []
     for path, trained, of_model in zip(arguments.runs, models, lengths, strict=True):
         title = (
@@ -181,7 +236,9 @@ def _context_lengths(arguments: argparse.Namespace, models: Sequence[TrainedMode
             f"segments of {_segment_length(arguments, trained)}, "
             f"{len(positions):,} positions of {corpora[0].directory}, models compared: {len(models)}"
         )
-        rows = [("r", "context length", f"perplexity falls with each {contexts.step} tokens more by")]
+        rows = [
+            ("r", "context length", f"perplexity falls with each {contexts.step} tokens more by")
+        ]
         for each in of_model:
             length = f"{each.length:,}{' or more' if each.reached_longest else ''}"
             rows.append((f"{each.share:g}", length, " ".join(f"{gain:.1%}" for gain in each.gains)))
@@ -189,7 +246,9 @@ def _context_lengths(arguments: argparse.Namespace, models: Sequence[TrainedMode
     return answers
 
 
-def _sliding_windows(arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World) -> list[Answer]:
+def _sliding_windows(
+    arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World
+) -> list[Answer]:
     _refuse_ranks(world, "--compare-sliding-window")
     answers = []
     for path, trained in zip(arguments.runs, models, strict=True):
@@ -199,7 +258,15 @@ def _sliding_windows(arguments: argparse.Namespace, models: Sequence[TrainedMode
         else:
             lengths = sliding_window.attention_lengths(trained.config.model, segment)
         results = [sliding_window.compare(trained.module, length, segment) for length in lengths]
-        rows = [("attention length", "tokens/s with memory", "with a sliding window", "ratio", "ratio by FLOPs")]
+        rows = [
+            (
+                "attention length",
+                "tokens/s with memory",
+                "with a sliding window",
+                "ratio",
+                "ratio by FLOPs",
+            )
+        ]
         rows += [
             (
                 f"{each.attention_length:,}",
@@ -210,7 +277,9 @@ def _sliding_windows(arguments: argparse.Namespace, models: Sequence[TrainedMode
             )
             for each in results
         ]
-        values = {"results": [{**dataclasses.asdict(each), "ratio": each.ratio} for each in results]}
+        values = {
+            "results": [{**dataclasses.asdict(each), "ratio": each.ratio} for each in results]
+        }
         answers.append(Answer(f"{path}: segments of {segment}, one stream", rows, values))
     return answers
 
@@ -225,7 +294,9 @@ def _segment_length(arguments: argparse.Namespace, trained: TrainedModel) -> int
 
 def _refuse_ranks(world: World, option: str) -> None:
     if world.world_size > 1:
-        raise ConfigError(f"{option} runs on one rank, not on {world.world_size}; start it without a launcher")
+        raise ConfigError(
+            f"{option} runs on one rank, not on {world.world_size}; start it without a launcher"
+        )
 
 
 def _with_progress(
@@ -243,7 +314,9 @@ def _with_progress(
     results = []
     total = min(max_tokens, corpus.num_tokens) if max_tokens else corpus.num_tokens
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (console.is_terminal and scorer.world.is_main)) as bar:
+    with Progress(
+        console=console, transient=True, disable=not (console.is_terminal and scorer.world.is_main)
+    ) as bar:
         for memory_length in memory_lengths:
             task = bar.add_task(f"memory {memory_length}", total=total)
             results.append(

@@ -13,7 +13,17 @@ from data_pipeline.yaml_files import dump_yaml
 from pretrain.reporting import events
 from pretrain.reporting import run_charts as charts
 from pretrain.reporting.figures import Panel, save_panels
-from pretrain.reporting.html import Card, chart_html, legend, new_chart, page, paragraph, section, table, text
+from pretrain.reporting.html import (
+    Card,
+    chart_html,
+    legend,
+    new_chart,
+    page,
+    paragraph,
+    section,
+    table,
+    text,
+)
 from pretrain.reporting.run_history import History, read_history
 from pretrain.terminal.train_lines import clock, perplexity, si
 
@@ -27,7 +37,12 @@ Draw = Callable[["Axes", History, charts.Colours], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain report`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run, finished or not")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where report.html and report.png go (default: RUN)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where report.html and report.png go (default: RUN)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +63,9 @@ def summary(history: History) -> str:
     parts = [f"step {history.step:,} of {steps:,}", f"loss {history.loss:.4f}"]
     if history.goodput is not None:
         parts.append(f"goodput {history.goodput:.0%}")
-    parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.events('rewind'))}")
+    parts.append(
+        f"failed attempts: {len(history.failures)}, rewinds: {len(history.events('rewind'))}"
+    )
     parts.append(f"skipped steps: {history.num_skipped}")
     return ", ".join(parts)
 
@@ -61,7 +78,10 @@ def render(history: History) -> str:
         f"{data.lanes} lanes in segments of {data.segment_length}; ZeRO-{engine.zero_stage} in {engine.precision}. "
         f"Step {history.step:,} of {history.config.optim.steps:,}."
     )
-    pictures = [section(title, _picture(x, y, draw, history, title)) for title, x, y, draw in _drawings(history)]
+    pictures = [
+        section(title, _picture(x, y, draw, history, title))
+        for title, x, y, draw in _drawings(history)
+    ]
     footer = "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. Losses in nats per token."
     sections = [*pictures, _happenings(history), _settings(history)]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
@@ -69,7 +89,9 @@ def render(history: History) -> str:
 
 def _drawings(history: History) -> list[tuple[str, str, str, Draw]]:
     """Title, axes and drawing of every picture that this run has numbers for."""
-    found: list[tuple[str, str, str, Draw]] = [("Loss", "step", "loss, nats per token", charts.loss)]
+    found: list[tuple[str, str, str, Draw]] = [
+        ("Loss", "step", "loss, nats per token", charts.loss)
+    ]
     if any(line.get("loss_without_memory") is not None for line in history.evaluations):
         found.append(("What memory is worth", "step", "validation loss", charts.value_of_memory))
     if any("tokens_per_second" in line for line in history.train):
@@ -97,27 +119,41 @@ def _bound(draw: Draw, history: History) -> Callable[[Axes, charts.Colours], Non
 
 
 def _cards(history: History) -> list[Card]:
-    cards = [Card(f"{history.loss:.3f}", f"is the training loss, a perplexity of {perplexity(history.loss):,.1f}")]
+    cards = [
+        Card(
+            f"{history.loss:.3f}",
+            f"is the training loss, a perplexity of {perplexity(history.loss):,.1f}",
+        )
+    ]
     if history.evaluations:
         last = history.evaluations[-1]
         words = f"is the validation loss after step {last['step']:,}"
         if last.get("loss_without_memory") is not None:
             words += f", {last['loss_without_memory']:.3f} without memory"
         cards.append(Card(f"{last['loss']:.3f}", words))
-    speed = f"at {history.tokens_per_second:,.0f} a second" if history.tokens_per_second else "so far"
+    speed = (
+        f"at {history.tokens_per_second:,.0f} a second" if history.tokens_per_second else "so far"
+    )
     cards.append(Card(si(history.tokens).strip(), f"tokens read, {speed}"))
     if history.goodput is not None:
         spent = clock(history.seconds_under_way)
-        cards.append(Card(f"{history.goodput:.0%}", f"of {spent} under way went into steps that count"))
+        cards.append(
+            Card(f"{history.goodput:.0%}", f"of {spent} under way went into steps that count")
+        )
     rewinds = len(history.events("rewind"))
     words = f"failed attempts; {rewinds} times it went back by itself, {history.num_skipped} of its steps were skipped"
-    cards.append(Card(str(len(history.failures)), words, "bad" if history.events("gave_up") else ""))
+    cards.append(
+        Card(str(len(history.failures)), words, "bad" if history.events("gave_up") else "")
+    )
     return cards
 
 
 def _happenings(history: History) -> str:
     shown = list(history.ledger)[-MOST_EVENTS:]
-    rows = [[str(event.get("time", ""))[:19].replace("T", " "), events.describe(event)] for event in shown]
+    rows = [
+        [str(event.get("time", ""))[:19].replace("T", " "), events.describe(event)]
+        for event in shown
+    ]
     left_out = len(history.ledger) - len(shown)
     more = [paragraph(f"{left_out} earlier events are in ledger.jsonl.")] if left_out else []
     return section("What happened", *more, table([], rows, "words"))

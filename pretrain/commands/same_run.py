@@ -19,19 +19,27 @@ MAX_SHOWN = 5
 def differing_losses(left: RunDir, right: RunDir) -> list[str]:
     """Where the per-step metrics of two runs disagree, a line each; empty when every bit agrees."""
     first, second = _per_step(left), _per_step(right)
-    problems = [f"step {step}: only in {left.path.name}" for step in sorted(first.keys() - second.keys())]
-    problems += [f"step {step}: only in {right.path.name}" for step in sorted(second.keys() - first.keys())]
+    problems = [
+        f"step {step}: only in {left.path.name}" for step in sorted(first.keys() - second.keys())
+    ]
+    problems += [
+        f"step {step}: only in {right.path.name}" for step in sorted(second.keys() - first.keys())
+    ]
     for step in sorted(first.keys() & second.keys()):
         for name in ("loss", "grad_norm", "learning_rate", "tokens"):
             if first[step].get(name) != second[step].get(name):
-                problems.append(f"step {step}: {name} {first[step].get(name)!r} against {second[step].get(name)!r}")
+                problems.append(
+                    f"step {step}: {name} {first[step].get(name)!r} against {second[step].get(name)!r}"
+                )
     return problems
 
 
 def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
     """Where two runs' losses are further apart than `tolerance` of their size, or any step's tokens or rate differ."""
     first, second = _per_step(left), _per_step(right)
-    problems = [f"step {step}: only in one of the runs" for step in sorted(first.keys() ^ second.keys())]
+    problems = [
+        f"step {step}: only in one of the runs" for step in sorted(first.keys() ^ second.keys())
+    ]
     for step in sorted(first.keys() & second.keys()):
         ours, theirs = first[step], second[step]
         if not _are_close(ours["loss"], theirs["loss"], tolerance):
@@ -46,12 +54,18 @@ def losses_apart(left: RunDir, right: RunDir, tolerance: float) -> list[str]:
 
 def _are_close(loss: float | None, other: float | None, tolerance: float) -> bool:
     """None stands for a loss that was no number."""
-    return loss == other if loss is None or other is None else math.isclose(loss, other, rel_tol=tolerance)
+    return (
+        loss == other
+        if loss is None or other is None
+        else math.isclose(loss, other, rel_tol=tolerance)
+    )
 
 
 def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
     """Where two checkpoints, of any numbers of ranks, disagree about steps, tokens or where each lane stands."""
-    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale"))
+    problems = _differing_counters(
+        left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale")
+    )
     if _joined_cursor(left) != _joined_cursor(right):
         problems.append("lane cursors differ")
     return problems
@@ -59,8 +73,12 @@ def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[
 
 def differing_state(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
     """Where two checkpoints of the same world size disagree: tensors by name, cursors, counters."""
-    problems = _differing_counters(left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale", "world_size"))
-    cursors = [[report["cursor"] for report in files.rank_reports(found.index)] for found in (left, right)]
+    problems = _differing_counters(
+        left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale", "world_size")
+    )
+    cursors = [
+        [report["cursor"] for report in files.rank_reports(found.index)] for found in (left, right)
+    ]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
     names = sorted(left.index["files"].keys() | right.index["files"].keys())
@@ -76,7 +94,9 @@ def summary(problems: list[str]) -> str:
     return shown + (f"\n  and {more} more" if more > 0 else "")
 
 
-def _differing_counters(left: files.Checkpoint, right: files.Checkpoint, keys: tuple[str, ...]) -> list[str]:
+def _differing_counters(
+    left: files.Checkpoint, right: files.Checkpoint, keys: tuple[str, ...]
+) -> list[str]:
     return [
         f"{key}: {left.index.get(key)!r} against {right.index.get(key)!r}"
         for key in keys
@@ -110,4 +130,6 @@ def _differing_tensors(left: Path, right: Path) -> list[str]:
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
+    return bool(
+        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    )

@@ -54,14 +54,18 @@ def _collect(arguments: argparse.Namespace) -> int:
 
     sweep = read_sweep(arguments.sweep)
     if not arguments.runs_dir.is_dir():
-        raise DataError(f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories")
+        raise DataError(
+            f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories"
+        )
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
     refuse_no_file("--out", arguments.out, "context.csv")
     rows = context_rows(sweep, arguments.runs_dir, _evaluator(arguments.max_tokens))
     write_rows(arguments.out, rows)
     left_out = [row for row in rows if row.excluded]
-    print(f"{arguments.out}: {len(sweep.cells) - len(left_out)} of {len(sweep.cells)} cells evaluated")
+    print(
+        f"{arguments.out}: {len(sweep.cells) - len(left_out)} of {len(sweep.cells)} cells evaluated"
+    )
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
     return 0
@@ -71,7 +75,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from pretrain.scaling.context_report import write_context_report
 
     refuse_no_directory("--out", arguments.out)
-    print(f"report: {write_context_report(read_context(arguments.table), arguments.out, arguments.title)}")
+    print(
+        f"report: {write_context_report(read_context(arguments.table), arguments.out, arguments.title)}"
+    )
     return 0
 
 
@@ -87,7 +93,10 @@ def _evaluator(max_tokens: int) -> Evaluate:
         world = init_world()
         try:
             trained = load_trained(directory, world.device)
-            config, corpus = trained.config, Corpus.open(trained.config.data.directory() / "validation")
+            config, corpus = (
+                trained.config,
+                Corpus.open(trained.config.data.directory() / "validation"),
+            )
             found = [
                 evaluate(
                     TrainedScorer(trained, world),
@@ -101,7 +110,10 @@ def _evaluator(max_tokens: int) -> Evaluate:
             ]
         finally:
             destroy_process_group()
-        print(f"{directory.name}: " + "  ".join(f"{n}: {x:.4f}" for n, x in zip(memory_lengths, found, strict=True)))
+        print(
+            f"{directory.name}: "
+            + "  ".join(f"{n}: {x:.4f}" for n, x in zip(memory_lengths, found, strict=True))
+        )
         return found
 
     return losses

@@ -27,12 +27,18 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
     from pretrain.scaling.collect import read_curves
 
     if arguments.draws < FEWEST_DRAWS:
-        raise ConfigError(f"--draws {arguments.draws} is too few for an interval; use at least {FEWEST_DRAWS}")
+        raise ConfigError(
+            f"--draws {arguments.draws} is too few for an interval; use at least {FEWEST_DRAWS}"
+        )
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
     roles = tuple(field.name for field in fields(Columns))
     columns = Columns(**named_values(arguments.column, roles, "--column"))
-    conditions = {"where": arguments.where, "exclude": arguments.exclude, "holdout": arguments.holdout}
+    conditions = {
+        "where": arguments.where,
+        "exclude": arguments.exclude,
+        "holdout": arguments.holdout,
+    }
     points = read_points(arguments.runs, columns, **conditions)
     training = read_curves(arguments.curves) if arguments.curves else None
     return fit_all(points, training=training, num_draws=arguments.draws, seed=arguments.seed)
@@ -64,7 +70,9 @@ def _collect(arguments: argparse.Namespace) -> int:
 
     sweep = read_sweep(arguments.sweep)
     if not arguments.runs_dir.is_dir():
-        raise DataError(f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories")
+        raise DataError(
+            f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories"
+        )
     refuse_no_file("--out", arguments.out, "runs.csv")
     refuse_no_file("--curves-out", arguments.curves_out, "curves.csv")
     rows = collect_rows(sweep, arguments.runs_dir)
@@ -75,7 +83,9 @@ def _collect(arguments: argparse.Namespace) -> int:
         print(f"left out: {row.name}: {row.excluded}")
     versions = {version for row in rows for version in row.code.split()}
     if len(versions) > 1:
-        print(f"note: {len(versions)} versions of the code trained these cells; column code says which")
+        print(
+            f"note: {len(versions)} versions of the code trained these cells; column code says which"
+        )
     if arguments.curves_out:
         count = write_curves(arguments.curves_out, sweep, arguments.runs_dir)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")

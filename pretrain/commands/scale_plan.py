@@ -59,7 +59,9 @@ def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[f
         ratio = arguments.tokens_per_parameter
         if ratio <= 0:
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
-        return optimum_at_ratio(base, ratio, arguments.keep_layers), f"{ratio:g} tokens per parameter"
+        return optimum_at_ratio(
+            base, ratio, arguments.keep_layers
+        ), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
     from pretrain.scaling.point_files import read_points
     from pretrain.scaling.predict import preferred
@@ -112,4 +114,8 @@ def _totals(runs: list[PlannedRun], speed: float) -> str:
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
     days = f"{flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} PFLOP/s-days)"
     text = f"total: {counted(len(runs), 'run')}, {days}, {amount(tokens)} tokens"
-    return f"{text}, {flops / speed / 3600:.3g} hours at {speed:.3g} FLOPs per second" if speed > 0 else text
+    return (
+        f"{text}, {flops / speed / 3600:.3g} hours at {speed:.3g} FLOPs per second"
+        if speed > 0
+        else text
+    )

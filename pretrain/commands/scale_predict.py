@@ -39,13 +39,21 @@ from pretrain.scaling.wording import amount, shown
 from pretrain.terminal.train_lines import counted
 
 WORTH_SAYING = 0.01  # of the draws without an answer
-ASKED = {"flops": "at C = {} FLOPs", "tokens": "that reads D = {} tokens", "parameters": "of N = {} parameters"}
+ASKED = {
+    "flops": "at C = {} FLOPs",
+    "tokens": "that reads D = {} tokens",
+    "parameters": "of N = {} parameters",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the forecasts, and write the experiment file when asked to."""
     given = _question(arguments)
-    base = with_vocabulary(load_config(RunConfig, arguments.experiment)) if arguments.experiment else None
+    base = (
+        with_vocabulary(load_config(RunConfig, arguments.experiment))
+        if arguments.experiment
+        else None
+    )
     fit = fit_of(arguments)
     if len(given) == 2:
         return _single_run(fit, arguments)
@@ -61,9 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join([*aligned(*forecast_table(forecasts, asked)), *unavailable_lines(fit)]))
     if band := near_optimal_band(fit, chosen.flops.value):
         low, high = (wording.size(size) for size in band)
-        flops = f"{chosen.flops.value:.3g} FLOPs" + ("" if asked == "flops" else f" (C of approach {chosen.approach})")
-        print(f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by approach 3")
-    for line in [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit):
+        flops = f"{chosen.flops.value:.3g} FLOPs" + (
+            "" if asked == "flops" else f" (C of approach {chosen.approach})"
+        )
+        print(
+            f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by approach 3"
+        )
+    for line in (
+        [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit)
+    ):
         print(line)
     if base:
         _nearest(base, chosen, arguments)
@@ -81,7 +95,9 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
         )
     refuse_unknown(arguments.approach)
     if arguments.write and not arguments.experiment:
-        raise ConfigError("--write needs --experiment, the experiment whose family of shapes to choose from")
+        raise ConfigError(
+            "--write needs --experiment, the experiment whose family of shapes to choose from"
+        )
     refuse_no_file("--write", arguments.write, "best.yaml")
     idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:
@@ -110,7 +126,9 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
         refuse_wild(reasons)
     loss = loss_of_run(fit, arguments.params, arguments.tokens)
     size, tokens = amount(arguments.params), amount(arguments.tokens)
-    print(f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, wording.loss)}")
+    print(
+        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, wording.loss)}"
+    )
     print(_intervals(fit))
     for doubt in reasons:
         print(f"doubt: {doubt}")

@@ -15,9 +15,14 @@ from pretrain.terminal.live_bar import live_bar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain train`, one rank's program."""
     parser.add_argument("config", type=Path, help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
     parser.add_argument(
-        "--run-dir", type=Path, required=True, help="where checkpoints and metrics go; resumed if it holds this run"
+        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        required=True,
+        help="where checkpoints and metrics go; resumed if it holds this run",
     )
 
 

@@ -34,21 +34,44 @@ ELASTIC_TOLERANCE = 1e-5  # of a loss, in fp32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain verify-resume`."""
     parser.add_argument("config", type=Path, help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="length of the run (default %(default)s)")
-    parser.add_argument("--kill-at", type=int, default=7, help="every rank is SIGKILLed after it (default %(default)s)")
-    parser.add_argument("--resume-ranks", type=int, metavar="N", help="ranks of the resumed start (default: the same)")
     parser.add_argument(
-        "--resume-zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage of the resumed start (default: the same)"
+        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
     )
-    parser.add_argument("--work-dir", type=Path, help="keep the runs here (default: a temporary directory, removed)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks on this machine (default %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="length of the run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--kill-at",
+        type=int,
+        default=7,
+        help="every rank is SIGKILLed after it (default %(default)s)",
+    )
+    parser.add_argument(
+        "--resume-ranks",
+        type=int,
+        metavar="N",
+        help="ranks of the resumed start (default: the same)",
+    )
+    parser.add_argument(
+        "--resume-zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="ZeRO stage of the resumed start (default: the same)",
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, help="keep the runs here (default: a temporary directory, removed)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare a killed and resumed run with an undisturbed one; 0 if they agree, 1 if not."""
     if not 1 <= arguments.kill_at < arguments.steps:
-        raise ConfigError(f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}")
+        raise ConfigError(
+            f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}"
+        )
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
         for phase in runs_of_phases(config):
@@ -70,28 +93,46 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"different: {len(problems)} differences\n{summary(problems)}")
         return EXIT_DIFFERENT
     if _is_elastic(arguments):
-        print(f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane cursors exactly")
+        print(
+            f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane cursors exactly"
+        )
         return 0
-    print(f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors and random numbers")
+    print(
+        f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors and random numbers"
+    )
     return 0
 
 
 def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -> list[str]:
-    from pretrain.commands.same_run import differing_losses, differing_progress, differing_state, losses_apart
+    from pretrain.commands.same_run import (
+        differing_losses,
+        differing_progress,
+        differing_state,
+        losses_apart,
+    )
 
     undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
     for run_dir in (undisturbed, killed):
         if run_dir.exists():
-            raise ConfigError(f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir")
+            raise ConfigError(
+                f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir"
+            )
     _say(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, undisturbed")
     _start(arguments.config, settings, undisturbed, arguments.ranks)
     _say(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
-    _start(arguments.config, settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
+    _start(
+        arguments.config, settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}"
+    )
     steps = files.steps_on_disk(killed.checkpoints)
-    _say(f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}")
+    _say(
+        f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}"
+    )
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
     _start(arguments.config, [*settings, *zero], killed, _resume_ranks(arguments))
-    ends = [files.verify(files.step_directory(each.checkpoints, arguments.steps)) for each in (undisturbed, killed)]
+    ends = [
+        files.verify(files.step_directory(each.checkpoints, arguments.steps))
+        for each in (undisturbed, killed)
+    ]
     if _is_elastic(arguments):
         return losses_apart(undisturbed, killed, ELASTIC_TOLERANCE) + differing_progress(*ends)
     return differing_losses(undisturbed, killed) + differing_state(*ends)
@@ -105,7 +146,9 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
     return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
 
 
-def _start(config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, fault: str = "") -> None:
+def _start(
+    config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, fault: str = ""
+) -> None:
     """One start of all ranks; raises UserError with the failing rank's last lines unless it ends as it should."""
     command = [sys.executable, "-m", "pretrain", "train", str(config), *settings]
     command += ["--run-dir", str(run_dir.path)]
@@ -114,7 +157,9 @@ def _start(config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, f
     with group:
         statuses = group.wait(timeout=START_SECONDS)
     if fault and KILLED not in statuses:
-        raise UserError(f"no rank was killed: {describe_failure(statuses, group.logs) or 'the run had already ended'}")
+        raise UserError(
+            f"no rank was killed: {describe_failure(statuses, group.logs) or 'the run had already ended'}"
+        )
     if not fault and any(statuses):
         raise UserError(describe_failure(statuses, group.logs))
 

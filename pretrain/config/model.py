@@ -44,11 +44,15 @@ class ModelConfig:
     untie_biases: bool = False  # untie_r: u and v per layer instead of one pair for all
     same_length: bool = False  # every query attends to exactly memory_length keys
     clamp_length: int = 0  # clamp_len: distances beyond it share one encoding; 0: no clamp
-    isolate_documents: bool = False  # no attention across a document boundary, in the segment or in memory
+    isolate_documents: bool = (
+        False  # no attention across a document boundary, in the segment or in memory
+    )
     dropout: float = 0.0
     attention_dropout: float = 0.0  # dropatt
     tie_embeddings: bool = True  # tie_weight
-    cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
+    cutoffs: tuple[
+        int, ...
+    ] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
     div_val: int = 1  # adaptive embedding: each cluster's width is divided by it once more
     tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
     z_loss: float = 0.0  # weight of log(sum of exp(logits)) squared in the gradient; the loss shown is without it
@@ -62,7 +66,9 @@ class ModelConfig:
                 "each must be positive"
             )
         if self.positions == "relative" and self.d_model % 2:
-            raise ConfigError(f"model.d_model={self.d_model} is odd; the sine and cosine halves need an even number")
+            raise ConfigError(
+                f"model.d_model={self.d_model} is odd; the sine and cosine halves need an even number"
+            )
         if not self.d_head and self.d_model % self.num_heads:
             raise ConfigError(
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
@@ -71,12 +77,16 @@ class ModelConfig:
         if self.memory_length < 0 or self.clamp_length < 0:
             raise ConfigError("model.memory_length and model.clamp_length must be 0 or more")
         if self.same_length and not self.memory_length:
-            raise ConfigError("model.same_length needs model.memory_length > 0, the number of keys each query sees")
+            raise ConfigError(
+                "model.same_length needs model.memory_length > 0, the number of keys each query sees"
+            )
         if self.z_loss < 0.0:
             raise ConfigError(f"model.z_loss={self.z_loss} must be 0 or more")
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)} must be at least 0 and below 1"
+                )
         self._check_heads()
         self._check_positions()
         self._check_compression()
@@ -117,7 +127,9 @@ class ModelConfig:
         if not self.compressed_length:
             return
         if not self.memory_length:
-            raise ConfigError("model.compressed_length needs model.memory_length > 0: it compresses what leaves it")
+            raise ConfigError(
+                "model.compressed_length needs model.memory_length > 0: it compresses what leaves it"
+            )
         if self.same_length:
             raise ConfigError(
                 "model.same_length shows each query memory_length keys and so never the compressed rows behind them; "

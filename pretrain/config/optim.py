@@ -22,7 +22,9 @@ class ScheduleConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"optim.schedule.{name}={getattr(self, name)} must be 0 or more")
         if not 0.0 <= self.final_fraction <= 1.0:
-            raise ConfigError(f"optim.schedule.final_fraction={self.final_fraction:g} must be from 0 to 1")
+            raise ConfigError(
+                f"optim.schedule.final_fraction={self.final_fraction:g} must be from 0 to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,9 @@ class OptimConfig:
     """AdamW or LAMB with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
 
     steps: int = 1000
-    name: Literal["adamw", "lamb"] = "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
+    name: Literal["adamw", "lamb"] = (
+        "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
+    )
     learning_rate: float = 2.5e-4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
@@ -48,7 +52,9 @@ class OptimConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
         if not 0.0 <= self.ema_decay < 1.0:
-            raise ConfigError(f"optim.ema_decay={self.ema_decay} must be 0 (no average) or more and below 1")
+            raise ConfigError(
+                f"optim.ema_decay={self.ema_decay} must be 0 (no average) or more and below 1"
+            )
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"

@@ -39,8 +39,12 @@ def runs_of_phases(run: RunConfig) -> list[RunConfig]:
 def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]:
     """The run in each phase to which some of these updates belong, counted from 0, and how many of them do."""
     borders = [0, *(phase.from_step for phase in run.data.phases), steps.stop]
-    spans = [range(max(begin, steps.start), min(end, steps.stop)) for begin, end in pairwise(borders)]
-    return [(phase, len(span)) for phase, span in zip(runs_of_phases(run), spans, strict=True) if span]
+    spans = [
+        range(max(begin, steps.start), min(end, steps.stop)) for begin, end in pairwise(borders)
+    ]
+    return [
+        (phase, len(span)) for phase, span in zip(runs_of_phases(run), spans, strict=True) if span
+    ]
 
 
 def tokens_of_steps(run: RunConfig, steps: range) -> int:
@@ -60,7 +64,9 @@ def begins_lanes(run: RunConfig, step: int) -> bool:
 
 def advice_on_phases(run: RunConfig) -> str:
     """Text for the user about phases that never begin, or ""."""
-    beyond = [str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps]
+    beyond = [
+        str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps
+    ]
     if not beyond:
         return ""
     return f"the run ends after step {run.optim.steps}: data.phases from step {', '.join(beyond)} on never begin"
@@ -73,7 +79,11 @@ def first_step_at(run: RunConfig, step: int) -> int:
 
 def lanes_since(run: RunConfig, step: int) -> int:
     """The number of updates before the phase's lanes began, in it or in an earlier one."""
-    begun = (phase.from_step for phase in run.data.phases if phase.from_step <= step and phase.begins_lanes)
+    begun = (
+        phase.from_step
+        for phase in run.data.phases
+        if phase.from_step <= step and phase.begins_lanes
+    )
     return max(begun, default=0)
 
 

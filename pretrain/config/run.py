@@ -51,8 +51,12 @@ class PhaseConfig:
 class DataConfig:
     """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
 
-    path: Path = Path("data")  # a directory made by `data-pipeline build`, or the URL it was uploaded to
-    mixture: tuple[MixturePart, ...] = ()  # train on these instead; tokenizer and validation stay those of `path`
+    path: Path = Path(
+        "data"
+    )  # a directory made by `data-pipeline build`, or the URL it was uploaded to
+    mixture: tuple[
+        MixturePart, ...
+    ] = ()  # train on these instead; tokenizer and validation stay those of `path`
     lanes: int = 16
     segment_length: int = 64  # tgt_len
     cache: CacheConfig = field(default_factory=CacheConfig)  # of corpora that are named by a URL
@@ -60,10 +64,14 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or self.segment_length < 1:
-            raise ConfigError(f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive")
+            raise ConfigError(
+                f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive"
+            )
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
-            raise ConfigError(f"data.phases begin at the steps {steps}, expected each to begin after the one before")
+            raise ConfigError(
+                f"data.phases begin at the steps {steps}, expected each to begin after the one before"
+            )
 
     def directory(self) -> Path:
         """Where to read the corpus: `path` or, for a URL, this node's cache, with manifests and tokenizer fetched."""
@@ -81,24 +89,40 @@ class EngineConfig:
     kind: Literal["deepspeed", "torch"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Precision = "fp32"  # of weights and activations; the optimizer's are fp32 always
-    initial_loss_scale: float = 65536.0  # fp16: what the loss is multiplied by at first; found anew as the run goes on
+    initial_loss_scale: float = (
+        65536.0  # fp16: what the loss is multiplied by at first; found anew as the run goes on
+    )
     loss_scale_window: int = 1000  # fp16: updates without overflow after which it is doubled
-    activation_checkpointing: ActivationCheckpointing = "none"  # selective: attention's scores and weights alone
+    activation_checkpointing: ActivationCheckpointing = (
+        "none"  # selective: attention's scores and weights alone
+    )
     checkpoint_every_n_layers: int = 1  # of so many layers one is checkpointed
-    offload_optimizer: bool = False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
+    offload_optimizer: bool = (
+        False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
+    )
     offload_memories: bool = False  # those of slots that are not at work live in host memory
-    attention_kernel: AttentionKernel = "auto"  # the fastest for the device, or plain torch operations to compare with
-    logits_chunk_tokens: int = 0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
-    micro_batch_lanes: int = 0  # at most this many lanes per rank and forward pass; 0: all of the rank's
+    attention_kernel: AttentionKernel = (
+        "auto"  # the fastest for the device, or plain torch operations to compare with
+    )
+    logits_chunk_tokens: int = (
+        0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
+    )
+    micro_batch_lanes: int = (
+        0  # at most this many lanes per rank and forward pass; 0: all of the rank's
+    )
     threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
     watchdog_timeout_seconds: float = (
         1800.0  # longest step, evaluation or save; then stacks are shown and the rank ends; 0: any
     )
-    deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # merged last; may not contradict a derived key
+    deepspeed_extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # merged last; may not contradict a derived key
 
     def __post_init__(self) -> None:
         if self.logits_chunk_tokens < 0:
-            raise ConfigError(f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all at once) or more")
+            raise ConfigError(
+                f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all at once) or more"
+            )
         if min(self.micro_batch_lanes, self.threads) < 0:
             raise ConfigError(
                 f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads={self.threads} must be 0 (all, "
@@ -118,7 +142,9 @@ class EngineConfig:
                 f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, 1 or more"
             )
         if self.loss_scale_window < 1:
-            raise ConfigError(f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more")
+            raise ConfigError(
+                f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more"
+            )
         _refuse_swapping_to_disk(self.deepspeed_extra)
         if self.watchdog_timeout_seconds < 0:
             raise ConfigError(
@@ -148,13 +174,17 @@ class RecoveryConfig:
     of them, and passes over the data from there to `skip_margin_segments` steps behind the last.
     """
 
-    skip_grad_norm: float = 0.0  # gradients longer than this are not applied; 0: only those that are no numbers
+    skip_grad_norm: float = (
+        0.0  # gradients longer than this are not applied; 0: only those that are no numbers
+    )
     spike_threshold: float = 8.0  # 0: never go back
     spike_steps: int = 3
     window: int = 50  # short beside what the loss falls by itself
     skip_margin_segments: int = 10
     max_rewinds: int = 3  # then the run stops, with a report
-    straggler_ratio: float = 1.5  # name a rank that takes this many times as long as the others; 0: none
+    straggler_ratio: float = (
+        1.5  # name a rank that takes this many times as long as the others; 0: none
+    )
 
     def __post_init__(self) -> None:
         if (
@@ -169,7 +199,7 @@ class RecoveryConfig:
         ):
             raise ConfigError(
                 "recovery.skip_grad_norm, spike_threshold, skip_margin_segments, max_rewinds "
-"and straggler_ratio must be 0 or more"
+                "and straggler_ratio must be 0 or more"
             )
         if self.spike_steps < 1 or self.window < 10:
             raise ConfigError(
@@ -182,7 +212,9 @@ class CheckpointConfig:
     """How often a run is saved, and which of its checkpoints stay: the newest, and those that `keep_every` adds."""
 
     interval: int = 200  # steps
-    asynchronous: bool = True  # write while training goes on; costs host memory for a copy of each rank's part
+    asynchronous: bool = (
+        True  # write while training goes on; costs host memory for a copy of each rank's part
+    )
     keep_last: int = 3
     keep_every: int = 0  # checkpoints whose step is a multiple of it stay for ever; 0: none do
     keep_best: int = 0  # so many with the lowest validation loss stay as well
@@ -191,7 +223,9 @@ class CheckpointConfig:
         if self.interval < 1 or self.keep_last < 1:
             raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
         if self.keep_every < 0:
-            raise ConfigError(f"checkpoint.keep_every={self.keep_every} must be 0 (none) or a number of steps")
+            raise ConfigError(
+                f"checkpoint.keep_every={self.keep_every} must be 0 (none) or a number of steps"
+            )
         if self.keep_best < 0:
             raise ConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 (none) or more")
 
@@ -214,7 +248,10 @@ class EvaluationConfig:
 class MetricsConfig:
     interval: int = 10  # steps
     tensorboard: bool = True
-    profile_steps: tuple[int, int] = (0, 0)  # first and last step of a profiler trace of rank 0; zeros: none
+    profile_steps: tuple[int, int] = (
+        0,
+        0,
+    )  # first and last step of a profiler trace of rank 0; zeros: none
 
     def __post_init__(self) -> None:
         first, last = self.profile_steps
@@ -232,7 +269,9 @@ class RunConfig:
 
     name: str = "run"
     seed: int = 1
-    initial_weights: Path | None = None  # an export whose weights the run begins with; none: the published distribution
+    initial_weights: Path | None = (
+        None  # an export whose weights the run begins with; none: the published distribution
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

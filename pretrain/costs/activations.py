@@ -44,7 +44,11 @@ class LayerActivations:
     def _rows(self) -> float:
         """Whatever is a row per token, per key or per distance."""
         model, T = self.run.model, self.run.data.segment_length
-        d, h, k = model.d_model, model.num_heads * model.head_width, model.key_heads * model.head_width
+        d, h, k = (
+            model.d_model,
+            model.num_heads * model.head_width,
+            model.key_heads * model.head_width,
+        )
         tokens, keys = T * self.lanes, (T + self._memory) * self.lanes
         # Input, its sum with attention, both norms (pre: of memory too); queries and what they read; keys and values.
         normed = keys if model.norm_position == "pre" else tokens
@@ -53,7 +57,9 @@ class LayerActivations:
             elements += (tokens + normed) * d  # once more before the gain
         if model.query_key_norm:
             elements += 2 * tokens * h + 3 * keys * k
-        elements += tokens * model.inner_width * (INNER_TENSORS[model.feed_forward] + bool(model.dropout))
+        elements += (
+            tokens * model.inner_width * (INNER_TENSORS[model.feed_forward] + bool(model.dropout))
+        )
         if model.positions == "relative":
             elements += (T + self._memory) * h
         return self.width * elements
@@ -72,7 +78,9 @@ class LayerActivations:
         """Of dropout, a byte per element."""
         model, T = self.run.model, self.run.data.segment_length
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
-        draws_pairs = self._drops_weights and (self._is_plain or not self.on_gpu)  # the fused kernel draws them again
+        draws_pairs = self._drops_weights and (
+            self._is_plain or not self.on_gpu
+        )  # the fused kernel draws them again
         pairs = model.num_heads * (T + self._memory) if draws_pairs else 0
         return float(T * self.lanes * (rows + pairs))
 

@@ -34,5 +34,7 @@ DEVICES = {
     "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
     "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
     "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
-    "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),  # memory: this machine's
+    "cpu": Device(
+        bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
+    ),  # memory: this machine's
 }

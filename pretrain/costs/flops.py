@@ -42,17 +42,28 @@ class Parameters:
 class Flops:
     """FLOPs per token, by part; the backward pass costs twice the forward one, less what needs no gradient."""
 
-    projections: float  # queries, keys, values, output; memory's keys and values again in every segment
+    projections: (
+        float  # queries, keys, values, output; memory's keys and values again in every segment
+    )
     positions: float  # W_R R, once per segment for all lanes of a forward pass
     attention: float  # content scores, position scores, weighted values
     feed_forward: float
     head: float
-    compression: float  # of the rows that leave the memory, and what attention would have read from them
+    compression: (
+        float  # of the rows that leave the memory, and what attention would have read from them
+    )
     without_gradient: float  # products whose input is no result of a parameter
 
     @property
     def forward(self) -> float:
-        parts = (self.projections, self.positions, self.attention, self.feed_forward, self.head, self.compression)
+        parts = (
+            self.projections,
+            self.positions,
+            self.attention,
+            self.feed_forward,
+            self.head,
+            self.compression,
+        )
         return sum(parts)
 
     @property
@@ -80,7 +91,10 @@ def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
     """
     parameters = parameters_of(run.model)
     counted = range(run.optim.steps if steps is None else steps)
-    spans = [(phase.tokens_per_step * count, _flops_per_token(phase)) for phase, count in spans_of_phases(run, counted)]
+    spans = [
+        (phase.tokens_per_step * count, _flops_per_token(phase))
+        for phase, count in spans_of_phases(run, counted)
+    ]
     return RunCost(
         parameters=parameters.total,
         body_parameters=parameters.body,
@@ -111,7 +125,9 @@ def parameters_of(model: ModelConfig) -> Parameters:
         feed_forward=layers * _feed_forward_parameters(model),
         norms=layers * (2 * per_norm + (2 * model.head_width if model.query_key_norm else 0)),
         biases=_position_biases(model),
-        compression=layers * (model.compression_rate * d * d + d) if _learns_to_compress(model) else 0,
+        compression=layers * (model.compression_rate * d * d + d)
+        if _learns_to_compress(model)
+        else 0,
     )
 
 
@@ -153,7 +169,9 @@ def _position_biases(model: ModelConfig) -> int:
     if model.positions == "t5":
         return model.t5_buckets * model.num_heads
     if model.positions == "relative":
-        return 2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
+        return (
+            2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
+        )
     return 0
 
 
@@ -176,13 +194,18 @@ def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, 
 def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
     """(tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
     sizes = [last - first for first, last in pairwise((0, *model.cutoffs, model.vocab_size))]
-    return [(size, model.embedding_width // model.div_val**index) for index, size in enumerate(sizes)]
+    return [
+        (size, model.embedding_width // model.div_val**index) for index, size in enumerate(sizes)
+    ]
 
 
 def tail_shares(model: ModelConfig) -> list[float]:
     """The part of all tokens that falls into each bin, by Zipf's law, the vocabulary being sorted by frequency."""
     bounds = (0, *model.cutoffs, model.vocab_size)
-    return [(_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size) for first, last in pairwise(bounds)]
+    return [
+        (_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size)
+        for first, last in pairwise(bounds)
+    ]
 
 
 def _vocabulary_parameters(model: ModelConfig) -> tuple[int, int]:
@@ -203,7 +226,9 @@ def _head_flops(model: ModelConfig) -> float:
     projected = model.div_val > 1 or model.embedding_width != d
     looked_up = 0.0
     if projected:  # the embedding projects every token, for each bin where they differ
-        looked_up = sum(2 * width * d for _, width in bins) if model.div_val > 1 else 2 * bins[0][1] * d
+        looked_up = (
+            sum(2 * width * d for _, width in bins) if model.div_val > 1 else 2 * bins[0][1] * d
+        )
     shares = [1.0, *tail_shares(model)[1:]]
     total = looked_up
     for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
@@ -214,7 +239,9 @@ def _head_flops(model: ModelConfig) -> float:
 
 def _need_vocabulary(model: ModelConfig) -> None:
     if not model.vocab_size:
-        raise ConfigError("model.vocab_size is not set; set it, or build the corpus so that it can be read from there")
+        raise ConfigError(
+            "model.vocab_size is not set; set it, or build the corpus so that it can be read from there"
+        )
 
 
 def _harmonic(count: int) -> float:

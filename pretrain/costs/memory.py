@@ -27,7 +27,12 @@ class Part:
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """The parts of one rank's memory at its peak under the configured engine, precision and checkpointing."""
-    logits = LOGIT_COPIES * MASTER_BYTES * _logit_rows(run, _lanes_of_pass(run, world_size)) * _logit_columns(run)
+    logits = (
+        LOGIT_COPIES
+        * MASTER_BYTES
+        * _logit_rows(run, _lanes_of_pass(run, world_size))
+        * _logit_columns(run)
+    )
     gradients = _gradients(run, world_size)
     return [
         *_state(run, world_size),
@@ -40,7 +45,9 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
 
 def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
     """The run in the phase whose ranks hold the most."""
-    return max(runs_of_phases(run), key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu)))
+    return max(
+        runs_of_phases(run), key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu))
+    )
 
 
 def total_bytes(parts: list[Part]) -> float:
@@ -67,7 +74,9 @@ def checkpoint_bytes(run: RunConfig) -> float:
     model = run.model
     rows = run.data.lanes * (model.memory_length + model.compressed_length)
     elements = MASTER_BYTES + MOMENT_BYTES + _average_bytes(run)
-    return float(elements) * parameters_of(model).total + rows * (model.num_layers * model.d_model * _width(run) + 4)
+    return float(elements) * parameters_of(model).total + rows * (
+        model.num_layers * model.d_model * _width(run) + 4
+    )
 
 
 def _state(run: RunConfig, world_size: int) -> list[Part]:
@@ -77,7 +86,11 @@ def _state(run: RunConfig, world_size: int) -> list[Part]:
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
     offloaded = run.engine.offload_optimizer
     each = master + MOMENT_BYTES + _average_bytes(run)
-    held = "master weights, two moments and an average" if run.optim.ema_decay else "master weights and two moments"
+    held = (
+        "master weights, two moments and an average"
+        if run.optim.ema_decay
+        else "master weights and two moments"
+    )
     formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
     gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
     return [
@@ -101,7 +114,11 @@ def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
         formula = "3 L M d b for each lane of a forward pass: old, new, and on its way to the host"
         return Part("recurrent memory", 3 * of_one_lane * lanes, formula)
     lanes = len(lanes_of_rank(run, 0, world_size))
-    return Part("recurrent memory", 2 * of_one_lane * lanes, "2 L M d b for each of the rank's lanes, old and new")
+    return Part(
+        "recurrent memory",
+        2 * of_one_lane * lanes,
+        "2 L M d b for each of the rank's lanes, old and new",
+    )
 
 
 def _gradients(run: RunConfig, world_size: int) -> Part:
@@ -111,7 +128,9 @@ def _gradients(run: RunConfig, world_size: int) -> Part:
     return Part("gradients", size, f"{one} P" + (" / R" if stage >= 2 else ""))
 
 
-def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float) -> Part:
+def _activations(
+    run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
+) -> Part:
     """What is kept from forward to backward, and what the backward pass of one layer holds besides."""
     layers, width = run.model.num_layers, _width(run)
     lanes = _lanes_of_pass(run, world_size)
@@ -123,9 +142,13 @@ def _activations(run: RunConfig, world_size: int, on_gpu: bool, logits: float, g
     if run.engine.activation_checkpointing == "full":
         inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
         freed = kept = inputs + (layers - checkpointed) * layer.kept
-        working = max(0.0, layer.kept + layer.working - logits)  # computed again when the logits are gone
+        working = max(
+            0.0, layer.kept + layer.working - logits
+        )  # computed again when the logits are gone
         other = (
-            "" if run.engine.checkpoint_every_n_layers == 1 else ", all of it in the layers that are not checkpointed"
+            ""
+            if run.engine.checkpoint_every_n_layers == 1
+            else ", all of it in the layers that are not checkpointed"
         )
         formula = f"L T B d b + beyond the logits {formula}, twice{other}"
     else:

@@ -10,15 +10,21 @@ MEASURE_SECONDS = 0.2
 MATRIX_WIDTHS = {"cpu": 768, "cuda": 8192}
 
 
-def measured_matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
+def measured_matmul_peak(
+    device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS
+) -> float:
     """Floating-point operations per second that a large matrix product reaches now, with this process' threads.
 
     Data sheets promise more and know nothing of other processes on the machine; ranks that measure at the same time
     measure what they will share.
     """
     width = MATRIX_WIDTHS.get(device.type, 1024)
-    generator = torch.Generator(device).manual_seed(0)  # a resumed run must not draw from its own random numbers here
-    left, right = (torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(
+        0
+    )  # a resumed run must not draw from its own random numbers here
+    left, right = (
+        torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2)
+    )
     product = left @ right
     _wait_for(device)
     best, deadline = float("inf"), time.perf_counter() + seconds

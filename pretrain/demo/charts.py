@@ -18,8 +18,16 @@ def loss_curves(
 ) -> str:
     """Both runs' training losses over the steps, with the kill and the checkpoint marked."""
     figure, axes = new_chart(3.0, "step", "loss, nats per token")
-    axes.plot(list(undisturbed), list(undisturbed.values()), color=FIRST, linewidth=5.0, label="undisturbed")
-    axes.plot(list(killed), list(killed.values()), color=SECOND, linewidth=1.1, label="killed and resumed")
+    axes.plot(
+        list(undisturbed),
+        list(undisturbed.values()),
+        color=FIRST,
+        linewidth=5.0,
+        label="undisturbed",
+    )
+    axes.plot(
+        list(killed), list(killed.values()), color=SECOND, linewidth=1.1, label="killed and resumed"
+    )
     if validation:
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o", color=INK, markersize=4, label="validation")
@@ -27,13 +35,21 @@ def loss_curves(
     axes.axvline(killed_after, color=ALARM, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(checkpoint, color=SECOND, linewidth=1.0, linestyle=(0, (1, 2)))
     # The loss falls, so the upper right is free; the labels sit on either side of the band.
-    marks = {"rotation": 0, "fontsize": 8.5, "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    marks = {
+        "rotation": 0,
+        "fontsize": 8.5,
+        "xycoords": ("data", "axes fraction"),
+        "textcoords": "offset points",
+    }
     axes.annotate("SIGKILL", (killed_after, 0.62), (6, 0), color=ALARM, ha="left", **marks)
-    axes.annotate("resumed from here", (checkpoint, 0.62), (-6, 0), color=SECOND, ha="right", **marks)
+    axes.annotate(
+        "resumed from here", (checkpoint, 0.62), (-6, 0), color=SECOND, ha="right", **marks
+    )
     axes.set_xlim(0, max(undisturbed) * 1.01)
     legend(axes, loc="upper right")
     return chart_html(
-        figure, "Training loss over steps of the undisturbed and of the killed and resumed run: one curve"
+        figure,
+        "Training loss over steps of the undisturbed and of the killed and resumed run: one curve",
     )
 
 
@@ -41,11 +57,16 @@ def loss_by_memory(rows: list[dict[str, Any]]) -> str:
     """Validation loss at each memory length; the first is without memory."""
     figure, axes = new_chart(2.4, "tokens of memory", "validation loss")
     losses = [row["loss"] for row in rows]
-    names = [f"{row['memory_length']}" + (f"\n{row['times']}x" if row["times"] else "\nnone") for row in rows]
+    names = [
+        f"{row['memory_length']}" + (f"\n{row['times']}x" if row["times"] else "\nnone")
+        for row in rows
+    ]
     axes.plot(names, losses, color=FIRST, linewidth=2.5, zorder=1)
     axes.scatter(names, losses, s=52, color=[FAINT] + [SECOND] * (len(rows) - 1), zorder=2)
     for place, loss in enumerate(losses):
-        axes.annotate(f"{loss:.3f}", (place, loss), (0, 8), textcoords="offset points", ha="center", **LABEL)
+        axes.annotate(
+            f"{loss:.3f}", (place, loss), (0, 8), textcoords="offset points", ha="center", **LABEL
+        )
     spread = max(losses) - min(losses) + 0.01
     axes.set_ylim(min(losses) - 0.15 * spread, max(losses) + 0.22 * spread)
     axes.margins(x=0.12)

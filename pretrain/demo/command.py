@@ -19,14 +19,29 @@ EXIT_NOT_SHOWN = 1  # a claim of the demo did not hold
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain demo`."""
-    parser.add_argument("--corpus", type=Path, metavar="DIR", help="a folder of your own text (default: Python's own)")
     parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="where all goes (default %(default)s)"
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="a folder of your own text (default: Python's own)",
     )
     parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="length of the training (default: about a minute)"
+        "--run-dir",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="DIR",
+        help="where all goes (default %(default)s)",
     )
-    parser.add_argument("--fresh", action="store_true", help="begin anew instead of keeping what is finished")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="length of the training (default: about a minute)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin anew instead of keeping what is finished"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,21 +84,31 @@ def conclude(screen: Screen, settings: Settings, journal: Journal, results: Resu
     problems, gain = results["resume"]["problems"], memory_gain(results["memory"])
     screen.title("What you have seen", f"all stages together {clock(journal.seconds())}")
     if problems:
-        screen.bad("the killed and resumed run differs from the undisturbed one: please report this as a bug")
+        screen.bad(
+            "the killed and resumed run differs from the undisturbed one: please report this as a bug"
+        )
     else:
         screen.good(
             f"killed by SIGKILL and resumed: all {settings.steps} losses and the final state equal, bit for bit"
         )
     if gain > 0:
-        screen.good(f"memory helps: {gain:.2f} nats per token less loss than without it, on text the model never saw")
+        screen.good(
+            f"memory helps: {gain:.2f} nats per token less loss than without it, on text the model never saw"
+        )
     else:
-        screen.bad(f"memory did not help ({-gain:.2f} nats per token more loss than without it): use more --steps")
-    screen.say(f"\nreport   {settings.report}\nnext     pretrain generate {settings.killed.path} --prompt 'def '")
+        screen.bad(
+            f"memory did not help ({-gain:.2f} nats per token more loss than without it): use more --steps"
+        )
+    screen.say(
+        f"\nreport   {settings.report}\nnext     pretrain generate {settings.killed.path} --prompt 'def '"
+    )
     screen.say(f"         tensorboard --logdir {settings.directory}")
     return EXIT_NOT_SHOWN if problems else 0
 
 
-def _do(screen: Screen, journal: Journal, stage: Stage, key: str, settings: Settings, results: Results) -> Result:
+def _do(
+    screen: Screen, journal: Journal, stage: Stage, key: str, settings: Settings, results: Results
+) -> Result:
     goes_on = journal.begin(stage.name, key)
     if not (goes_on and stage.can_go_on):
         remove(stage.leaves(settings))

@@ -30,9 +30,15 @@ class Journal:
         path = directory / NAME
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--run-dir {directory} is a file; give a directory")
-        held = {entry.name for entry in directory.iterdir()} - OWN_NAMES if directory.is_dir() else set()
+        held = (
+            {entry.name for entry in directory.iterdir()} - OWN_NAMES
+            if directory.is_dir()
+            else set()
+        )
         if held and not path.exists():
-            raise ConfigError(f"--run-dir {directory} holds other files and no demo; choose an empty or new directory")
+            raise ConfigError(
+                f"--run-dir {directory} holds other files and no demo; choose an empty or new directory"
+            )
         if fresh:
             for entry in [directory / name for name in held]:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -68,7 +74,9 @@ class Journal:
 
 def key_of(before: str, inputs: dict[str, Any]) -> str:
     """The key of a stage with these inputs after the stage with key `before`."""
-    return hashlib.sha256(json.dumps([before, inputs], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([before, inputs], sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -20,9 +20,14 @@ Results = dict[str, dict[str, Any]]
 
 def write_report(screen: Screen, settings: Settings, results: Results) -> dict[str, Any]:
     """Write RUN/report.html from the stages' results and the runs' measurements."""
-    losses = {run_dir.path.name: dict(training.losses(run_dir)) for run_dir in (settings.undisturbed, settings.killed)}
+    losses = {
+        run_dir.path.name: dict(training.losses(run_dir))
+        for run_dir in (settings.undisturbed, settings.killed)
+    }
     validation = [
-        (line["step"], line["loss"]) for line in settings.undisturbed.read_metrics() if line["kind"] == "evaluation"
+        (line["step"], line["loss"])
+        for line in settings.undisturbed.read_metrics()
+        if line["kind"] == "evaluation"
     ]
     write_text(settings.report, render(settings, results, losses, validation))
     return {"path": str(settings.report)}
@@ -83,7 +88,10 @@ def _cards(settings: Settings, results: Results, identical: bool) -> list[Card]:
 
 
 def _loss_section(
-    settings: Settings, results: Results, losses: dict[str, dict[int, float]], validation: list[tuple[int, float]]
+    settings: Settings,
+    results: Results,
+    losses: dict[str, dict[int, float]],
+    validation: list[tuple[int, float]],
 ) -> str:
     kill = results["kill"]
     return section(
@@ -94,7 +102,11 @@ def _loss_section(
             f"{kill['checkpoint']}."
         ),
         charts.loss_curves(
-            losses["undisturbed"], losses["killed"], validation, kill["checkpoint"], kill["killed_after"]
+            losses["undisturbed"],
+            losses["killed"],
+            validation,
+            kill["checkpoint"],
+            kill["killed_after"],
         ),
     )
 
@@ -109,7 +121,8 @@ def _bits_section(results: Results, losses: dict[str, dict[int, float]], identic
     if not identical:
         words = "The runs differ: " + "; ".join(results["resume"]["problems"][:5])
     head = "".join(
-        f"<th>{name}</th>" for name in ("step", "loss", "undisturbed", "before the kill", "after resuming", "")
+        f"<th>{name}</th>"
+        for name in ("step", "loss", "undisturbed", "before the kill", "after resuming", "")
     )
     shown = _steps_shown(kill["checkpoint"], kill["killed_after"], max(losses["killed"]))
     body = ""
@@ -121,12 +134,15 @@ def _bits_section(results: Results, losses: dict[str, dict[int, float]], identic
         before_after = (resumed, None) if step <= kill["checkpoint"] else (lost.get(step), resumed)
         body += _bits_row(step, losses["undisturbed"].get(step), *before_after)
         if step == kill["checkpoint"]:
-            body += (
-                f'<tr class="mark calm"><td colspan="6">checkpoint of step {step}: the run resumed from here</td></tr>'
-            )
+            body += f'<tr class="mark calm"><td colspan="6">checkpoint of step {step}: '
+            body += "the run resumed from here</td></tr>"
         if step == kill["killed_after"]:
             body += f'<tr class="mark"><td colspan="6">SIGKILL to all {RANKS} ranks</td></tr>'
-    return section("Around the kill, bit by bit", paragraph(words), report.wrapped_table(f"<tr>{head}</tr>", body))
+    return section(
+        "Around the kill, bit by bit",
+        paragraph(words),
+        report.wrapped_table(f"<tr>{head}</tr>", body),
+    )
 
 
 def _steps_shown(checkpoint: int, killed_after: int, last: int) -> list[int]:
@@ -135,11 +151,14 @@ def _steps_shown(checkpoint: int, killed_after: int, last: int) -> list[int]:
     return sorted(step for step in near if 1 <= step <= last)
 
 
-def _bits_row(step: int, undisturbed: float | None, lost: float | None, resumed: float | None) -> str:
+def _bits_row(
+    step: int, undisturbed: float | None, lost: float | None, resumed: float | None
+) -> str:
     present = [value for value in (undisturbed, lost, resumed) if value is not None]
     same = len(present) > 1 and len(set(present)) == 1
     cells = "".join(
-        f'<td class="bits">{value.hex() if value is not None else ""}</td>' for value in (undisturbed, lost, resumed)
+        f'<td class="bits">{value.hex() if value is not None else ""}</td>'
+        for value in (undisturbed, lost, resumed)
     )
     loss = f"{undisturbed:.6f}" if undisturbed is not None else ""
     verdict = '<td class="same">equal</td>' if same else "<td>different</td>"
@@ -170,7 +189,7 @@ def _memory_section(settings: Settings, results: Results) -> str:
         table(("memory", "of training", "loss", "perplexity", "bits/byte", "tokens/s"), cells),
         paragraph(
             "Where it helps: without memory the first tokens of every segment are guessed with nothing before them; "
-            "with memory every token is predicted with a past.",
+            "with memory every token is predicted with a past."
         ),
         charts.loss_by_position(rows),
     )
@@ -196,7 +215,11 @@ def _speed_section(results: Results) -> str:
         ),
         ("share of the measured peak (MFU)", f"{undisturbed['mfu']:.1%}", f"{resumed['mfu']:.1%}"),
         ("waiting for data", f"{undisturbed['data_wait']:.2%}", f"{resumed['data_wait']:.2%}"),
-        ("memory of a rank", f"{undisturbed['memory_gib']:.2f} GiB", f"{resumed['memory_gib']:.2f} GiB"),
+        (
+            "memory of a rank",
+            f"{undisturbed['memory_gib']:.2f} GiB",
+            f"{resumed['memory_gib']:.2f} GiB",
+        ),
         (
             "from start to first step",
             f"{undisturbed['seconds_to_first_step']:.0f} s",
@@ -216,25 +239,40 @@ def _what_ran_section(settings: Settings, results: Results) -> str:
             f"Transformer-XL: {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
             f"memory {model.memory_length}",
         ),
-        ("vocabulary", f"{results['tokenizer']['vocab_size']:,} tokens, SentencePiece {results['tokenizer']['kind']}"),
+        (
+            "vocabulary",
+            f"{results['tokenizer']['vocab_size']:,} tokens, SentencePiece {results['tokenizer']['kind']}",
+        ),
         (
             "text",
             f"{corpus['documents']:,} documents, {corpus['bytes'] / 1e6:.1f} MB, {corpus['source']}",
         ),
-        ("training split", f"{shards['train']['tokens']:,} tokens in {shards['train']['shards']} MDS shards"),
-        ("validation split", f"{shards['validation']['tokens']:,} tokens, chosen by a hash of each document's name"),
+        (
+            "training split",
+            f"{shards['train']['tokens']:,} tokens in {shards['train']['shards']} MDS shards",
+        ),
+        (
+            "validation split",
+            f"{shards['validation']['tokens']:,} tokens, chosen by a hash of each document's name",
+        ),
         (
             "batch",
             f"{run.data.lanes} lanes of {run.data.segment_length} tokens over {RANKS} ranks, {settings.steps} steps",
         ),
-        ("engine", f"DeepSpeed {version('deepspeed')}, ZeRO-{run.engine.zero_stage}, {run.engine.precision}"),
+        (
+            "engine",
+            f"DeepSpeed {version('deepspeed')}, ZeRO-{run.engine.zero_stage}, {run.engine.precision}",
+        ),
         ("machine", _machine()),
     ]
     return section("What ran", table((), rows, style="words"))
 
 
 def _go_on_section(settings: Settings) -> str:
-    place, config = settings.directory, f"{CONFIG.parent.parent.name}/{CONFIG.parent.name}/{CONFIG.name}"
+    place, config = (
+        settings.directory,
+        f"{CONFIG.parent.parent.name}/{CONFIG.parent.name}/{CONFIG.name}",
+    )
     commands = f"""# sample from the model you just trained
 pretrain generate {place}/killed --prompt 'def ' --tokens 300
 

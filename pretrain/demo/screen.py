@@ -66,7 +66,12 @@ class Meter:
     """How far something is: the bar's handle, or the lines' clock."""
 
     def __init__(
-        self, screen: Screen, what: str, total: float | None, bar: Progress | None = None, task: TaskID | None = None
+        self,
+        screen: Screen,
+        what: str,
+        total: float | None,
+        bar: Progress | None = None,
+        task: TaskID | None = None,
     ) -> None:
         self._screen, self._what, self._total = screen, what, total
         self._bar, self._task = bar, task

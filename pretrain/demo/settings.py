@@ -65,9 +65,13 @@ def make_settings(directory: Path, corpus: Path | None, steps: int) -> Settings:
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG} is missing; run the demo from a clone of the repository")
     if steps and steps < FEWEST_STEPS:
-        raise ConfigError(f"--steps {steps} leaves no time to be killed in; use {FEWEST_STEPS} or more")
+        raise ConfigError(
+            f"--steps {steps} leaves no time to be killed in; use {FEWEST_STEPS} or more"
+        )
     if corpus is not None and not corpus.is_dir():
-        raise DataError(f"--corpus {corpus} is no folder; give one with text files (or JSONL) in it")
+        raise DataError(
+            f"--corpus {corpus} is no folder; give one with text files (or JSONL) in it"
+        )
     steps = steps or load_config(RunConfig, CONFIG).optim.steps
     interval = max(1, steps // NUM_CHECKPOINTS)
     overrides = (

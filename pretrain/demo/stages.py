@@ -63,7 +63,9 @@ def write_shards(screen: Screen, settings: Settings, results: Results) -> Result
     from data_pipeline.builder.build_corpus import build_corpus
 
     with screen.progress("encoding", None) as meter:
-        built = build_corpus(corpus_config(settings, settings.tokenizer), lambda what: meter.advance(1, str(what)))
+        built = build_corpus(
+            corpus_config(settings, settings.tokenizer), lambda what: meter.advance(1, str(what))
+        )
     return {
         split: {
             "documents": manifest.documents,
@@ -81,7 +83,9 @@ def train_undisturbed(screen: Screen, settings: Settings, results: Results) -> R
 
 
 def train_and_kill(screen: Screen, settings: Settings, results: Results) -> Result:
-    start = training.train(screen, settings, settings.killed, attempt=0, kill_after=settings.kill_after)
+    start = training.train(
+        screen, settings, settings.killed, attempt=0, kill_after=settings.kill_after
+    )
     checkpoint = training.newest_step(settings.killed)
     return {
         "killed_after": start.last_step,
@@ -99,14 +103,18 @@ def resume_and_compare(screen: Screen, settings: Settings, results: Results) -> 
     start = training.train(screen, settings, settings.killed, attempt=1)
     undisturbed, killed = settings.undisturbed, settings.killed
     ends = [
-        checkpoint_files.verify(checkpoint_files.step_directory(run_dir.checkpoints, settings.steps))
+        checkpoint_files.verify(
+            checkpoint_files.step_directory(run_dir.checkpoints, settings.steps)
+        )
         for run_dir in (undisturbed, killed)
     ]
     problems = differing_losses(undisturbed, killed) + differing_state(*ends)
     again = dict(training.losses(killed))
     lost = results["kill"]["lost"]
     problems += [
-        f"step {step}: {loss!r} before the kill, {again[step]!r} after" for step, loss in lost if again[step] != loss
+        f"step {step}: {loss!r} before the kill, {again[step]!r} after"
+        for step, loss in lost
+        if again[step] != loss
     ]
     return {**_trained(settings, killed, start), "problems": problems[:20], "lost_steps": len(lost)}
 
@@ -122,11 +130,15 @@ def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Res
     corpus = Corpus.open(settings.data / "validation")
     tokens = min(EVALUATION_TOKENS, corpus.num_tokens)
     run = settings.run
-    torch.set_num_threads(1)  # more threads wait for each other as soon as the machine has other work
+    torch.set_num_threads(
+        1
+    )  # more threads wait for each other as soon as the machine has other work
     world = init_world()
     rows = []
     try:
-        scorer = TrainedScorer(load_trained(settings.killed.path, world.device, say=screen.say), world)
+        scorer = TrainedScorer(
+            load_trained(settings.killed.path, world.device, say=screen.say), world
+        )
         for times in (0, 1, 2, 4):
             memory_length = times * run.model.memory_length
             with screen.progress(f"memory {memory_length:>4}", tokens) as meter:

@@ -20,7 +20,9 @@ def story() -> tuple[Stage, ...]:
             "corpus",
             "Collect text",
             stages.write_corpus,
-            lambda result: f"{result['documents']:,} documents, {result['bytes'] / 1e6:.1f} MB from {result['source']}",
+            lambda result: (
+                f"{result['documents']:,} documents, {result['bytes'] / 1e6:.1f} MB from {result['source']}"
+            ),
             inputs=_text_inputs,
         ),
         Stage(
@@ -77,7 +79,13 @@ def story() -> tuple[Stage, ...]:
             lambda result: f"{len(result['text']):,} characters sampled",
             inputs=lambda settings: [stages.SAMPLE_TOKENS, stages.PROMPT],
         ),
-        Stage("report", "Write the report", write_report, lambda result: result["path"], is_always_done=True),
+        Stage(
+            "report",
+            "Write the report",
+            write_report,
+            lambda result: result["path"],
+            is_always_done=True,
+        ),
     )
 
 

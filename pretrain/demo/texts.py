@@ -59,7 +59,9 @@ def documentation_topics() -> Iterator[Named]:
 def folder_of_text(folder: Path, output: Path) -> Iterator[Named]:
     """The documents of the user's text files and JSONL, long ones in parts; none of `output`, if it lies in there."""
     if not folder.is_dir():
-        raise DataError(f"--corpus {folder} is no folder; give one with text files (or JSONL) in it")
+        raise DataError(
+            f"--corpus {folder} is no folder; give one with text files (or JSONL) in it"
+        )
     config = CorpusConfig(input=(folder,), output=output)
     for source in list_sources((folder,), config):
         for document in read_documents(source, config):
@@ -72,7 +74,10 @@ def in_parts(name: str, text: str) -> Iterator[Named]:
     begin, number = 0, 0
     while len(text) - begin > LONGEST_CHARACTERS:
         limit = begin + LONGEST_CHARACTERS
-        ends = (text.rfind(mark, begin + LONGEST_CHARACTERS // 2, limit) + len(mark) for mark in ("\n\n", "\n"))
+        ends = (
+            text.rfind(mark, begin + LONGEST_CHARACTERS // 2, limit) + len(mark)
+            for mark in ("\n\n", "\n")
+        )
         end = next((end for end in ends if end > begin + LONGEST_CHARACTERS // 2), limit)
         yield f"{name}#{number}", text[begin:end]
         begin, number = end, number + 1
@@ -108,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def write() -> int:
         given = sys.argv[1:] if arguments is None else list(arguments)
         if len(given) != 1:
-            raise UserError("expected one argument, the file to write: python -m pretrain.demo.texts FILE.jsonl")
+            raise UserError(
+                "expected one argument, the file to write: python -m pretrain.demo.texts FILE.jsonl"
+            )
         written = write_jsonl(Path(given[0]), standard_library())
         refuse_too_little(written, "this Python's standard library")
         print(f"{given[0]}: {written['documents']:,} documents, {written['bytes'] / 1e6:.1f} MB")

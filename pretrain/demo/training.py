@@ -31,7 +31,9 @@ class Start:
     was_killed: bool
 
 
-def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kill_after: int | None = None) -> Start:
+def train(
+    screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kill_after: int | None = None
+) -> Start:
     """Train to the end, or until SIGKILL hits every rank right after the step `kill_after`.
 
     Raises UserError with the failing rank's last lines if the ranks end in any other way.
@@ -41,7 +43,9 @@ def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kil
     first_step_after: float | None = None
     what = f"{RANKS} ranks"
     environment = {"OMP_NUM_THREADS": "1"}
-    if kill_after is not None:  # from within: seen from here, a quick run would be steps further already
+    if (
+        kill_after is not None
+    ):  # from within: seen from here, a quick run would be steps further already
         environment[FAULT_VARIABLE] = f"sigkill@{kill_after}"
     with (
         RankGroup(_command(settings, run_dir), RANKS, run_dir.logs, attempt, environment) as group,
@@ -50,20 +54,28 @@ def train(screen: Screen, settings: Settings, run_dir: RunDir, attempt: int, kil
         while any(status is None for status in group.poll()):
             last = _last_train(run_dir)
             step = last.get("step", 0)
-            has_cut = has_cut or step <= resumed_from  # until then the measurements are those of an earlier start
+            has_cut = (
+                has_cut or step <= resumed_from
+            )  # until then the measurements are those of an earlier start
             if first_step_after is None and has_cut and step > resumed_from:
                 first_step_after = time.monotonic() - begin
-            meter.at(step, _note(last) if first_step_after else "starting: importing torch and DeepSpeed")
+            meter.at(
+                step, _note(last) if first_step_after else "starting: importing torch and DeepSpeed"
+            )
             if any(group.poll()):
                 break
             time.sleep(POLL_SECONDS)
         statuses = group.wait()
     if kill_after is not None and -signal.SIGKILL in statuses and newest_step(run_dir) < kill_after:
-        return Start(time.monotonic() - begin, first_step_after or 0.0, losses(run_dir)[-1][0], True)
+        return Start(
+            time.monotonic() - begin, first_step_after or 0.0, losses(run_dir)[-1][0], True
+        )
     if any(statuses):
         raise UserError(describe_failure(statuses, group.logs))
     if kill_after is not None:
-        raise UserError(f"the run came to its end before it could be killed after step {kill_after}; use more --steps")
+        raise UserError(
+            f"the run came to its end before it could be killed after step {kill_after}; use more --steps"
+        )
     return Start(time.monotonic() - begin, first_step_after or 0.0, settings.steps, False)
 
 

@@ -39,13 +39,22 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
         if "RANK" in environment:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank = int(environment.get("LOCAL_RANK", "0"))
-        elif "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment and "MASTER_ADDR" in environment:
-            rank, world_size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+        elif (
+            "SLURM_PROCID" in environment
+            and "SLURM_STEP_NUM_TASKS" in environment
+            and "MASTER_ADDR" in environment
+        ):
+            rank, world_size = (
+                int(environment["SLURM_PROCID"]),
+                int(environment["SLURM_STEP_NUM_TASKS"]),
+            )
             local_rank = int(environment["SLURM_LOCALID"])
         else:
             rank, world_size, local_rank = 0, 1, 0
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"the rank variables are incomplete ({error}); set RANK, WORLD_SIZE and LOCAL_RANK") from None
+        raise ConfigError(
+            f"the rank variables are incomplete ({error}); set RANK, WORLD_SIZE and LOCAL_RANK"
+        ) from None
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, world_size, local_rank, device)
 
@@ -68,10 +77,16 @@ def init_world() -> World:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return world
-    options: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size, "timeout": COLLECTIVE_TIMEOUT}
+    options: dict[str, Any] = {
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "timeout": COLLECTIVE_TIMEOUT,
+    }
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
         options["store"] = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options
+    )
     return world
 
 

@@ -41,7 +41,11 @@ class DeepSpeedEngine:
     """The model under ZeRO (Rajbhandari et al. 2020): stage 1 shards the moments, 2 also gradients, 3 also weights."""
 
     def __init__(
-        self, run: RunConfig, build: Callable[[], TransformerXL], world: World, accumulation_steps: int
+        self,
+        run: RunConfig,
+        build: Callable[[], TransformerXL],
+        world: World,
+        accumulation_steps: int,
     ) -> None:
         """`build` makes the model; under stage 3 its parameters are spread over the ranks while it does."""
         deepspeed = _import_deepspeed(world.device)
@@ -53,18 +57,26 @@ class DeepSpeedEngine:
         self.loss_scaler = loss_scaler_of(run)
         module, initial = _built(build, run, world, deepspeed, config)
         optimizer = build_optimizer(module, run.optim)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config
+        )
         self.module: nn.Module = self._engine.module
         self.module.train()
         self._names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._start_from(initial)
-        self._plain_norm: Tensor | None = None  # of the step in hand, where DeepSpeed does not compute it
+        self._plain_norm: Tensor | None = (
+            None  # of the step in hand, where DeepSpeed does not compute it
+        )
         optimizer.refuses = self._gradients_are_harmful
         names = list(self._names.values())
-        optimizer.placement = FragmentIndex(self.fragments(), names, is_sharded=run.engine.zero_stage > 0)
+        optimizer.placement = FragmentIndex(
+            self.fragments(), names, is_sharded=run.engine.zero_stage > 0
+        )
         self._meter = optimizer.meter = LayerMeter(names)
 
-    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+    def forward_backward(
+        self, slot: SegmentBatch, memory: Memory | None, step: int
+    ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
         dropout = dropout_stream(self._run, slot, step)
         nll_BL, memory = self._engine(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
@@ -81,7 +93,9 @@ class DeepSpeedEngine:
         self._slots_done = 0
         for group in self._base_optimizer.param_groups:
             group["lr"] = learning_rate
-        self._plain_norm = clip_gradients(self.module, self._run.optim) if is_plain(self._run) else None
+        self._plain_norm = (
+            clip_gradients(self.module, self._run.optim) if is_plain(self._run) else None
+        )
         self._meter.begin(measure_layers)
         self._engine.step()
         # DeepSpeed itself leaves a step out whose norm is no number, and calls that norm infinite.
@@ -91,7 +105,9 @@ class DeepSpeedEngine:
         layers = self._meter.take() if measure_layers and not skipped else None
         return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
-    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
 
     def optimizer_step_count(self) -> int:
@@ -146,7 +162,9 @@ class DeepSpeedEngine:
         for fragment in self.fragments():
             if fragment.name in initial:
                 drawn, count = initial[fragment.name].view(-1), fragment.values["weight"].numel()
-                start = 0 if self._run.engine.zero_stage == 3 else fragment.start  # there it is this rank's part alone
+                start = (
+                    0 if self._run.engine.zero_stage == 3 else fragment.start
+                )  # there it is this rank's part alone
                 fragment.values["weight"].copy_(drawn[start : start + count])
             fragment.values["exp_avg"].zero_()
             fragment.values["exp_avg_sq"].zero_()
@@ -159,7 +177,9 @@ class DeepSpeedEngine:
 
     def _fragments_of_stage_0(self) -> Iterator[Fragment]:
         for weight, master in self._weights_and_masters():
-            yield replicated_fragment(self._names[id(weight)], master, self._moments(master), self.world)
+            yield replicated_fragment(
+                self._names[id(weight)], master, self._moments(master), self.world
+            )
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Stage 0: in fp32 a parameter is its own master; otherwise DeepSpeed keeps fp32 copies in the same order."""
@@ -167,7 +187,9 @@ class DeepSpeedEngine:
             for parameter in self.module.parameters():
                 yield parameter, parameter
         else:
-            for weights, masters in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+            for weights, masters in zip(
+                self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True
+            ):
                 yield from zip(weights, masters, strict=True)
 
     def _fragments_of_stages_1_and_2(self) -> Iterator[Fragment]:
@@ -181,7 +203,10 @@ class DeepSpeedEngine:
                 mapping = weight._hp_mapping
                 if mapping is None:  # lies wholly on other ranks
                     continue
-                place, count = mapping.get_hp_fragment_address().start, mapping.get_hp_fragment_address().numel
+                place, count = (
+                    mapping.get_hp_fragment_address().start,
+                    mapping.get_hp_fragment_address().numel,
+                )
                 start = mapping.lp_fragment_address.start
                 yield fragment_of(self._names[id(weight)], start, master, moments, place, count)
 
@@ -217,7 +242,8 @@ class DeepSpeedEngine:
         for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
             optimizer.fp16_partitioned_groups_flat[group].data.copy_(master.data)
             pieces = optimizer.unflatten(
-                optimizer.fp16_partitioned_groups_flat[group], optimizer.fp16_partitioned_groups[group]
+                optimizer.fp16_partitioned_groups_flat[group],
+                optimizer.fp16_partitioned_groups[group],
             )
             for weight, piece in zip(optimizer.fp16_partitioned_groups[group], pieces, strict=True):
                 weight.data = piece.data
@@ -225,18 +251,26 @@ class DeepSpeedEngine:
 
 
 def _built(
-    build: Callable[[], TransformerXL], run: RunConfig, world: World, deepspeed: Any, config: dict[str, Any]
+    build: Callable[[], TransformerXL],
+    run: RunConfig,
+    world: World,
+    deepspeed: Any,
+    config: dict[str, Any],
 ) -> tuple[TransformerXL, dict[str, Tensor]]:
     """The model and, where the run rounds it, what was drawn: all of it, or under stage 3 this rank's part."""
     if run.engine.zero_stage == 3:
         # Not entered as a context: that would draw in the rounded type, which gives other numbers.
         zero = deepspeed.zero.Init(config_dict_or_path=config)
         dtype = DTYPES[run.engine.precision]
-        return build_sharded(build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world)
+        return build_sharded(
+            build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
+        )
     module = build()
     if run.engine.precision == "fp32":
         return module, {}
-    return module, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return module, {
+        name: parameter.detach().clone() for name, parameter in module.named_parameters()
+    }
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -249,5 +283,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False
+    )
     return deepspeed

@@ -32,18 +32,28 @@ def deepspeed_config(run: RunConfig, world_size: int, accumulation_steps: int) -
         },
     }
     if run.engine.offload_optimizer:
-        derived["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        derived["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW is as fast there and needs no compiler
+        derived["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": torch.cuda.is_available(),
+        }
+        derived["zero_force_ds_cpu_optimizer"] = (
+            False  # torch's fused AdamW is as fast there and needs no compiler
+        )
     if run.engine.precision == "bf16":
         derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
     if run.engine.precision == "fp16":
-        derived["fp16"] = {"enabled": True, "loss_scale": 1.0}  # constant to DeepSpeed: `LossScaler` sets it
+        derived["fp16"] = {
+            "enabled": True,
+            "loss_scale": 1.0,
+        }  # constant to DeepSpeed: `LossScaler` sets it
     if run.engine.precision != "fp32" and run.engine.zero_stage > 0:
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
         derived["communication_data_type"] = "fp32"
     for key in OWN.keys() & run.engine.deepspeed_extra.keys():
-        raise ConfigError(f"engine.deepspeed_extra.{key} would change nothing; use {OWN[key]} instead")
+        raise ConfigError(
+            f"engine.deepspeed_extra.{key} would change nothing; use {OWN[key]} instead"
+        )
     return _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
 
 
@@ -53,7 +63,9 @@ def checked(deepspeed: Any, config: dict[str, Any]) -> dict[str, Any]:
         deepspeed.DeepSpeedConfig(copy.deepcopy(config))
     except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
         words = " ".join(str(error).split("For further information")[0].split())
-        raise ConfigError(f"engine.deepspeed_extra: DeepSpeed refuses it: {words}; correct or remove it") from None
+        raise ConfigError(
+            f"engine.deepspeed_extra: DeepSpeed refuses it: {words}; correct or remove it"
+        ) from None
     return config
 
 

@@ -36,7 +36,9 @@ class EmaEngine:
         if not result.skipped:
             with torch.no_grad():
                 for each in self._engine.fragments():
-                    self._averages[each.name, each.start].lerp_(each.values["weight"], 1.0 - self._decay)
+                    self._averages[each.name, each.start].lerp_(
+                        each.values["weight"], 1.0 - self._decay
+                    )
         return result
 
     def fragments(self) -> Iterator[Fragment]:

@@ -49,7 +49,9 @@ class Engine(Protocol):
     module: nn.Module
     loss_scaler: LossScaler | None  # in fp16; part of a checkpoint
 
-    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+    def forward_backward(
+        self, slot: SegmentBatch, memory: Memory | None, step: int
+    ) -> tuple[Tensor, Memory]:
         """Add the gradient of the slot's mean loss; returns that loss, detached, and the next segment's memory."""
         ...
 
@@ -57,7 +59,9 @@ class Engine(Protocol):
         """Average the gradients over slots and ranks, clip, update unless they would do harm, and clear them."""
         ...
 
-    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
         """Negative log-likelihood per token [B, L] in fp32 without gradient or dropout, and the next memory."""
         ...
 
@@ -91,14 +95,20 @@ def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStre
 
 
 def evaluate_module(
-    module: nn.Module, batch: SegmentBatch, memory: Memory | None, memory_length: int, device: torch.device
+    module: nn.Module,
+    batch: SegmentBatch,
+    memory: Memory | None,
+    memory_length: int,
+    device: torch.device,
 ) -> tuple[Tensor, Memory]:
     """One segment forward in evaluation mode; the module is left in the mode it was in."""
     tokens_BL, targets_BL, starts_BL = batch_tensors(batch, device)
     was_training = module.training
     module.eval()
     with torch.no_grad():
-        nll_BL, memory = module(tokens_BL, targets_BL, memory, starts_BL, memory_length=memory_length)
+        nll_BL, memory = module(
+            tokens_BL, targets_BL, memory, starts_BL, memory_length=memory_length
+        )
     module.train(was_training)
     assert memory is not None
     return nll_BL, memory
@@ -129,7 +139,9 @@ class TorchEngine:
     moments and the accumulated gradients are fp32, as they are there.
     """
 
-    def __init__(self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int) -> None:
+    def __init__(
+        self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int
+    ) -> None:
         self.world = world
         self._run = run
         self._accumulation_steps = accumulation_steps
@@ -145,7 +157,9 @@ class TorchEngine:
         self._optimizer.placement = FragmentIndex(self.fragments(), names, is_sharded=False)
         self._meter = self._optimizer.meter = LayerMeter(names)
 
-    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+    def forward_backward(
+        self, slot: SegmentBatch, memory: Memory | None, step: int
+    ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
         dropout = dropout_stream(self._run, slot, step)
         nll_BL, memory = self.module(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
@@ -175,7 +189,9 @@ class TorchEngine:
         layers = self._meter.take() if measure_layers and not skipped else None
         return step_result(grad_norm, skipped, layers, self.loss_scaler)
 
-    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
 
     def fragments(self) -> Iterator[Fragment]:
@@ -192,7 +208,9 @@ class TorchEngine:
             self._copy_master_to_module()
 
     def _average_gradients(self) -> None:
-        divisor = self.world.world_size * (self.loss_scaler.scale if self.loss_scaler is not None else 1.0)
+        divisor = self.world.world_size * (
+            self.loss_scaler.scale if self.loss_scaler is not None else 1.0
+        )
         for parameter in self._master.parameters():
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad = sum_over_ranks(parameter.grad) / divisor
@@ -214,7 +232,9 @@ class TorchEngine:
                 low.grad = None
 
 
-def replicated_fragment(name: str, master: Tensor, state: dict[str, Tensor], world: World) -> Fragment:
+def replicated_fragment(
+    name: str, master: Tensor, state: dict[str, Tensor], world: World
+) -> Fragment:
     """A parameter that every rank holds whole; the ranks take turns in writing them, by name."""
     owned = sum(name.encode()) % world.world_size == world.rank
     return fragment_of(name, 0, master, state, 0, master.numel(), owned)

@@ -20,7 +20,9 @@ class MemoryOffload:
         self._device = device
         self._is_on = is_on
         self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
-        self._stored: dict[int, torch.cuda.Event] = {}  # by slot: the moment at which its last memory has left
+        self._stored: dict[
+            int, torch.cuda.Event
+        ] = {}  # by slot: the moment at which its last memory has left
         self._leaving: tuple[Memory, torch.cuda.Event] | None = None
 
     def fetch(self, slot: int, memory: Memory | None) -> Memory | None:

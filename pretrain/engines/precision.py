@@ -7,7 +7,11 @@ import torch
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import Precision
 
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

@@ -43,4 +43,8 @@ def build_sharded(
         module = build()
     finally:
         handle.remove()
-    return module, {name: parts[parameter] for name, parameter in module.named_parameters() if parameter in parts}
+    return module, {
+        name: parts[parameter]
+        for name, parameter in module.named_parameters()
+        if parameter in parts
+    }

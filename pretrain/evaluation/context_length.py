@@ -24,7 +24,9 @@ THRESHOLD = 0.01  # of perplexity
 READ_TOKENS = 8192  # of the split at a time
 LANES = 64  # positions computed side by side
 
-Losses = Callable[[int], Tensor]  # context length -> NLL [P] in float64, each position seeing so many tokens
+Losses = Callable[
+    [int], Tensor
+]  # context length -> NLL [P] in float64, each position seeing so many tokens
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class ContextGrid:
 
 
 def relative_effective_context_lengths(
-    losses: Sequence[Losses], contexts: ContextGrid, shares: Sequence[float], threshold: float = THRESHOLD
+    losses: Sequence[Losses],
+    contexts: ContextGrid,
+    shares: Sequence[float],
+    threshold: float = THRESHOLD,
 ) -> list[list[ContextLength]]:
     """Per model one length for each share; no context longer than needed is computed."""
     gains: list[list[list[float]]] = [[[] for _ in shares] for _ in losses]
@@ -95,7 +100,9 @@ def _gain(best_P: Tensor, longer_P: Tensor, share: float) -> float:
 class SplitPositions:
     """Positions spread evenly over a split, each with `longest` tokens before it. ConfigError if it is too short."""
 
-    def __init__(self, corpus: Corpus, num_positions: int, longest: int, max_tokens: int = 0) -> None:
+    def __init__(
+        self, corpus: Corpus, num_positions: int, longest: int, max_tokens: int = 0
+    ) -> None:
         parts = EvaluationStream(corpus, 1, READ_TOKENS, range(1), max_tokens)
         tokens_T = torch.cat([torch.from_numpy(part.targets_BL[part.valid_BL]) for part in parts])
         room = len(tokens_T) - longest
@@ -114,7 +121,9 @@ class SplitPositions:
         return len(self.places_P)
 
     @torch.no_grad()
-    def losses(self, module: TransformerXL, length: int, memory_length: int, segment_length: int) -> Tensor:
+    def losses(
+        self, module: TransformerXL, length: int, memory_length: int, segment_length: int
+    ) -> Tensor:
         """NLL [P] in float64 of each position after exactly `length` tokens, read as a stream that begins there."""
         device = next(module.parameters()).device
         found = []
@@ -124,7 +133,9 @@ class SplitPositions:
             starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
             starts_BL[:, 1:] = tokens_BL[:, :-1] == self._end_id
             stream = new_stream(module, memory_length, segment_length)
-            end = length % segment_length or segment_length  # the last segment is a full one, as in training
+            end = (
+                length % segment_length or segment_length
+            )  # the last segment is a full one, as in training
             begin = 0
             while end < length:
                 stream.logits_BLV(tokens_BL[:, begin:end], starts_BL[:, begin:end], 1)

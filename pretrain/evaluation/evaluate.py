@@ -33,7 +33,9 @@ class Scorer(Protocol):
     @property
     def world(self) -> World: ...
 
-    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]: ...
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class EvaluationResult:
     bits_per_character: float
     tokens: int
     seconds: float
-    loss_by_position: tuple[float, ...]  # of the segment: the later, the more the segment itself tells
+    loss_by_position: tuple[
+        float, ...
+    ]  # of the segment: the later, the more the segment itself tells
 
 
 class TrainedScorer:
@@ -62,7 +66,9 @@ class TrainedScorer:
         self.world = world
         self._stream: Stream | None = None
 
-    def evaluate(self, batch: SegmentBatch, memory: Memory | None, memory_length: int) -> tuple[Tensor, Memory]:
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
         if memory is None or self._stream is None:
             self._stream = new_stream(self.trained.module, memory_length, tokens_BL.shape[1])
@@ -84,7 +90,9 @@ def evaluate(
     The bytes and characters are those of the manifest when the whole split is scored, else of the scored tokens.
     """
     world = scorer.world
-    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens, multiple_of=world.world_size)
+    num_lanes = useful_lanes(
+        corpus, num_lanes, segment_length, max_tokens, multiple_of=world.world_size
+    )
     per_rank = num_lanes // world.world_size
     lanes = range(world.rank * per_rank, (world.rank + 1) * per_rank)
     stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
@@ -93,7 +101,9 @@ def evaluate(
     )
     remembered = min(memory_length, stream.num_tokens)  # there is no more to remember
     begin = time.perf_counter()
-    sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and number of tokens by position
+    sums = torch.zeros(
+        2, segment_length, dtype=torch.float64
+    )  # loss and number of tokens by position
     sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
     memory: Memory | None = None
     for batch in stream:
@@ -105,7 +115,10 @@ def evaluate(
         sizes += torch.stack([bytes_V[scored].sum(), characters_V[scored].sum()])[:, None]
         advance(len(scored) * world.world_size)
     total = sum_over_ranks(torch.cat([sums, sizes], dim=1).to(world.device)).cpu()
-    (loss, tokens), (num_bytes, num_characters) = total[:, :-1].sum(1).tolist(), total[:, -1].tolist()
+    (loss, tokens), (num_bytes, num_characters) = (
+        total[:, :-1].sum(1).tolist(),
+        total[:, -1].tolist(),
+    )
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
     return EvaluationResult(

@@ -29,7 +29,9 @@ class Sampling:
 
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # among so many likeliest tokens only; 0: all
-    repetition_penalty: float = 1.0  # tokens of the text so far become so many times less likely; 1: no change
+    repetition_penalty: float = (
+        1.0  # tokens of the text so far become so many times less likely; 1: no change
+    )
     top_p: float = 1.0  # among the fewest tokens that hold this share of the probability
 
     def __post_init__(self) -> None:
@@ -40,7 +42,9 @@ class Sampling:
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 1.0 <= self.repetition_penalty < math.inf:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be 1 or more, and a number")
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty} must be 1 or more, and a number"
+            )
 
 
 @torch.no_grad()
@@ -106,7 +110,9 @@ def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) ->
         return logits_BV.argmax(dim=-1)
     # From the likeliest one and in float64: the coldest temperature leaves zeros, not numbers too large to hold.
     below_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).double()
-    sorted_BV, tokens_BV = (below_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    sorted_BV, tokens_BV = (below_BV / sampling.temperature).sort(
+        dim=-1, descending=True, stable=True
+    )
     probabilities_BV = sorted_BV.softmax(dim=-1)
     if sampling.top_k:
         probabilities_BV[:, sampling.top_k :] = 0.0
@@ -136,7 +142,9 @@ class TextStream:
         if text.endswith("\ufffd"):
             return ""
         new, self._shown = text[len(self._shown) :], text
-        if new.endswith("\n"):  # no piece crosses a newline: what came before need not be decoded again
+        if new.endswith(
+            "\n"
+        ):  # no piece crosses a newline: what came before need not be decoded again
             self._pending, self._shown = [], ""
         return new
 
@@ -150,14 +158,40 @@ class TextStream:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain generate`."""
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="directory of a run (its newest good checkpoint is used) or an export"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run (its newest good checkpoint is used) or an export",
     )
-    parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
-    parser.add_argument("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="probability kept (default %(default)s)")
+    parser.add_argument(
+        "--prompt", default="", help="text to go on from (default: the beginning of a document)"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="corpus whose tokenizer is used (default: the run's)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="tokens to write (default %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0: the likeliest token (default %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="only the K likeliest tokens (default: all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="probability kept (default %(default)s)",
+    )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
@@ -165,7 +199,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="tokens of the text so far are so many times less likely (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="the same seed gives the same text (default %(default)s)",
+    )
     parser.add_argument(
         "--samples",
         type=int,
@@ -173,8 +212,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="texts to write at once, shown when done (default %(default)s)",
     )
-    parser.add_argument("--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)")
-    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
+    parser.add_argument(
+        "--memory-length", type=int, metavar="N", help="tokens remembered (default: as in training)"
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="the running average of the weights, if the run kept one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -183,7 +226,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
     if not 0 <= arguments.seed < 2**63:
         raise ConfigError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
-    if not arguments.prompt.isprintable() and arguments.prompt != arguments.prompt.encode(errors="replace").decode():
+    if (
+        not arguments.prompt.isprintable()
+        and arguments.prompt != arguments.prompt.encode(errors="replace").decode()
+    ):
         raise ConfigError("--prompt holds bytes that are no UTF-8 text; give text")
     sampling = Sampling(
         temperature=arguments.temperature,
@@ -192,10 +238,17 @@ def run(arguments: argparse.Namespace) -> int:
         repetition_penalty=arguments.repetition_penalty,
     )
     trained = load_trained(
-        arguments.run, inference_device(), say=lambda text: print(text, file=sys.stderr), ema=arguments.ema
+        arguments.run,
+        inference_device(),
+        say=lambda text: print(text, file=sys.stderr),
+        ema=arguments.ema,
     )
     tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
-    memory_length = trained.config.model.memory_length if arguments.memory_length is None else arguments.memory_length
+    memory_length = (
+        trained.config.model.memory_length
+        if arguments.memory_length is None
+        else arguments.memory_length
+    )
     tokens = generate(
         trained.module,
         prompt_tokens(tokenizer, arguments.prompt),

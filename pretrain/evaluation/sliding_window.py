@@ -42,14 +42,21 @@ class ThroughputComparison:
 def attention_lengths(model: ModelConfig, segment_length: int) -> list[int]:
     """The paper's attention lengths, scaled to the training memory; ConfigError for a model without memory."""
     if not model.memory_length:
-        raise ConfigError("a model trained without memory has nothing to compare with a sliding window")
-    scaled = (length * model.memory_length // PAPER_TRAINING_MEMORY for length in PAPER_ATTENTION_LENGTHS)
+        raise ConfigError(
+            "a model trained without memory has nothing to compare with a sliding window"
+        )
+    scaled = (
+        length * model.memory_length // PAPER_TRAINING_MEMORY for length in PAPER_ATTENTION_LENGTHS
+    )
     return [max(length, segment_length + 1) for length in scaled]
 
 
 @torch.no_grad()
 def compare(
-    module: TransformerXL, attention_length: int, segment_length: int, seconds: float = MINIMUM_SECONDS
+    module: TransformerXL,
+    attention_length: int,
+    segment_length: int,
+    seconds: float = MINIMUM_SECONDS,
 ) -> ThroughputComparison:
     """Measure both ways on random tokens; ConfigError if the segment alone is as long as the attention."""
     memory_length = attention_length - segment_length
@@ -60,7 +67,9 @@ def compare(
         )
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(attention_length)
-    tokens_BT = torch.randint(module.config.vocab_size, (1, attention_length + 1), generator=generator).to(device)
+    tokens_BT = torch.randint(
+        module.config.vocab_size, (1, attention_length + 1), generator=generator
+    ).to(device)
     inputs_BL, targets_BL = tokens_BT[:, -segment_length - 1 : -1], tokens_BT[:, -segment_length:]
     stream = new_stream(module, memory_length, segment_length)
     for _ in range(-(-memory_length // segment_length)):

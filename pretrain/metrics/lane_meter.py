@@ -55,7 +55,8 @@ class LaneMeter:
     def _norm_sums(self, memories: list[Memory], device: torch.device) -> list[Tensor]:
         """Of all rows of each layer, one slot after the other."""
         sums = [
-            torch.stack([_sum_of_norms(level, device) for level in memory[: self._num_layers]]) for memory in memories
+            torch.stack([_sum_of_norms(level, device) for level in memory[: self._num_layers]])
+            for memory in memories
         ]
         return [torch.stack(sums).sum(0)] if sums else []
 
@@ -64,5 +65,7 @@ class LaneMeter:
 
 
 def _sum_of_norms(hidden_BMD: Tensor, device: torch.device) -> Tensor:
-    norms_BM = torch.linalg.vector_norm(hidden_BMD.to(device, non_blocking=True), dim=-1, dtype=torch.float32)
+    norms_BM = torch.linalg.vector_norm(
+        hidden_BMD.to(device, non_blocking=True), dim=-1, dtype=torch.float32
+    )
     return norms_BM.sum(dtype=torch.float64)

@@ -84,7 +84,9 @@ class Metrics:
         self._steps: list[_Step] = []
         self._flops_per_token = cost_of(run).flops_per_token
         own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
-        self._peak = float(sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device)))
+        self._peak = float(
+            sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device))
+        )
         if world.is_main:
             self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
             self._say_peak()
@@ -104,7 +106,9 @@ class Metrics:
         """Close the step that has just been made, still without waiting for the device."""
         losses, self._slot_losses = self._slot_losses, []
         total = torch.stack([loss.double() for loss in losses]).sum()
-        self._steps.append(_Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result))
+        self._steps.append(
+            _Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result)
+        )
         self._idle_since = time.perf_counter()
         if self._profiler is not None:
             self._profiler.after_step(state.step)
@@ -119,8 +123,13 @@ class Metrics:
         num_ranks = self._world.world_size
         seconds = time.perf_counter() - self._begin - self._paused
         if self._files is not None:
-            lines = [_line(step, loss / num_ranks / step.num_slots) for step, loss in zip(steps, losses, strict=True)]
-            lines[-1] |= self._rates(len(steps), seconds, waited / num_ranks, memory_gib / num_ranks)
+            lines = [
+                _line(step, loss / num_ranks / step.num_slots)
+                for step, loss in zip(steps, losses, strict=True)
+            ]
+            lines[-1] |= self._rates(
+                len(steps), seconds, waited / num_ranks, memory_gib / num_ranks
+            )
             lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
             if steps[-1].result.loss_scale is not None:
                 lines[-1]["loss_scale"] = steps[-1].result.loss_scale
@@ -170,12 +179,17 @@ class Metrics:
         layers = steps[-1].result.layers
         squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
         sums = sum_over_ranks(torch.cat([losses, own, of_lanes, squares])).cpu()
-        return tuple(part.tolist() for part in sums.split([len(losses), len(own), len(of_lanes), len(squares)]))
+        return tuple(
+            part.tolist()
+            for part in sums.split([len(losses), len(own), len(of_lanes), len(squares)])
+        )
 
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:
             return {}
-        return numbers_of_layers(result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm)
+        return numbers_of_layers(
+            result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm
+        )
 
     def _own_measurements(self) -> list[float]:
         """Data wait, memory, and busy seconds at this rank's place among all ranks': summed, they are everybody's."""
@@ -206,7 +220,9 @@ class Metrics:
         self._idle_since = time.perf_counter()
         self._paused += self._idle_since - begin
 
-    def _rates(self, num_steps: int, seconds: float, waited: float, memory_gib: float) -> dict[str, float]:
+    def _rates(
+        self, num_steps: int, seconds: float, waited: float, memory_gib: float
+    ) -> dict[str, float]:
         tokens_per_second = num_steps * self._run.tokens_per_step / seconds
         return {
             "seconds": seconds,

@@ -20,7 +20,9 @@ class MetricsFiles:
     `may_write` is asked before each writing; it raises UserError in a start that has been overtaken.
     """
 
-    def __init__(self, run_dir: RunDir, step: int, tensorboard: bool, may_write: Callable[[], None]) -> None:
+    def __init__(
+        self, run_dir: RunDir, step: int, tensorboard: bool, may_write: Callable[[], None]
+    ) -> None:
         self._path = run_dir.metrics
         self._may_write = may_write
         run_dir.cut_metrics_after(step)

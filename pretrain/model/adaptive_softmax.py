@@ -37,9 +37,15 @@ class OutputBin(nn.Module):
         width = bin_width(config, index)
         embedding_bin = embedding.bins[index]
         assert isinstance(embedding_bin, EmbeddingBin)
-        self.weight = embedding_bin.weight if config.tie_embeddings else normal(tokens, width, std=config.init_std)
+        self.weight = (
+            embedding_bin.weight
+            if config.tie_embeddings
+            else normal(tokens, width, std=config.init_std)
+        )
         self.bias = zeros(tokens)
-        shared = embedding.projection if embedding_bin.projection is None else embedding_bin.projection
+        shared = (
+            embedding.projection if embedding_bin.projection is None else embedding_bin.projection
+        )
         if shared is None or config.ties_projection(index):
             self.projection = shared
         else:
@@ -69,7 +75,9 @@ class AdaptiveSoftmax(nn.Module):
         self._chunk_tokens = chunk_tokens
         self._ranges = bin_ranges(config)
         self._z_loss = config.z_loss
-        self.bins = nn.ModuleList(OutputBin(config, embedding, index) for index in range(len(self._ranges)))
+        self.bins = nn.ModuleList(
+            OutputBin(config, embedding, index) for index in range(len(self._ranges))
+        )
 
     def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None) -> Tensor:
         """NLL [B, L] of the targets in float32, or log-probabilities [B, L, vocabulary] when there are none."""
@@ -88,7 +96,9 @@ class AdaptiveSoftmax(nn.Module):
     def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self._nll(hidden_TD, targets_T)
-        nll_T = checkpoint(self._nll, hidden_TD, targets_T, use_reentrant=False, preserve_rng_state=False)
+        nll_T = checkpoint(
+            self._nll, hidden_TD, targets_T, use_reentrant=False, preserve_rng_state=False
+        )
         assert isinstance(nll_T, Tensor)
         return nll_T
 
@@ -101,7 +111,9 @@ class AdaptiveSoftmax(nn.Module):
         for index, tokens in enumerate(self._ranges[1:], start=1):
             chosen = ((targets_T >= tokens.start) & (targets_T < tokens.stop)).nonzero().flatten()
             # Also with no token chosen: every rank must run every bin, because ZeRO-3 gathers parameters in step.
-            tail_nll = self._cross_entropy(self.bins[index](hidden_TD[chosen]), targets_T[chosen] - tokens.start)
+            tail_nll = self._cross_entropy(
+                self.bins[index](hidden_TD[chosen]), targets_T[chosen] - tokens.start
+            )
             nll_T = nll_T.index_add(0, chosen, tail_nll)
         return nll_T
 

@@ -35,14 +35,18 @@ class RelativeAttention(nn.Module):
         std = config.init_std
         self._layer = layer
         self._kernel: AttentionKernel = kernel
-        self.recomputes_scores = False  # in the backward pass, instead of keeping them: selective checkpointing
+        self.recomputes_scores = (
+            False  # in the backward pass, instead of keeping them: selective checkpointing
+        )
         self._positions = config.positions
         self._head_width = config.head_width
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
         self.query_weight = normal(width, config.d_model, std=std)
-        self.key_value_weight = normal(2 * config.key_heads * config.head_width, config.d_model, std=std)
+        self.key_value_weight = normal(
+            2 * config.key_heads * config.head_width, config.d_model, std=std
+        )
         if config.positions == "relative":
             self.position_weight = normal(width, config.d_model, std=std)
         self.output_weight = normal(config.d_model, width, std=std)
@@ -139,7 +143,9 @@ class RelativeAttention(nn.Module):
         inputs = (query_BLNH, parts, terms, visibility, weight_dropout)
         if self.recomputes_scores and torch.is_grad_enabled():
             # Scores are the most to keep and the least to repeat (Korthikanti et al. 2022).
-            attended_BLNH = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+            attended_BLNH = checkpoint(
+                attend, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             attended_BLNH = attend(*inputs)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)

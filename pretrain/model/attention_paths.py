@@ -42,10 +42,14 @@ class WeightDropout:
 
 
 # Queries [B, L, N, H] and projected keys and values [B, rows, 2, G, H], memory's rows first, to [B, L, N, H]
-AttentionPath = Callable[[Tensor, Sequence[Tensor], DistanceTerms, Visibility, WeightDropout], Tensor]
+AttentionPath = Callable[
+    [Tensor, Sequence[Tensor], DistanceTerms, Visibility, WeightDropout], Tensor
+]
 
 
-def path_for(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int) -> AttentionPath:
+def path_for(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
+) -> AttentionPath:
     """The fastest way for such tensors, unless plain operations were asked for."""
     if kernel == "plain":
         return plain_attention
@@ -59,7 +63,11 @@ def path_for(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, 
 
 
 def fused_attention(
-    query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility, dropout: WeightDropout
+    query_BLNH: Tensor,
+    parts: Sequence[Tensor],
+    terms: DistanceTerms,
+    visibility: Visibility,
+    dropout: WeightDropout,
 ) -> Tensor:
     """By the Triton kernels; dropout draws masks of its own."""
     from pretrain.kernels.triton.attention import fused_relative_attention
@@ -85,14 +93,20 @@ def fused_attention(
 
 
 def tiled_attention(
-    query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility, dropout: WeightDropout
+    query_BLNH: Tensor,
+    parts: Sequence[Tensor],
+    terms: DistanceTerms,
+    visibility: Visibility,
+    dropout: WeightDropout,
 ) -> Tensor:
     """By the CPU's tiles; dropout's masks are those of `plain_attention`."""
     keep_NBLC, rate = None, dropout.rate
     if dropout.stream is not None and rate:
         B, L, N, _ = query_BLNH.shape
         shape, device = (N, B, L, visibility.num_keys), query_BLNH.device
-        keep_NBLC = dropout.stream.keep(shape, rate, Site.ATTENTION, dropout.layer, lane_axis=1, device=device)
+        keep_NBLC = dropout.stream.keep(
+            shape, rate, Site.ATTENTION, dropout.layer, lane_axis=1, device=device
+        )
     return relative_attention(
         query_BLNH,
         parts,
@@ -108,16 +122,28 @@ def tiled_attention(
 
 
 def plain_attention(
-    query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility, dropout: WeightDropout
+    query_BLNH: Tensor,
+    parts: Sequence[Tensor],
+    terms: DistanceTerms,
+    visibility: Visibility,
+    dropout: WeightDropout,
 ) -> Tensor:
     """By matrix products over all queries and keys, heads first."""
     query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
-    key_NBCH, value_NBCH = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3).unbind(0)
+    key_NBCH, value_NBCH = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3).unbind(
+        0
+    )
     heads_per_key = len(query_NBLH) // len(key_NBCH)
     if heads_per_key > 1:
-        key_NBCH, value_NBCH = (each.repeat_interleave(heads_per_key, dim=0) for each in (key_NBCH, value_NBCH))
-    weights_NBLC = torch.softmax(_scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask), dim=-1)
-    weights_NBLC = drop(weights_NBLC, dropout.rate, dropout.stream, Site.ATTENTION, dropout.layer, lane_axis=1)
+        key_NBCH, value_NBCH = (
+            each.repeat_interleave(heads_per_key, dim=0) for each in (key_NBCH, value_NBCH)
+        )
+    weights_NBLC = torch.softmax(
+        _scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask), dim=-1
+    )
+    weights_NBLC = drop(
+        weights_NBLC, dropout.rate, dropout.stream, Site.ATTENTION, dropout.layer, lane_axis=1
+    )
     return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
 
 
@@ -131,14 +157,19 @@ def relative_shift(padded: Tensor) -> Tensor:
 
 
 def relative_scores(
-    content_query_NBLH: Tensor, position_query_NBLH: Tensor, key_NBCH: Tensor, position_key_NCH: Tensor
+    content_query_NBLH: Tensor,
+    position_query_NBLH: Tensor,
+    key_NBCH: Tensor,
+    position_key_NCH: Tensor,
 ) -> Tensor:
     """Content plus position scores [N, B, L, C]: the queries carry the bias u or v and the scale."""
     N, B, L, H = position_query_NBLH.shape
     C = key_NBCH.shape[2]
     # A zero key in front yields the shift's padding column for free; one product per head serves all lanes.
     padded_key_NPH = pad(position_key_NCH, (0, 0, 1, 0))
-    position_NXP = torch.bmm(position_query_NBLH.reshape(N, B * L, H), padded_key_NPH.transpose(1, 2))
+    position_NXP = torch.bmm(
+        position_query_NBLH.reshape(N, B * L, H), padded_key_NPH.transpose(1, 2)
+    )
     position_NBLC = relative_shift(position_NXP.view(N * B, L, C + 1)).view(N, B, L, C)
     return torch.matmul(content_query_NBLH, key_NBCH.transpose(2, 3)).add_(position_NBLC)
 
@@ -158,7 +189,9 @@ def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: DistanceTerms) -> 
             for bias_NH in (terms.content_bias_NH, terms.position_bias_NH)
             if bias_NH is not None
         )
-        return relative_scores(content_NBLH, position_NBLH, key_NBCH, terms.position_CNH.transpose(0, 1))
+        return relative_scores(
+            content_NBLH, position_NBLH, key_NBCH, terms.position_CNH.transpose(0, 1)
+        )
     scores_NBLC = torch.matmul(query_NBLH * scale, key_NBCH.transpose(2, 3))
     if terms.distance_bias_CN is not None:
         scores_NBLC.add_(bias_by_distance_NLC(terms.distance_bias_CN, query_NBLH.shape[2])[:, None])

@@ -25,11 +25,15 @@ SPARE_SEGMENTS = 8  # of room behind the memory before its rows are moved to the
 class Stream(Protocol):
     """One stream of text per lane through a frozen model; each call remembers its segment for the next."""
 
-    def nll_BL(self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None) -> Tensor:
+    def nll_BL(
+        self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
+    ) -> Tensor:
         """Negative log-likelihoods in float32."""
         ...
 
-    def logits_BLV(self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None) -> Tensor:
+    def logits_BLV(
+        self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
+    ) -> Tensor:
         """Log-probabilities of the token after each of the last `num_last` tokens (default: all)."""
         ...
 
@@ -50,14 +54,18 @@ class HiddenStateStream:
         self._memory: Memory | None = None
 
     @torch.no_grad()
-    def nll_BL(self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None) -> Tensor:
+    def nll_BL(
+        self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
+    ) -> Tensor:
         nll_BL, self._memory = self._module(
             tokens_BL, targets_BL, self._memory, starts_BL, memory_length=self._memory_length
         )
         return nll_BL
 
     @torch.no_grad()
-    def logits_BLV(self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None) -> Tensor:
+    def logits_BLV(
+        self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
+    ) -> Tensor:
         logits_BLV, self._memory = self._module.logits_BLV(
             tokens_BL, self._memory, starts_BL, self._memory_length, num_last
         )
@@ -109,11 +117,15 @@ class CachedStream:
         self._terms: list[DistanceTerms] = []
 
     @torch.no_grad()
-    def nll_BL(self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None) -> Tensor:
+    def nll_BL(
+        self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
+    ) -> Tensor:
         return self._module.head(self._hidden_states(tokens_BL, starts_BL), targets_BL)
 
     @torch.no_grad()
-    def logits_BLV(self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None) -> Tensor:
+    def logits_BLV(
+        self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
+    ) -> Tensor:
         hidden_BLD = self._hidden_states(tokens_BL, starts_BL)
         return self._module.head(hidden_BLD[:, -(num_last or 0) :], None)
 
@@ -145,9 +157,15 @@ class CachedStream:
     def _positions(self, like: Tensor) -> Tensor:
         if self._positions_CX is None:
             module = self._module
-            self._positions_CX = module.positions_CX(self._memory_length + self._longest_segment, like)
+            self._positions_CX = module.positions_CX(
+                self._memory_length + self._longest_segment, like
+            )
             self._terms = [
-                _heads_first(layer.attention.terms(self._positions_CX, module.content_bias, module.position_bias))
+                _heads_first(
+                    layer.attention.terms(
+                        self._positions_CX, module.content_bias, module.position_bias
+                    )
+                )
                 for layer in self._layers
             ]
         return self._positions_CX
@@ -159,7 +177,9 @@ class CachedStream:
 
     def _document_numbers(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         if self._documents is None or self._document_B is None:
-            self._document_B = torch.zeros(len(tokens_BL), dtype=torch.int32, device=tokens_BL.device)
+            self._document_B = torch.zeros(
+                len(tokens_BL), dtype=torch.int32, device=tokens_BL.device
+            )
             empty = torch.empty_like(tokens_BL, dtype=torch.int32)
             self._documents = RowBuffer(empty, self._memory_length, self._longest_segment)
         new_BL = self._document_B[:, None].expand_as(tokens_BL)
@@ -173,7 +193,9 @@ def _heads_first(terms: DistanceTerms) -> DistanceTerms:
     """The same terms with projected positions laid out as attention reads them."""
     if terms.position_CNH is None:
         return terms
-    return replace(terms, position_CNH=terms.position_CNH.transpose(0, 1).contiguous().transpose(0, 1))
+    return replace(
+        terms, position_CNH=terms.position_CNH.transpose(0, 1).contiguous().transpose(0, 1)
+    )
 
 
 def _nearest(terms: DistanceTerms, num_keys: int) -> DistanceTerms:

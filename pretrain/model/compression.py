@@ -64,7 +64,9 @@ class Compression(nn.Module):
         self._head_width = config.head_width
         self._heads_per_key = config.num_heads // config.key_heads
         if self._kind == "conv":
-            self.weight = normal(config.d_model, config.compression_rate * config.d_model, std=config.init_std)
+            self.weight = normal(
+                config.d_model, config.compression_rate * config.d_model, std=config.init_std
+            )
             self.bias = zeros(config.d_model)
             # The attention's own, held here too: ZeRO-3 gathers what a module holds when the module is called.
             self.query_weight = attention.query_weight
@@ -87,7 +89,11 @@ class Compression(nn.Module):
         compressed_BKD = self._compressed(groups_BKcD, own_BKc)
         if self._kind != "conv" or not torch.is_grad_enabled():
             return compressed_BKD, compressed_BKD.new_zeros(())
-        norm, query_norm, key_norm = layer.input_norm, layer.attention.query_norm, layer.attention.key_norm
+        norm, query_norm, key_norm = (
+            layer.input_norm,
+            layer.attention.query_norm,
+            layer.attention.key_norm,
+        )
         with torch.no_grad():
             leaving_BED, segment_BLD = (_normed(rows, norm) for rows in (leaving_BED, segment_BLD))
             query_BNLH = self._query(segment_BLD, query_norm)
@@ -99,7 +105,9 @@ class Compression(nn.Module):
         own_BKc1 = None if own_BKc is None else own_BKc[..., None]
         if self._kind == "max":
             lowest = float("-inf")
-            return (groups_BKcD if own_BKc1 is None else groups_BKcD.where(own_BKc1, lowest)).amax(2)
+            return (groups_BKcD if own_BKc1 is None else groups_BKcD.where(own_BKc1, lowest)).amax(
+                2
+            )
         if own_BKc1 is not None:
             groups_BKcD = groups_BKcD.where(own_BKc1, 0.0)
         if self._kind == "conv":
@@ -112,7 +120,9 @@ class Compression(nn.Module):
 
     def _read(self, query_BNLH: Tensor, rows_BXD: Tensor, key_norm: nn.Module | None) -> Tensor:
         """What the queries read from the rows by content alone, with attention's weights held still."""
-        key_value = linear(rows_BXD, self.key_value_weight.detach()).unflatten(-1, (2, -1, self._head_width))
+        key_value = linear(rows_BXD, self.key_value_weight.detach()).unflatten(
+            -1, (2, -1, self._head_width)
+        )
         key_BXGH, value_BXGH = key_value.unbind(2)
         key_BNXH, value_BNXH = (
             each.repeat_interleave(self._heads_per_key, dim=2).transpose(1, 2)

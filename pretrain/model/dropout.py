@@ -49,7 +49,9 @@ class DropoutStream:
         self._lanes_on_device: Tensor | None = None
         self._philox: np.random.Philox | None = None
 
-    def drop(self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0) -> Tensor:
+    def drop(
+        self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
+    ) -> Tensor:
         """`values` with a fraction `rate` of its elements zeroed and the rest rescaled, a mask per lane."""
         keep = self.keep(values.shape, rate, site, layer, lane_axis, device=values.device)
         return _masked(values, keep, _threshold_of(rate))
@@ -86,15 +88,25 @@ class DropoutStream:
 
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
         """A random int64 per lane, for a kernel that draws its own masks from it: a pure function as the masks are."""
-        return _lane_keys(self._lanes_on(device), seed=self.seed, step=self.step, site=site, layer=layer)
+        return _lane_keys(
+            self._lanes_on(device), seed=self.seed, step=self.step, site=site, layer=layer
+        )
 
-    def _cpu_keep(self, lanes: list[int], count: int, threshold: int, site: Site, layer: int) -> Tensor:
+    def _cpu_keep(
+        self, lanes: list[int], count: int, threshold: int, site: Site, layer: int
+    ) -> Tensor:
         keep = torch.empty(len(lanes), count, dtype=torch.bool)
         for row, lane in zip(keep, lanes, strict=True):
-            torch.ge(self._philox_bits(lane, count, site, layer)[:count], threshold - LEVELS // 2, out=row)
+            torch.ge(
+                self._philox_bits(lane, count, site, layer)[:count],
+                threshold - LEVELS // 2,
+                out=row,
+            )
         return keep
 
-    def _hashed_keep(self, lanes_B: Tensor, count: int, threshold: int, site: Site, layer: int) -> Tensor:
+    def _hashed_keep(
+        self, lanes_B: Tensor, count: int, threshold: int, site: Site, layer: int
+    ) -> Tensor:
         bits = hashed_bits(lanes_B, count, seed=self.seed, step=self.step, site=site, layer=layer)
         return bits[:, :count] >= threshold - LEVELS // 2
 
@@ -114,11 +126,15 @@ class DropoutStream:
 
     def _lanes_on(self, device: torch.device) -> Tensor:
         if self._lanes_on_device is None or self._lanes_on_device.device != device:
-            self._lanes_on_device = torch.tensor(self.lanes, dtype=torch.int64).to(device, non_blocking=True)
+            self._lanes_on_device = torch.tensor(self.lanes, dtype=torch.int64).to(
+                device, non_blocking=True
+            )
         return self._lanes_on_device
 
 
-def hashed_bits(lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int) -> Tensor:
+def hashed_bits(
+    lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int
+) -> Tensor:
     """[B, `count` rounded up to a multiple of 4] random int16 in torch operations only, the same on every device."""
     lane_keys_B = _lane_keys(lanes_B, seed=seed, step=step, site=site, layer=layer)
     states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
@@ -133,7 +149,12 @@ def _lane_keys(lanes_B: Tensor, *, seed: int, step: int, site: Site, layer: int)
 
 
 def drop(
-    values: Tensor, rate: float, stream: DropoutStream | None, site: Site, layer: int = 0, lane_axis: int = 0
+    values: Tensor,
+    rate: float,
+    stream: DropoutStream | None,
+    site: Site,
+    layer: int = 0,
+    lane_axis: int = 0,
 ) -> Tensor:
     """`stream.drop`, or `values` unchanged when there is nothing to drop."""
     if stream is None or rate == 0.0:
@@ -178,4 +199,6 @@ def _mix_tensor(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    return (words >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign bit; a word's shift must not
+    return (words >> bits) & (
+        (1 << (64 - bits)) - 1
+    )  # int64 shifts copy the sign bit; a word's shift must not

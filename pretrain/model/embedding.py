@@ -36,7 +36,9 @@ class EmbeddingBin(nn.Module):
         width = bin_width(config, index)
         self.weight = normal(len(bin_ranges(config)[index]), width, std=config.init_std)
         projected = config.div_val > 1
-        self.projection = normal(config.d_model, width, std=config.projection_init_std) if projected else None
+        self.projection = (
+            normal(config.d_model, width, std=config.projection_init_std) if projected else None
+        )
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         vectors_BLE = embedding(tokens_BL, self.weight)
@@ -55,7 +57,9 @@ class Embedding(nn.Module):
         self.bins = nn.ModuleList(EmbeddingBin(config, index) for index in range(len(self._ranges)))
         shared = config.div_val == 1 and config.embedding_width != config.d_model
         self.projection = (
-            normal(config.d_model, config.embedding_width, std=config.projection_init_std) if shared else None
+            normal(config.d_model, config.embedding_width, std=config.projection_init_std)
+            if shared
+            else None
         )
 
     def forward(self, tokens_BL: Tensor) -> Tensor:

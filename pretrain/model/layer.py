@@ -44,10 +44,18 @@ class TransformerLayer(nn.Module):
         segment_BLD = hidden_BLD
         if self._pre_norm:
             # What is remembered is the residual stream; it meets the norm's present parameters.
-            segment_BLD, memory_BMD = self.attention_norm(hidden_BLD), self.attention_norm(memory_BMD)
+            segment_BLD, memory_BMD = (
+                self.attention_norm(hidden_BLD),
+                self.attention_norm(memory_BMD),
+            )
         biases_NH = (content_bias_NH, position_bias_NH)
         attended_BLD = self.attention(
-            segment_BLD, memory_BMD, positions_CX, *biases_NH, visibility=visibility, dropout=dropout
+            segment_BLD,
+            memory_BMD,
+            positions_CX,
+            *biases_NH,
+            visibility=visibility,
+            dropout=dropout,
         )
         return self._completed(hidden_BLD, attended_BLD, dropout)
 
@@ -65,18 +73,28 @@ class TransformerLayer(nn.Module):
         `remember` takes the segment's keys and values [B, L, 2, G, H] and returns those of memory and segment.
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._pre_norm else hidden_BLD
-        key_values = self.attention.placed(remember(self.attention.keys_and_values(segment_BLD)), positions_CX)
+        key_values = self.attention.placed(
+            remember(self.attention.keys_and_values(segment_BLD)), positions_CX
+        )
         query_BLNH = self.attention.queries(segment_BLD, positions_CX)
-        attended_BLD = self.attention.read(query_BLNH, [key_values], terms, visibility=visibility, dropout=None)
+        attended_BLD = self.attention.read(
+            query_BLNH, [key_values], terms, visibility=visibility, dropout=None
+        )
         return self._completed(hidden_BLD, attended_BLD, None)
 
-    def _completed(self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None) -> Tensor:
+    def _completed(
+        self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
+    ) -> Tensor:
         """Residuals, norms and the feed-forward layer around what attention read."""
         attended_BLD = hidden_BLD + attended_BLD
         if self._pre_norm:
-            return attended_BLD + self.feed_forward(self.feed_forward_norm(attended_BLD), dropout=dropout)
+            return attended_BLD + self.feed_forward(
+                self.feed_forward_norm(attended_BLD), dropout=dropout
+            )
         attended_BLD = self.attention_norm(attended_BLD)
-        return self.feed_forward_norm(attended_BLD + self.feed_forward(attended_BLD, dropout=dropout))
+        return self.feed_forward_norm(
+            attended_BLD + self.feed_forward(attended_BLD, dropout=dropout)
+        )
 
     @property
     def input_norm(self) -> Norm | None:

@@ -29,7 +29,9 @@ class Visibility:
         return additive(forbidden, self.dtype)
 
 
-def forbidden_LC(num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+def forbidden_LC(
+    num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None
+) -> Tensor:
     """True where query i may not see key j: keys after it and, with a window, keys `window` or more away."""
     num_memory = num_keys - num_queries
     queries = torch.arange(num_memory, num_keys, device=device)
@@ -47,4 +49,6 @@ def isolated_BLC(forbidden: Tensor, documents_BC: Tensor) -> Tensor:
 
 def additive(forbidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Minus infinity where forbidden and zero elsewhere, to be added to scores."""
-    return torch.zeros(forbidden.shape, dtype=dtype, device=forbidden.device).masked_fill_(forbidden, float("-inf"))
+    return torch.zeros(forbidden.shape, dtype=dtype, device=forbidden.device).masked_fill_(
+        forbidden, float("-inf")
+    )

@@ -29,7 +29,9 @@ def empty_memory(
     compressed: bool = False,
 ) -> Memory:
     """The memory at the start of a stream: no rows."""
-    levels = tuple(torch.zeros(num_lanes, 0, d_model, dtype=dtype, device=device) for _ in range(num_layers))
+    levels = tuple(
+        torch.zeros(num_lanes, 0, d_model, dtype=dtype, device=device) for _ in range(num_layers)
+    )
     documents = torch.zeros(num_lanes, 0, dtype=torch.int32, device=device)
     return (*levels, *levels, documents, documents) if compressed else (*levels, documents)
 
@@ -78,7 +80,9 @@ def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor 
     return starts_BL.cumsum(1, dtype=torch.int32)
 
 
-def extended(recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor, length: int) -> Memory:
+def extended(
+    recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor, length: int
+) -> Memory:
     """The recent rows after a segment: the last `length` of what was remembered and the segment's layer inputs."""
     new = (*inputs_BLD, documents_BL)
     parts = [_last_rows(old, part.detach(), length) for old, part in zip(recent, new, strict=True)]

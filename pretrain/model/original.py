@@ -50,7 +50,9 @@ def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
         cutoffs=cutoffs,
         div_val=settings["div_val"],
         # its list may be longer than the bins it is used for
-        tie_projections=tuple(settings["tie_projs"] or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1],
+        tie_projections=tuple(settings["tie_projs"] or [False] * (len(cutoffs) + 1))[
+            : len(cutoffs) + 1
+        ],
     )
 
 
@@ -103,8 +105,14 @@ def _embedding(remaining: _Remaining, config: ModelConfig) -> Named:
     ranges = bin_ranges(config)
     for index, tokens in enumerate(ranges):
         if config.div_val > 1:
-            yield f"embedding.bins.{index}.weight", remaining.take(f"word_emb.emb_layers.{index}.weight")
-            yield f"embedding.bins.{index}.projection", remaining.take(f"word_emb.emb_projs.{index}")
+            yield (
+                f"embedding.bins.{index}.weight",
+                remaining.take(f"word_emb.emb_layers.{index}.weight"),
+            )
+            yield (
+                f"embedding.bins.{index}.projection",
+                remaining.take(f"word_emb.emb_projs.{index}"),
+            )
         else:
             table = remaining.take("word_emb.emb_layers.0.weight")
             yield f"embedding.bins.{index}.weight", table[tokens.start : tokens.stop]
@@ -121,7 +129,10 @@ def _biases(remaining: _Remaining, config: ModelConfig) -> Named:
                 "use the configuration it was trained with"
             )
         if config.untie_biases:
-            yield from ((f"layers.{layer}.attention.{name}", bias[layer]) for layer in range(config.num_layers))
+            yield from (
+                (f"layers.{layer}.attention.{name}", bias[layer])
+                for layer in range(config.num_layers)
+            )
         else:
             yield name, bias
 
@@ -139,11 +150,16 @@ def _head(remaining: _Remaining, config: ModelConfig) -> Named:
     projected = config.div_val > 1 or config.embedding_width != config.d_model
     for index, tokens in enumerate(bin_ranges(config)):
         # With div_val 1 the original keeps one table for all bins.
-        layer, rows = (index, slice(None)) if config.div_val > 1 else (0, slice(tokens.start, tokens.stop))
+        layer, rows = (
+            (index, slice(None)) if config.div_val > 1 else (0, slice(tokens.start, tokens.stop))
+        )
         if config.tie_embeddings:
             remaining.skip(f"crit.out_layers.{layer}.weight")
         else:
-            yield f"head.bins.{index}.weight", remaining.take(f"crit.out_layers.{layer}.weight")[rows]
+            yield (
+                f"head.bins.{index}.weight",
+                remaining.take(f"crit.out_layers.{layer}.weight")[rows],
+            )
         yield f"head.bins.{index}.bias", remaining.take(f"crit.out_layers.{layer}.bias")[rows]
         if config.ties_projection(index):
             remaining.skip(f"crit.out_projs.{index}")

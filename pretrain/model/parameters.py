@@ -58,7 +58,11 @@ Norm = LayerNorm | RMSNorm
 
 def norm_of(config: ModelConfig) -> Norm:
     """A norm over the model's width of the configured kind."""
-    return RMSNorm(config.d_model) if config.norm == "rmsnorm" else LayerNorm(config.d_model, config.init_std)
+    return (
+        RMSNorm(config.d_model)
+        if config.norm == "rmsnorm"
+        else LayerNorm(config.d_model, config.init_std)
+    )
 
 
 def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -67,7 +71,10 @@ def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises CheckpointError unless names and shapes agree exactly.
     """
     parameters = dict(module.named_parameters())
-    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    missing, unknown = (
+        sorted(parameters.keys() - tensors.keys()),
+        sorted(tensors.keys() - parameters.keys()),
+    )
     if missing or unknown:
         raise CheckpointError(
             f"the parameters do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "

@@ -20,7 +20,9 @@ WAVELENGTH_BASE = 10_000.0
 
 def sinusoids_PD(distances_P: Tensor, d_model: int) -> Tensor:
     """Encodings [sin | cos] of the distances, in their dtype: two halves side by side, not interleaved."""
-    exponents = torch.arange(0, d_model, 2, dtype=distances_P.dtype, device=distances_P.device) / d_model
+    exponents = (
+        torch.arange(0, d_model, 2, dtype=distances_P.dtype, device=distances_P.device) / d_model
+    )
     angles_PX = distances_P[:, None] * (1.0 / WAVELENGTH_BASE**exponents)
     return torch.cat([angles_PX.sin(), angles_PX.cos()], dim=1)
 
@@ -65,7 +67,9 @@ def rotated_BXNH(values_BXNH: Tensor, encodings_XH: Tensor) -> Tensor:
     """
     sin_X1H, cos_X1H = encodings_XH[:, None].chunk(2, dim=-1)
     first, second = values_BXNH.chunk(2, dim=-1)
-    return torch.cat([first * cos_X1H + second * sin_X1H, second * cos_X1H - first * sin_X1H], dim=-1)
+    return torch.cat(
+        [first * cos_X1H + second * sin_X1H, second * cos_X1H - first * sin_X1H], dim=-1
+    )
 
 
 def alibi_slopes_N(num_heads: int, device: torch.device) -> Tensor:
@@ -86,7 +90,9 @@ def t5_buckets_of(distances: Tensor, num_buckets: int, max_distance: int) -> Ten
     exact = num_buckets // 2
     growth = (distances.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
     # An epsilon above the rounding of a logarithm, so that every platform puts a bucket's first distance into it.
-    coarse = exact + (growth * (num_buckets - exact) + 1e-9).long().clamp(max=num_buckets - exact - 1)
+    coarse = exact + (growth * (num_buckets - exact) + 1e-9).long().clamp(
+        max=num_buckets - exact - 1
+    )
     return torch.where(distances < exact, distances, coarse)
 
 
@@ -99,11 +105,15 @@ class DistanceBias(nn.Module):
         super().__init__()
         self._config = config
         learned = config.positions == "t5"
-        self.bucket_bias = normal(config.t5_buckets, config.num_heads, std=config.init_std) if learned else None
+        self.bucket_bias = (
+            normal(config.t5_buckets, config.num_heads, std=config.init_std) if learned else None
+        )
 
     def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         distances_C = torch.arange(num_keys - 1, -1, -1, device=device)
         if self.bucket_bias is not None:
-            buckets_C = t5_buckets_of(distances_C, self._config.t5_buckets, self._config.t5_max_distance)
+            buckets_C = t5_buckets_of(
+                distances_C, self._config.t5_buckets, self._config.t5_max_distance
+            )
             return nn.functional.embedding(buckets_C, self.bucket_bias)
         return (-distances_C[:, None] * alibi_slopes_N(self._config.num_heads, device)).to(dtype)

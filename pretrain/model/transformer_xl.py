@@ -61,7 +61,9 @@ class TransformerXL(nn.Module):
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
-        layers = [TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)]
+        layers = [
+            TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)
+        ]
         for layer in layers[::checkpoint_every_n_layers]:
             layer.attention.recomputes_scores = activation_checkpointing == "selective"
         self.layers = nn.ModuleList(layers)
@@ -74,7 +76,9 @@ class TransformerXL(nn.Module):
         self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
-            self.compressions = nn.ModuleList(Compression(config, layer.attention) for layer in layers)
+            self.compressions = nn.ModuleList(
+                Compression(config, layer.attention) for layer in layers
+            )
         width = config.head_width if config.positions == "rope" else config.d_model
         self._encodings = RelativePositions(width, config.clamp_length)
 
@@ -93,7 +97,9 @@ class TransformerXL(nn.Module):
         `memory_length` replaces the configured one for this call; with `same_length` it is also the number of keys
         seen, except that 0 means the segment alone.
         """
-        hidden_BLD, memory, error = self._run_layers(tokens_BL, memory, starts_BL, dropout, memory_length)
+        hidden_BLD, memory, error = self._run_layers(
+            tokens_BL, memory, starts_BL, dropout, memory_length
+        )
         nll_BL = self.head(hidden_BLD, targets_BL)
         return (nll_BL if error is None else with_gradient_of(nll_BL, error)), memory
 
@@ -121,7 +127,9 @@ class TransformerXL(nn.Module):
         memory_length: int | None = None,
     ) -> tuple[Tensor, Memory]:
         """What the output layer reads, [B, L, D], and the memory for the next segment."""
-        hidden_BLD, memory, _ = self._run_layers(tokens_BL, memory, starts_BL, dropout, memory_length)
+        hidden_BLD, memory, _ = self._run_layers(
+            tokens_BL, memory, starts_BL, dropout, memory_length
+        )
         return hidden_BLD, memory
 
     def _run_layers(
@@ -138,19 +146,27 @@ class TransformerXL(nn.Module):
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
         recent, compressed = self._usable_memory(memory, hidden_BLD, length)
         documents_BL = segment_documents(recent[-1], tokens_BL.shape[1], starts_BL)
-        documents_BC = torch.cat([*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1)
+        documents_BC = torch.cat(
+            [*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1
+        )
         positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
         visibility = self._visibility(documents_BC, hidden_BLD, length)
         inputs_BLD = []
         for index, layer in enumerate(self.layers):
             inputs_BLD.append(hidden_BLD)
-            memory_BMD = torch.cat([compressed[index], recent[index]], dim=1) if compressed else recent[index]
+            memory_BMD = (
+                torch.cat([compressed[index], recent[index]], dim=1)
+                if compressed
+                else recent[index]
+            )
             inputs = (hidden_BLD, memory_BMD, positions_CX, self.content_bias, self.position_bias)
             hidden_BLD = self._run(index, layer, *inputs, visibility=visibility, dropout=dropout)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
         if self.compressions is None:
             return hidden_BLD, extended(recent, inputs_BLD, documents_BL, length), None
-        return hidden_BLD, *self._extended_and_compressed(recent, compressed, inputs_BLD, documents_BL, length)
+        return hidden_BLD, *self._extended_and_compressed(
+            recent, compressed, inputs_BLD, documents_BL, length
+        )
 
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         """A layer's module on its inputs, with or without keeping what its backward pass needs."""
@@ -163,13 +179,17 @@ class TransformerXL(nn.Module):
             return module(*inputs, **options)
         return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
-    def _usable_memory(self, memory: Memory | None, hidden_BLD: Tensor, length: int) -> tuple[Memory, Memory]:
+    def _usable_memory(
+        self, memory: Memory | None, hidden_BLD: Tensor, length: int
+    ) -> tuple[Memory, Memory]:
         """Recent and compressed rows, the latter () where nothing is compressed."""
         num_lanes, _, d_model = hidden_BLD.shape
         num_layers, compresses = len(self.layers), self.compressions is not None
         if memory is None:
             dtype, device = hidden_BLD.dtype, hidden_BLD.device
-            memory = empty_memory(num_layers, num_lanes, d_model, dtype, device, compressed=compresses)
+            memory = empty_memory(
+                num_layers, num_lanes, d_model, dtype, device, compressed=compresses
+            )
         assert len(memory) == (num_layers + 1) * (1 + compresses), (len(memory), num_layers)
         assert memory_num_lanes(memory) == num_lanes, (memory_num_lanes(memory), num_lanes)
         memory = tuple(part.detach() for part in memory)
@@ -179,23 +199,40 @@ class TransformerXL(nn.Module):
         if not length:
             return keep_last_rows(recent, 0), keep_last_rows(compressed, 0)
         waiting = self.config.compression_rate - 1
-        return keep_last_rows(recent, length + waiting), keep_last_rows(compressed, self.config.compressed_length)
+        return keep_last_rows(recent, length + waiting), keep_last_rows(
+            compressed, self.config.compressed_length
+        )
 
     def _extended_and_compressed(
-        self, recent: Memory, compressed: Memory, inputs_BLD: list[Tensor], documents_BL: Tensor, length: int
+        self,
+        recent: Memory,
+        compressed: Memory,
+        inputs_BLD: list[Tensor],
+        documents_BL: Tensor,
+        length: int,
     ) -> tuple[Memory, Tensor]:
         """The next memory, and the summed error of the layers' compressions."""
         assert self.compressions is not None
         rate, total = self.config.compression_rate, memory_num_rows(recent) + documents_BL.shape[1]
-        count = num_leaving_rows(memory_num_rows(recent), documents_BL.shape[1], length, rate) if length else 0
-        documents_BK, own_BKc = grouped_documents(leaving_rows(recent[-1], documents_BL, count), rate)
+        count = (
+            num_leaving_rows(memory_num_rows(recent), documents_BL.shape[1], length, rate)
+            if length
+            else 0
+        )
+        documents_BK, own_BKc = grouped_documents(
+            leaving_rows(recent[-1], documents_BL, count), rate
+        )
         rows_BKD, errors = [], []
-        for index, (compression, segment_BLD) in enumerate(zip(self.compressions, inputs_BLD, strict=True)):
+        for index, (compression, segment_BLD) in enumerate(
+            zip(self.compressions, inputs_BLD, strict=True)
+        ):
             layer = self.layers[index]
             assert isinstance(layer, TransformerLayer)
             leaving_BED = leaving_rows(recent[index], segment_BLD, count)
             own = own_BKc if self.config.isolate_documents else None
-            new_BKD, error = self._run(index, compression, leaving_BED, own, segment_BLD.detach(), layer=layer)
+            new_BKD, error = self._run(
+                index, compression, leaving_BED, own, segment_BLD.detach(), layer=layer
+            )
             rows_BKD.append(new_BKD)
             errors.append(error)
         new = (*rows_BKD, documents_BK)
@@ -203,7 +240,9 @@ class TransformerXL(nn.Module):
         levels = extended(recent, inputs_BLD, documents_BL, total - count if length else 0)
         return (*levels[:-1], *kept, levels[-1]), torch.stack(errors).sum()
 
-    def positions_CX(self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None) -> Tensor:
+    def positions_CX(
+        self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None
+    ) -> Tensor:
         """Encodings [C, D or H], or biases [C, N], farthest first; the paper drops parts of its encodings too."""
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)

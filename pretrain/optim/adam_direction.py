@@ -14,7 +14,9 @@ from torch import Tensor
 from pretrain.optim.fragments import Fragment
 
 
-def adam_updates(fragments: Sequence[Fragment], group: Mapping[str, Any], num_updates: Tensor) -> list[Tensor]:
+def adam_updates(
+    fragments: Sequence[Fragment], group: Mapping[str, Any], num_updates: Tensor
+) -> list[Tensor]:
     """m / (sqrt(v) + epsilon) for each fragment as new tensors; m and v corrected for bias after `num_updates`.
 
     `num_updates` may lie on the device: nothing here waits for it.
@@ -23,7 +25,9 @@ def adam_updates(fragments: Sequence[Fragment], group: Mapping[str, Any], num_up
         return []
     # 1 - 0.999 has half its digits left in float32, so the difference is taken in float64.
     corrections = [(1.0 - torch.pow(beta, num_updates.double())).float() for beta in group["betas"]]
-    directions = list(torch._foreach_sqrt([fragment.values["exp_avg_sq"] for fragment in fragments]))
+    directions = list(
+        torch._foreach_sqrt([fragment.values["exp_avg_sq"] for fragment in fragments])
+    )
     torch._foreach_div_(directions, corrections[1].sqrt())
     torch._foreach_add_(directions, group["eps"])
     torch._foreach_reciprocal_(directions)

@@ -40,7 +40,13 @@ def create_moments(state: dict[str, Tensor], master: Tensor) -> None:
 
 
 def fragment_of(
-    name: str, start: int, master: Tensor, state: dict[str, Tensor], place: int, count: int, owned: bool = True
+    name: str,
+    start: int,
+    master: Tensor,
+    state: dict[str, Tensor],
+    place: int,
+    count: int,
+    owned: bool = True,
 ) -> Fragment:
     """The fragment of `count` elements that begin at `place` of the master and at `start` of the parameter."""
     whole = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
@@ -55,7 +61,9 @@ class FragmentIndex:
     the ranks; otherwise each rank holds all of them.
     """
 
-    def __init__(self, fragments: Iterable[Fragment], names: Sequence[str], is_sharded: bool) -> None:
+    def __init__(
+        self, fragments: Iterable[Fragment], names: Sequence[str], is_sharded: bool
+    ) -> None:
         self.num_parameters = len(names)
         self.is_sharded = is_sharded
         numbers = {name: number for number, name in enumerate(names)}

@@ -24,7 +24,9 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     """Matrices decay; vectors, and whatever has `bias` or `norm` in its name (u, v and T5's table too), do not."""
     decayed, kept = [], []
     for name, parameter in module.named_parameters():
-        whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves a vector in the parameter's place
+        whole_shape = getattr(
+            parameter, "ds_shape", parameter.shape
+        )  # ZeRO-3 leaves a vector in the parameter's place
         (decayed if decays(name, len(whole_shape)) else kept).append(parameter)
     groups = [
         {"params": decayed, "decays": True, "weight_decay": optim.weight_decay},
@@ -66,7 +68,9 @@ class GuardedAdamW(torch.optim.AdamW):
         """
         rate, decay = group["lr"], group["weight_decay"]
         fragments = placement.fragments_in(group["params"])
-        for _, in_layer in itertools.groupby(fragments, key=lambda fragment: layer_of(fragment.name)):
+        for _, in_layer in itertools.groupby(
+            fragments, key=lambda fragment: layer_of(fragment.name)
+        ):
             parts = list(in_layer)
             updates = adam_updates(parts, group, self.state[parts[0].master]["step"])
             torch._foreach_add_(updates, [part.values["weight"] for part in parts], alpha=decay)
@@ -84,4 +88,6 @@ def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lam
     groups = parameter_groups(module, optim)
     if optim.name == "lamb":
         return Lamb(groups, optim.betas, optim.epsilon)
-    return GuardedAdamW(groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True)
+    return GuardedAdamW(
+        groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
+    )

@@ -36,7 +36,9 @@ class Lamb(torch.optim.Optimizer):
     placement: FragmentIndex | None = None
     meter: LayerMeter | None = None
 
-    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -53,7 +55,9 @@ class Lamb(torch.optim.Optimizer):
         for master in masters:
             create_moments(self.state[master], master)
             self.state[master]["step"] += 1
-        averages, squares = ([self.state[master][key] for master in masters] for key in ("exp_avg", "exp_avg_sq"))
+        averages, squares = (
+            [self.state[master][key] for master in masters] for key in ("exp_avg", "exp_avg_sq")
+        )
         gradients = [master.grad for master in masters if master.grad is not None]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(averages, gradients, 1.0 - beta1)
@@ -76,13 +80,21 @@ class Lamb(torch.optim.Optimizer):
             self.meter.add(fragments, updates, group["lr"])
 
     def _scale_by_trust(
-        self, placement: FragmentIndex, masters: Sequence[Tensor], weights: list[Tensor], updates: list[Tensor]
+        self,
+        placement: FragmentIndex,
+        masters: Sequence[Tensor],
+        weights: list[Tensor],
+        updates: list[Tensor],
     ) -> None:
         """Multiply each update by |w| / |u| of its whole parameter. All ranks come here, also with nothing to do."""
-        squares_2P = torch.zeros(2, placement.num_parameters, dtype=torch.float64, device=masters[0].device)
+        squares_2P = torch.zeros(
+            2, placement.num_parameters, dtype=torch.float64, device=masters[0].device
+        )
         numbers_F = placement.parameter_indices(masters)
         if weights:
-            norms_2F = torch.stack([torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates)])
+            norms_2F = torch.stack(
+                [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates)]
+            )
             squares_2P[:, numbers_F] = norms_2F.double().square()
         if placement.is_sharded:
             squares_2P = sum_over_ranks(squares_2P)

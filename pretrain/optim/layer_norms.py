@@ -26,7 +26,9 @@ from torch import Tensor
 from pretrain.optim.fragments import Fragment
 
 NUM_KINDS = 3  # gradient, update, weight
-CLIP_EPSILON = 1e-6  # added to the norm by whatever clips gradients here: torch and every stage of DeepSpeed
+CLIP_EPSILON = (
+    1e-6  # added to the norm by whatever clips gradients here: torch and every stage of DeepSpeed
+)
 
 
 def layer_of(parameter_name: str) -> str:
@@ -64,7 +66,11 @@ class LayerMeter:
 
     def add(self, fragments: Sequence[Fragment], updates: Sequence[Tensor], scale: float) -> None:
         """The fragments' gradients and weights as they are, and `scale` times each of `updates` as what was applied."""
-        own = [(fragment, update) for fragment, update in zip(fragments, updates, strict=True) if fragment.owned]
+        own = [
+            (fragment, update)
+            for fragment, update in zip(fragments, updates, strict=True)
+            if fragment.owned
+        ]
         if not own:
             return
         self._names += [fragment.name for fragment, _ in own]
@@ -81,7 +87,9 @@ class LayerMeter:
     def take(self) -> LayerSquares:
         """What was added since `begin`."""
         if not self._norms:
-            return LayerSquares(self._layers, torch.zeros(NUM_KINDS, len(self._layers), dtype=torch.float64))
+            return LayerSquares(
+                self._layers, torch.zeros(NUM_KINDS, len(self._layers), dtype=torch.float64)
+            )
         norms_KF = torch.cat(self._norms, dim=1)
         belongs_FG = torch.zeros(len(self._names), len(self._layers), dtype=torch.float64)
         for row, name in enumerate(self._names):
@@ -95,9 +103,12 @@ def numbers_of_layers(
     """The measurements by their names; `squares`: all ranks' `squares_KG` in a row, `grad_norm`: the global norm."""
     shortened = max(1.0, (grad_norm + CLIP_EPSILON) / clip_norm) if clip_norm else 1.0
     count = len(layers)
-    gradients, updates, weights = (squares[kind * count : (kind + 1) * count] for kind in range(NUM_KINDS))
+    gradients, updates, weights = (
+        squares[kind * count : (kind + 1) * count] for kind in range(NUM_KINDS)
+    )
     norms = {
-        f"grad_norm/{layer}": math.sqrt(square) * shortened for layer, square in zip(layers, gradients, strict=True)
+        f"grad_norm/{layer}": math.sqrt(square) * shortened
+        for layer, square in zip(layers, gradients, strict=True)
     }
     ratios = {
         f"update_ratio/{layer}": math.sqrt(update / weight)

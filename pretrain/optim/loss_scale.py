@@ -39,7 +39,9 @@ class LossScaler:
         losses, self._losses = self._losses, []
         if math.isfinite(float(grad_norm)):
             self._updates += applied
-            if self._updates >= self._window:  # more of them if the window has been made shorter since
+            if (
+                self._updates >= self._window
+            ):  # more of them if the window has been made shorter since
                 self._change_to(self.scale * 2.0)
             return False
         spoilt = not bool(torch.stack(losses).isfinite().all())

@@ -26,7 +26,9 @@ EXIT_OUT_OF_MEMORY = 76
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child must not take the loader's lock
+_LIBC = ctypes.CDLL(
+    None, use_errno=True
+)  # loaded before any fork: a child must not take the loader's lock
 
 
 class RankGroup:
@@ -55,7 +57,9 @@ class RankGroup:
         try:
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._processes.append(self._start(command, rank, own, echo=echo_rank_zero and rank == 0))
+                self._processes.append(
+                    self._start(command, rank, own, echo=echo_rank_zero and rank == 0)
+                )
         except BaseException:
             self.kill()
             raise
@@ -64,7 +68,10 @@ class RankGroup:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.kill()
 
@@ -93,7 +100,11 @@ class RankGroup:
         bad_since: float | None = None
         while None in (statuses := self.poll()):
             now = time.monotonic()
-            failed = [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
+            failed = [
+                rank
+                for rank, status in enumerate(statuses)
+                if status not in (None, 0, EXIT_STOPPED)
+            ]
             if failed and bad_since is None:
                 bad_since = now
                 self.first_failure = _first_hand(failed, statuses)
@@ -120,7 +131,9 @@ class RankGroup:
         """End every rank and everything it started, at once, and wait until they are gone."""
         for process in self._processes:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group is surely still its own
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # not reaped yet, so the group is surely still its own
         for process in self._processes:
             process.wait()
         self._close_echo()
@@ -163,7 +176,9 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
     if process.returncode is None:
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        os.killpg(process.pid, signal.SIGKILL)  # before the status is collected: afterwards the id may be another's
+        os.killpg(
+            process.pid, signal.SIGKILL
+        )  # before the status is collected: afterwards the id may be another's
         process.wait()
     return process.returncode
 
@@ -177,7 +192,11 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return {
         "OMP_NUM_THREADS": str(threads),
-        **{key: value for key, value in environment.items() if not key.startswith(("SLURM_", VARIABLE))},
+        **{
+            key: value
+            for key, value in environment.items()
+            if not key.startswith(("SLURM_", VARIABLE))
+        },
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -203,7 +222,11 @@ def describe_failure(
     failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
     if not failed:
         return ""
-    rank = next((rank for rank in failed if statuses[rank] > 0), failed[0]) if first_failure is None else first_failure
+    rank = (
+        next((rank for rank in failed if statuses[rank] > 0), failed[0])
+        if first_failure is None
+        else first_failure
+    )
     text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
     tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
     return f"rank {rank} {describe_exit(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
@@ -227,5 +250,7 @@ def _tee(source: IO[bytes], log: IO[bytes]) -> None:
     with source, log:
         for line in source:
             log.write(line)
-            with contextlib.suppress(OSError, ValueError):  # our own output may be closed; the log goes on
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # our own output may be closed; the log goes on
                 echo(line)

@@ -49,13 +49,20 @@ _LONGEST_TEXT = 120
 def main() -> int:
     """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher was lost."""
     out = Path(sys.argv[1])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has touched a GPU can not fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # a process that has touched a GPU can not fork
+    )
     world = world_from_environment(os.environ)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    in_child(lambda: write_json(out / rank_file(world.rank), asdict(measure_rank(world, out))), LOOK_SECONDS)
+    in_child(
+        lambda: write_json(out / rank_file(world.rank), asdict(measure_rank(world, out))),
+        LOOK_SECONDS,
+    )
     number, deadline = 0, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
-        names = set(os.listdir(out))  # asking for one name may be answered from a network file system's cache
+        names = set(
+            os.listdir(out)
+        )  # asking for one name may be answered from a network file system's cache
         if END in names:
             return 0
         if round_file(number) not in names:
@@ -93,7 +100,12 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
         write_json(result, asdict(measure_link(world, group, port_file)))
 
     if not in_child(measure, LINK_SECONDS):
-        write_json(result, asdict(Link(bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s")))
+        write_json(
+            result,
+            asdict(
+                Link(bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s")
+            ),
+        )
 
 
 def _be_quiet() -> None:
@@ -140,7 +152,9 @@ def measure_link(world: World, group: Sequence[int], port_file: Path) -> Link:
     try:
         store = _meet(rank, size, port_file)
         backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+        )
         try:
             return _all_reduce(world, rank, size)
         finally:
@@ -158,7 +172,9 @@ def _describe(error: Exception) -> str:
 
 def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
     if rank == 0:
-        store = TCPStore("0.0.0.0", 0, size, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+        store = TCPStore(
+            "0.0.0.0", 0, size, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False
+        )
         write_json(port_file, {"host": socket.gethostname(), "port": store.port})
         return store
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
@@ -167,12 +183,21 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
             raise TimeoutError("the first rank of the group did not open a port")
         time.sleep(_POLL_SECONDS)
     place: dict[str, Any] = json.loads(port_file.read_text())
-    return TCPStore(place["host"], place["port"], size, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+    return TCPStore(
+        place["host"],
+        place["port"],
+        size,
+        is_master=False,
+        timeout=GROUP_TIMEOUT,
+        wait_for_workers=False,
+    )
 
 
 def _all_reduce(world: World, rank: int, size: int) -> Link:
     count = REDUCED_BYTES[world.device.type] // 4
-    pattern = torch.arange(count, device=world.device, dtype=torch.float32) % 251  # sums of these are exact in fp32
+    pattern = (
+        torch.arange(count, device=world.device, dtype=torch.float32) % 251
+    )  # sums of these are exact in fp32
     expected = pattern * size + size * (size - 1) // 2
     times, is_right = [], True
     for _ in range(1 + REPETITIONS):  # the first one sets up connections

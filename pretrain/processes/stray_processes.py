@@ -12,14 +12,18 @@ import psutil
 from pretrain.processes.node_findings import TOKEN
 
 BUSY_SHARE = 0.3  # of one core
-WAITING_SHARE = 0.8  # of the looks at it: on a full host even a process that never rests gets little time
+WAITING_SHARE = (
+    0.8  # of the looks at it: on a full host even a process that never rests gets little time
+)
 LOOKS = 10
 _BETWEEN_LOOKS_SECONDS = 0.1
 
 
 def find_strays(on_gpus: bool) -> list[str]:
     """Those without the check's token in their environment that keep a core busy, or hold memory of a GPU."""
-    strangers = [process for process in psutil.process_iter(["pid", "name"]) if not _is_ours(process)]
+    strangers = [
+        process for process in psutil.process_iter(["pid", "name"]) if not _is_ours(process)
+    ]
     before = {process.pid: _cpu_seconds(process) for process in strangers}
     begin, runnable = time.monotonic(), Counter[int]()
     for _ in range(LOOKS):
@@ -57,9 +61,15 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _on_gpus() -> list[str]:
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-compute-apps=pid,process_name,used_memory",
+        "--format=csv,noheader",
+    ]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines()
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=30
+        ).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return ["nvidia-smi gives no answer"]
     own = {process.pid for process in psutil.process_iter() if _is_ours(process)}

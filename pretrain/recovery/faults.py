@@ -46,7 +46,11 @@ class Fault:
 
     def wrap(self, engine: Engine) -> Engine:
         """The engine, with the fault in it on the rank it befalls."""
-        if self.step == 0 or self.kind == "sigkill" or engine.world.rank < engine.world.world_size - 1:
+        if (
+            self.step == 0
+            or self.kind == "sigkill"
+            or engine.world.rank < engine.world.world_size - 1
+        ):
             return engine
         return _FaultyEngine(engine, self)  # type: ignore[return-value]  (delegates what it lacks)
 
@@ -61,7 +65,9 @@ class _FaultyEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def forward_backward(self, slot: SegmentBatch, memory: Memory | None, step: int) -> tuple[Tensor, Memory]:
+    def forward_backward(
+        self, slot: SegmentBatch, memory: Memory | None, step: int
+    ) -> tuple[Tensor, Memory]:
         import torch
 
         fault, number = self._fault, step + 1

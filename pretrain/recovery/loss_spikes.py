@@ -62,7 +62,10 @@ class SpikeDetector:
             self._out_of_line.clear()
             return None
         self._out_of_line.append((step, loss))
-        if len(self._out_of_line) < self._settings.spike_steps or not self._settings.spike_threshold:
+        if (
+            len(self._out_of_line) < self._settings.spike_steps
+            or not self._settings.spike_threshold
+        ):
             return None
         losses = [each for _, each in self._out_of_line if each is not None]
         usual = statistics.median(self._usual) if self._usual else None
@@ -72,14 +75,20 @@ class SpikeDetector:
         if len(self._usual) < MIN_HISTORY or not self._settings.spike_threshold:
             return False
         median = statistics.median(self._usual)
-        deviation = DEVIATIONS_PER_MAD * statistics.median(abs(each - median) for each in self._usual)
-        return loss - median > self._settings.spike_threshold * max(deviation, LEAST_DEVIATION * median)
+        deviation = DEVIATIONS_PER_MAD * statistics.median(
+            abs(each - median) for each in self._usual
+        )
+        return loss - median > self._settings.spike_threshold * max(
+            deviation, LEAST_DEVIATION * median
+        )
 
 
 def skipped_windows(ledger: Iterable[dict[str, Any]]) -> list[range]:
     """The windows of segments that rewinds took out of the run, in their order, overlapping ones joined."""
     windows: list[range] = []
-    for start, stop in sorted(event["segments"] for event in ledger if event.get("event") == REWIND):
+    for start, stop in sorted(
+        event["segments"] for event in ledger if event.get("event") == REWIND
+    ):
         if windows and start <= windows[-1].stop:
             start, stop = windows[-1].start, max(stop, windows[-1].stop)
             windows.pop()
@@ -105,7 +114,10 @@ def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: i
     first_phase = first_step_at(run, spike.first_step - 1)
     kept = segments_consumed(max(to_step, first_phase), windows)
     length = run_at(run, first_phase).data.segment_length
-    lengths = [run_at(run, step - 1).data.segment_length for step in range(spike.first_step, spike.last_step + 1)]
+    lengths = [
+        run_at(run, step - 1).data.segment_length
+        for step in range(spike.first_step, spike.last_step + 1)
+    ]
     more = max(0, math.ceil(sum(lengths) / length) - len(lengths))
     stop = segments_consumed(spike.last_step, windows) + more + run.recovery.skip_margin_segments
     return range(max(kept, segments_consumed(spike.first_step, windows) - 2), stop)
@@ -115,13 +127,20 @@ def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> Segment
     """How long the segments of the lanes of `step` are, by their number since these lanes began."""
     begin = lanes_since(run, step)
     lengths = {
-        segments_consumed(start, windows) - segments_consumed(begin, windows): run_at(run, start).data.segment_length
-        for start in (begin, *(phase.from_step for phase in run.data.phases if begin < phase.from_step <= step))
+        segments_consumed(start, windows) - segments_consumed(begin, windows): run_at(
+            run, start
+        ).data.segment_length
+        for start in (
+            begin,
+            *(phase.from_step for phase in run.data.phases if begin < phase.from_step <= step),
+        )
     }
     return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
-def skip_windows(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequence[range]) -> Iterator[SegmentBatch]:
+def skip_windows(
+    batches: Iterable[SegmentBatch], num_behind: int, windows: Sequence[range]
+) -> Iterator[SegmentBatch]:
     """The batches without those in `windows`; `num_behind` segments were read or passed over before the first.
 
     After a gap every lane is taken to begin a document: what its memory holds is another text.
@@ -137,7 +156,9 @@ def skip_windows(batches: Iterable[SegmentBatch], num_behind: int, windows: Sequ
         yield batch
 
 
-def with_fitting_micro_batch(config: RunConfig, world_size: int, ledger: Iterable[dict[str, Any]]) -> RunConfig:
+def with_fitting_micro_batch(
+    config: RunConfig, world_size: int, ledger: Iterable[dict[str, Any]]
+) -> RunConfig:
     """The run with a micro-batch below all that found no memory on as many ranks with the same engine.
 
     ConfigError when a single lane did not fit.
@@ -157,7 +178,9 @@ def with_fitting_micro_batch(config: RunConfig, world_size: int, ledger: Iterabl
         )
     per_rank = len(lanes_of_rank(config, 0, world_size))
     lanes = max(lanes for lanes in range(1, min(failed) // 2 + 1) if per_rank % lanes == 0)
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, micro_batch_lanes=lanes))
+    return dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, micro_batch_lanes=lanes)
+    )
 
 
 def memory_settings(config: RunConfig, world_size: int) -> dict[str, Any]:

@@ -62,7 +62,10 @@ class SpikeMonitor:
         for line in lines:
             if line.get("overflowed"):
                 continue  # the loss scale was too large, which says nothing about data or weights
-            found = self._detector.observe(line["step"], None if line["skipped"] else line["loss"]) or found
+            found = (
+                self._detector.observe(line["step"], None if line["skipped"] else line["loss"])
+                or found
+            )
         return found
 
 
@@ -74,9 +77,13 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
             return
         ledger = run_dir.read_ledger()
         windows = skipped_windows(ledger)
-        num_rewinds = sum(event["event"] == REWIND for event in ledger)  # windows that touch are one
+        num_rewinds = sum(
+            event["event"] == REWIND for event in ledger
+        )  # windows that touch are one
         if num_rewinds >= run.recovery.max_rewinds:
-            run_dir.append_ledger({"event": "gave_up", "step": spike.last_step, "reason": spike.describe()})
+            run_dir.append_ledger(
+                {"event": "gave_up", "step": spike.last_step, "reason": spike.describe()}
+            )
             raise TrainingError(_report(run, spike, ledger))
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
         files.discard_from(run_dir.checkpoints, spike.first_step)
@@ -101,7 +108,12 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
 
 
 def name_suspects(
-    run: RunConfig, run_dir: RunDir, engine: Engine, corpus: Corpus | Mixture, state: TrainState, lanes: range
+    run: RunConfig,
+    run_dir: RunDir,
+    engine: Engine,
+    corpus: Corpus | Mixture,
+    state: TrainState,
+    lanes: range,
 ) -> None:
     """After a rewind: write down which documents of the last window the good weights find hardest to predict.
 
@@ -122,7 +134,9 @@ def name_suspects(
     memories: list[Memory | None] = [None] * len(state.memories)
     lanes_begin = segments_consumed(lanes_since(run, state.step), earlier)
     since_then = range(window.start - lanes_begin, window.stop - lanes_begin)
-    pieces = audit_steps(corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes)
+    pieces = audit_steps(
+        corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes
+    )
     for _ in window:
         losses = []
         for slot, part in enumerate(next(stream).split(len(memories))):
@@ -134,8 +148,12 @@ def name_suspects(
 
 def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
     """The segments of every lane that the phase reads or passes over, counted from the run's beginning."""
-    end = next((phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END)
-    return range(segments_consumed(first_step_at(run, step), windows), segments_consumed(end, windows))
+    end = next(
+        (phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END
+    )
+    return range(
+        segments_consumed(first_step_at(run, step), windows), segments_consumed(end, windows)
+    )
 
 
 def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
@@ -146,7 +164,9 @@ def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
     return skipped_windows(events[:-1]), range(*events[-1]["segments"])
 
 
-def _add_losses(sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[Piece], losses: list[float]) -> None:
+def _add_losses(
+    sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[Piece], losses: list[float]
+) -> None:
     """Share out one step's losses, lane after lane, among the documents they belong to."""
     place = 0
     for piece in pieces:
@@ -171,14 +191,24 @@ def _write_suspects(
         dist.all_gather_object(gathered, own)
     if not world.is_main:
         return
-    ranked = sorted((each for part in gathered for each in part), key=lambda each: -each["loss"])[:NUM_SUSPECTS]
-    run_dir.append_ledger({"event": SUSPECTS, "segments": [window.start, window.stop], "documents": ranked})
-    worst = ", ".join(f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked)
+    ranked = sorted((each for part in gathered for each in part), key=lambda each: -each["loss"])[
+        :NUM_SUSPECTS
+    ]
+    run_dir.append_ledger(
+        {"event": SUSPECTS, "segments": [window.start, window.stop], "documents": ranked}
+    )
+    worst = ", ".join(
+        f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked
+    )
     print(f"recovery: hardest to predict of what is passed over: {worst}", flush=True)
 
 
 def _report(run: RunConfig, spike: Spike, ledger: Iterable[dict[str, Any]]) -> str:
-    rewinds = [f"\n  step {event['step']}: {event['reason']}" for event in ledger if event["event"] == REWIND]
+    rewinds = [
+        f"\n  step {event['step']}: {event['reason']}"
+        for event in ledger
+        if event["event"] == REWIND
+    ]
     return (
         f"{spike.describe()}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds}):"
         f"{''.join(rewinds)}\nlower optim.learning_rate or clean the documents that ledger.jsonl names; "

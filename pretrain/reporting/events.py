@@ -21,21 +21,29 @@ def _ranks(event: Mapping[str, Any]) -> str:
 
 def _rewind(event: Mapping[str, Any]) -> str:
     begin, end = event["segments"]
-    return (
-        f"{event['reason']}: back to step {event['to_step']}, passing over segments {begin} to {end - 1} of every lane"
-    )
+    skipped = f"passing over segments {begin} to {end - 1} of every lane"
+    return f"{event['reason']}: back to step {event['to_step']}, {skipped}"
 
 
 def _suspects(event: Mapping[str, Any]) -> str:
-    named = [f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in event["documents"][:3]]
+    named = [
+        f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})"
+        for each in event["documents"][:3]
+    ]
     return f"hardest to predict of what was passed over: {', '.join(named)}"
 
 
 def _attempt_ended(event: Mapping[str, Any]) -> str:
     statuses = event.get("statuses", [])
-    ends = ", ".join(dict.fromkeys(f"rank {rank} {describe_exit(status)}" for rank, status in enumerate(statuses)))
+    ends = ", ".join(
+        dict.fromkeys(
+            f"rank {rank} {describe_exit(status)}" for rank, status in enumerate(statuses)
+        )
+    )
     reason = event.get("reason", ends)
-    return f"attempt {event.get('attempt', '')} ended: {reason}; then: {event.get('next', 'nothing')}"
+    return (
+        f"attempt {event.get('attempt', '')} ended: {reason}; then: {event.get('next', 'nothing')}"
+    )
 
 
 def _settings_changed(event: Mapping[str, Any]) -> str:
@@ -54,7 +62,9 @@ _WORDS = {
     "out_of_memory": lambda event: (
         f"rank {event['rank']} was out of memory with {event['micro_batch_lanes']} lanes per forward pass; halved"
     ),
-    "straggler": lambda event: f"rank {event['rank']} took {event['ratio']:.1f} times as long as the others",
+    "straggler": lambda event: (
+        f"rank {event['rank']} took {event['ratio']:.1f} times as long as the others"
+    ),
     "settings_changed": _settings_changed,
     "attempt_ended": _attempt_ended,
     "submitted": lambda event: f"submitted to Slurm as job {event.get('job')}",

@@ -34,7 +34,9 @@ def save_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.4), layout="constrained")
+    figure = Figure(
+        figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.4), layout="constrained"
+    )
     figure.suptitle(title, fontsize=13, color=PRINT.ink)
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)

@@ -50,7 +50,9 @@ class Card:
     mood: str = ""
 
 
-def page(title: str, kicker: str, lead: str, cards: Sequence[Card], sections: Sequence[str], footer: str) -> str:
+def page(
+    title: str, kicker: str, lead: str, cards: Sequence[Card], sections: Sequence[str], footer: str
+) -> str:
     """The whole document; `sections` are HTML already, everything else is text."""
     rendered = "".join(
         f'<div class="card {card.mood}"><b>{text(card.number)}</b><span>{text(card.words)}</span></div>'
@@ -82,7 +84,9 @@ def text(value: str) -> str:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> str:
     """A table of texts that scrolls sideways where it is too wide."""
     head = "".join(f"<th>{text(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return wrapped_table(f"<tr>{head}</tr>" if heads else "", body, style)
 
 
@@ -121,7 +125,9 @@ def chart_html(figure: Figure, alternative: str) -> str:
     # Text stays text, and the same drawing gives the same bytes.
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
     with matplotlib.rc_context(options):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)

@@ -14,7 +14,16 @@ from pretrain.reporting.run_history import History
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RUN_COLOURS = ("#4f83d6", "#d9772f", "#2f9e6e", "#a05bb5", "#c9a02b", "#d1495b", "#3aa0b8", "#86a03a")
+RUN_COLOURS = (
+    "#4f83d6",
+    "#d9772f",
+    "#2f9e6e",
+    "#a05bb5",
+    "#c9a02b",
+    "#d1495b",
+    "#3aa0b8",
+    "#86a03a",
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,17 @@ def loss(axes: Axes, history: History, colours: Colours) -> None:
     axes.plot(steps_X, smooth_X, color=colours.second, linewidth=1.6, label="training, smoothed")
     if history.evaluations:
         axes.plot(
-            *history.series("loss", history.evaluations), "o", color=colours.ink, markersize=4, label="validation"
+            *history.series("loss", history.evaluations),
+            "o",
+            color=colours.ink,
+            markersize=4,
+            label="validation",
         )
     for number, event in enumerate(history.events("rewind")):
         label = "went back" if number == 0 else None
-        axes.axvline(event["to_step"], color=colours.alarm, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+        axes.axvline(
+            event["to_step"], color=colours.alarm, linewidth=1.2, linestyle=(0, (4, 3)), label=label
+        )
     skipped = [line["step"] for line in history.train if line["skipped"]]
     if skipped:
         top = np.full(len(skipped), np.percentile(losses_X, 98))
@@ -64,7 +79,9 @@ def gradient_norm(axes: Axes, history: History, colours: Colours) -> None:
     steps_X, norms_X = history.series("grad_norm")
     axes.plot(steps_X, np.maximum(norms_X, 1e-12), color=colours.second, linewidth=0.8)
     if clip := history.config.optim.clip_norm:
-        axes.axhline(clip, color=colours.faint, linewidth=1.0, linestyle=(0, (4, 3)), label="clipped above")
+        axes.axhline(
+            clip, color=colours.faint, linewidth=1.0, linestyle=(0, (4, 3)), label="clipped above"
+        )
     _logarithmic(axes, colours)
 
 
@@ -90,7 +107,14 @@ def _by_layer(axes: Axes, history: History, colours: Colours, kind: str) -> None
             number = layers.index(name)
             colour, alpha = colours.second, 0.25 + 0.75 * (number + 1) / len(layers)
             label = name.replace(".", " ") if number in (0, len(layers) - 1) else None
-        axes.plot(steps_X, np.maximum(values_X, 1e-12), color=colour, alpha=alpha, linewidth=1.2, label=label)
+        axes.plot(
+            steps_X,
+            np.maximum(values_X, 1e-12),
+            color=colour,
+            alpha=alpha,
+            linewidth=1.2,
+            label=label,
+        )
     _logarithmic(axes, colours)
 
 
@@ -105,22 +129,34 @@ def _logarithmic(axes: Axes, colours: Colours) -> None:
 
 def value_of_memory(axes: Axes, history: History, colours: Colours) -> None:
     """Validation loss with the training's memory and with none."""
-    without, with_memory = (history.series(name, history.evaluations) for name in ("loss_without_memory", "loss"))
-    axes.plot(*without, "o-", color=colours.faint, markersize=3.5, linewidth=1.2, label="without memory")
-    axes.plot(*with_memory, "o-", color=colours.second, markersize=3.5, linewidth=1.6, label="with memory")
+    without, with_memory = (
+        history.series(name, history.evaluations) for name in ("loss_without_memory", "loss")
+    )
+    axes.plot(
+        *without, "o-", color=colours.faint, markersize=3.5, linewidth=1.2, label="without memory"
+    )
+    axes.plot(
+        *with_memory, "o-", color=colours.second, markersize=3.5, linewidth=1.6, label="with memory"
+    )
 
 
 def progress(axes: Axes, history: History, colours: Colours) -> None:
     """The step over the time since the run began, with every failed attempt and every way back."""
     seconds_X, steps_X = history.progress
     unit, divisor = (
-        ("hours", 3600) if seconds_X[-1] > 7200 else ("minutes", 60) if seconds_X[-1] > 180 else ("seconds", 1)
+        ("hours", 3600)
+        if seconds_X[-1] > 7200
+        else ("minutes", 60)
+        if seconds_X[-1] > 180
+        else ("seconds", 1)
     )
     axes.plot(seconds_X / divisor, steps_X, color=colours.second, linewidth=1.6)
     failed_X, reached_X = history.setbacks
     if len(failed_X):
         words = "attempt failed, or went back"
-        axes.plot(failed_X / divisor, reached_X, "x", color=colours.alarm, markersize=7, label=words)
+        axes.plot(
+            failed_X / divisor, reached_X, "x", color=colours.alarm, markersize=7, label=words
+        )
     axes.set_xlabel(f"{unit} since the first start")
 
 
@@ -136,19 +172,25 @@ def overlaid_losses(axes: Axes, histories: Sequence[History], colours: Colours) 
     for number, history in enumerate(histories):
         colour = RUN_COLOURS[number % len(RUN_COLOURS)]
         steps_X, losses_X = history.smooth_loss
-        axes.plot(_tokens_at(steps_X, history), losses_X, color=colour, linewidth=1.6, label=history.name)
+        axes.plot(
+            _tokens_at(steps_X, history), losses_X, color=colour, linewidth=1.6, label=history.name
+        )
         if history.evaluations:
             steps_X, losses_X = history.series("loss", history.evaluations)
             axes.plot(_tokens_at(steps_X, history), losses_X, "o", color=colour, markersize=3.5)
     trained = np.concatenate([history.smooth_loss[1] for history in histories])
-    validated = np.concatenate([history.series("loss", history.evaluations)[1] for history in histories])
+    validated = np.concatenate(
+        [history.series("loss", history.evaluations)[1] for history in histories]
+    )
     _without_the_beginning(axes, trained, validated)
 
 
 def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
     """How many tokens the run had read after each of the steps."""
     return np.interp(
-        steps_X, [0, *(line["step"] for line in history.train)], [0, *(line["tokens"] for line in history.train)]
+        steps_X,
+        [0, *(line["step"] for line in history.train)],
+        [0, *(line["tokens"] for line in history.train)],
     )
 
 
@@ -156,5 +198,7 @@ def overlaid_speeds(axes: Axes, histories: Sequence[History], colours: Colours) 
     """Tokens per second over steps, a colour per run."""
     for number, history in enumerate(histories):
         colour = RUN_COLOURS[number % len(RUN_COLOURS)]
-        axes.plot(*history.series("tokens_per_second"), color=colour, linewidth=1.4, label=history.name)
+        axes.plot(
+            *history.series("tokens_per_second"), color=colour, linewidth=1.4, label=history.name
+        )
     axes.set_ylim(bottom=0)

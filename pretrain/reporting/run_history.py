@@ -36,10 +36,14 @@ class History:
     def name(self) -> str:
         """The run's name and its directory's, where that says more."""
         return (
-            self.config.name if self.path.name in (self.config.name, "") else f"{self.config.name} ({self.path.name})"
+            self.config.name
+            if self.path.name in (self.config.name, "")
+            else f"{self.config.name} ({self.path.name})"
         )
 
-    def series(self, name: str, lines: Sequence[Mapping[str, Any]] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def series(
+        self, name: str, lines: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a measurement, where there is one."""
         found = [
             (line["step"], line[name])
@@ -51,7 +55,9 @@ class History:
 
     def layers(self, kind: str) -> list[str]:
         """The layers that a kind of norm was measured of, such as `layer.0`."""
-        measured = next((line for line in self.train if any(key.startswith(f"{kind}/") for key in line)), {})
+        measured = next(
+            (line for line in self.train if any(key.startswith(f"{kind}/") for key in line)), {}
+        )
         return [key.removeprefix(f"{kind}/") for key in measured if key.startswith(f"{kind}/")]
 
     @cached_property
@@ -93,12 +99,18 @@ class History:
     @property
     def failures(self) -> list[Mapping[str, Any]]:
         """Attempts that ended badly, where a launcher or the run itself could still write it down."""
-        return [event for event in self.events(*FAILURES) if event.get("next") not in ("finished", "stopped")]
+        return [
+            event
+            for event in self.events(*FAILURES)
+            if event.get("next") not in ("finished", "stopped")
+        ]
 
     @property
     def seconds_under_way(self) -> float:
         """Time from the first start on in which the run was not finished, stopped or queued."""
-        return time_spent.elapsed_seconds(self.ledger, max(self.last_sign, time_of(self.ledger[-1])))
+        return time_spent.elapsed_seconds(
+            self.ledger, max(self.last_sign, time_of(self.ledger[-1]))
+        )
 
     @property
     def seconds_that_count(self) -> float:
@@ -122,7 +134,10 @@ class History:
     @property
     def setbacks(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds since the first start, and the newest saved or reached step, where an attempt failed or went back."""
-        points = [(time_of(event), event.get("step", 0)) for event in [*self.failures, *self.events("rewind")]]
+        points = [
+            (time_of(event), event.get("step", 0))
+            for event in [*self.failures, *self.events("rewind")]
+        ]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
 

@@ -34,4 +34,6 @@ class Fence:
         """Raise StaleAttempt if a newer attempt has claimed the run."""
         newest = self._path.read_text().strip()
         if newest != self.token:
-            raise StaleAttempt(f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}")
+            raise StaleAttempt(
+                f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}"
+            )

@@ -39,13 +39,19 @@ def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
     spent, since, has_begun = 0.0, None, False
     for event in ledger:
         has_begun = has_begun or is_beginning(event)
-        if since is None and (is_beginning(event) or (has_begun and event.get("event") == "job_started")):
+        if since is None and (
+            is_beginning(event) or (has_begun and event.get("event") == "job_started")
+        ):
             since = time_of(event)
-        elif since is not None and (is_finished(event) or is_request(event) or event.get("event") == "job_ended"):
+        elif since is not None and (
+            is_finished(event) or is_request(event) or event.get("event") == "job_ended"
+        ):
             spent, since = spent + time_of(event) - since, None
     return spent if since is None else spent + end - since
 
 
 def goodput(useful_seconds: float, spent_seconds: float) -> float | None:
     """The share, at most 1; None before there is any."""
-    return min(1.0, useful_seconds / spent_seconds) if spent_seconds > 0 and useful_seconds else None
+    return (
+        min(1.0, useful_seconds / spent_seconds) if spent_seconds > 0 and useful_seconds else None
+    )

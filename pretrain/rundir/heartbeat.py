@@ -59,7 +59,10 @@ class Heartbeat:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closing.set()
         self._writer.join()
@@ -85,10 +88,20 @@ class Heartbeat:
             )
 
     def _write(self, when: float, step: int, phase: Phase) -> None:
-        beat = {"time": when, "step": step, "phase": phase, "host": socket.gethostname(), "pid": os.getpid()}
+        beat = {
+            "time": when,
+            "step": step,
+            "phase": phase,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         beside = self._path.with_suffix(".tmp")
         try:
-            beside.write_text(json.dumps(beat))  # not synced: after a power cut nobody asks whether a rank is alive
+            beside.write_text(
+                json.dumps(beat)
+            )  # not synced: after a power cut nobody asks whether a rank is alive
             os.replace(beside, self._path)
-        except OSError as error:  # a full disk must not end a rank that still trains; the next save will say it
+        except (
+            OSError
+        ) as error:  # a full disk must not end a rank that still trains; the next save will say it
             print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)

@@ -95,13 +95,17 @@ class RunDir:
         run_dir = cls(path)
         if run_dir.exists():
             name = run_dir.identity.name
-            raise ConfigError(f"{path} already holds the run {name!r}; choose another --run-dir or resume that run")
+            raise ConfigError(
+                f"{path} already holds the run {name!r}; choose another --run-dir or resume that run"
+            )
         run_dir._refuse_strangers()
         for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
             directory.mkdir(parents=True, exist_ok=True)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         write_text(run_dir._config_file, dump_yaml(to_tree(config)))
-        write_json(run_dir._identity_file, asdict(RunIdentity(config.name, secrets.token_hex(6), created)))
+        write_json(
+            run_dir._identity_file, asdict(RunIdentity(config.name, secrets.token_hex(6), created))
+        )
         return run_dir
 
     @classmethod
@@ -109,7 +113,9 @@ class RunDir:
         """The directory of an existing run; ConfigError if it is none, or one of another version."""
         run_dir = cls(path)
         if not run_dir.exists():
-            raise ConfigError(f"{path} holds no run (there is no run.json in it); check the path or train one first")
+            raise ConfigError(
+                f"{path} holds no run (there is no run.json in it); check the path or train one first"
+            )
         if run_dir.identity.format != FORMAT:
             raise ConfigError(
                 f"{run_dir._identity_file} has format {run_dir.identity.format}, this version reads format {FORMAT}; "
@@ -118,7 +124,9 @@ class RunDir:
         return run_dir
 
     @classmethod
-    def create_or_resume(cls, path: Path, config: RunConfig, say: Callable[[str], None] = print) -> RunDir:
+    def create_or_resume(
+        cls, path: Path, config: RunConfig, say: Callable[[str], None] = print
+    ) -> RunDir:
         """The directory of the run that `config` describes, new or to be gone on with.
 
         Settings that differ from those of the run are said as `old -> new`; ConfigError unless each may change.
@@ -141,7 +149,9 @@ class RunDir:
         try:
             tree = json.loads(self._identity_file.read_text())
         except ValueError as error:
-            raise ConfigError(f"{self._identity_file} is not JSON: {error}; use a new --run-dir") from None
+            raise ConfigError(
+                f"{self._identity_file} is not JSON: {error}; use a new --run-dir"
+            ) from None
         return parse_config(RunIdentity, tree, source=str(self._identity_file))
 
     @property
@@ -225,10 +235,18 @@ class RunDir:
         """Raise ConfigError unless this run may go on with the settings of `config`."""
         changes = differences(to_tree(self.config), to_tree(config))
         step = max(steps_on_disk(self.checkpoints), default=0)
-        refused = [reason for key, (old, new) in changes.items() if (reason := _refusal(key, old, new, step))]
+        refused = [
+            reason
+            for key, (old, new) in changes.items()
+            if (reason := _refusal(key, old, new, step))
+        ]
         if refused:
             name = self.identity.name
-            whose = f"another run, {name!r} (not {config.name!r})" if name != config.name else f"the run {name!r}"
+            whose = (
+                f"another run, {name!r} (not {config.name!r})"
+                if name != config.name
+                else f"the run {name!r}"
+            )
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
                 + "\n  ".join(refused)
@@ -241,7 +259,11 @@ class RunDir:
         if not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; --run-dir must be a directory")
         names = sorted(entry.name for entry in self.path.iterdir())
-        strangers = [name for name in names if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)]
+        strangers = [
+            name
+            for name in names
+            if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)
+        ]
         if strangers:
             raise ConfigError(
                 f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); choose an empty --run-dir"

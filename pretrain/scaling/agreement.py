@@ -35,7 +35,9 @@ def warnings_of(approaches: Sequence[Approach], largest: float) -> list[str]:
         ratio = disagreement(approaches, log_flops)
         if ratio > DISAGREEMENT:
             found.append(f"at {where}, the approaches' optimal sizes differ {ratio:.2f}x")
-        found += contradictions({each.title: each.loss(log_flops) for each in approaches}, f"at {where}")
+        found += contradictions(
+            {each.title: each.loss(log_flops) for each in approaches}, f"at {where}"
+        )
     return found
 
 

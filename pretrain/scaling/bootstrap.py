@@ -14,10 +14,14 @@ from pretrain.scaling.points import Array, Points
 MOST_REDRAWS = 1000
 
 
-def parametric_draws(points: Points, fit: ParametricFit, rng: np.random.Generator, num_draws: int) -> Array:
+def parametric_draws(
+    points: Points, fit: ParametricFit, rng: np.random.Generator, num_draws: int
+) -> Array:
     """The laws theta [K, 5] of `num_draws` resamples of these runs. Covers 90-97 % at a nominal 95 % (simulated)."""
     weight_KP = pair_weights(len(points), rng, num_draws)
-    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+    n_P, d_P, l_P = (
+        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
+    )
     return fit_draws(n_P, d_P, l_P[None], weight_KP, fit.delta, start=fit.law.theta)
 
 
@@ -28,5 +32,7 @@ def pair_weights(count: int, rng: np.random.Generator, num_draws: int) -> Array:
         poor_K = (weight_KP > 0).sum(axis=1) < min(FEWEST_POINTS, count)
         if not poor_K.any():
             break
-        weight_KP[poor_K] = rng.multinomial(count, np.full(count, 1 / count), size=int(poor_K.sum()))
+        weight_KP[poor_K] = rng.multinomial(
+            count, np.full(count, 1 / count), size=int(poor_K.sum())
+        )
     return weight_KP.astype(float)

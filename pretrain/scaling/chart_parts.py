@@ -19,9 +19,22 @@ if TYPE_CHECKING:
 WIDTH_INCHES = 6.2
 PANELS_IN_A_ROW = 3
 LOSS = "loss (nats per token)"
-ORDERED_COLOURS = ("#4f83d6", "#3aa0b8", "#2f9e6e", "#86a03a", "#c9a02b", "#d9772f", "#d1495b", "#a05bb5")
+ORDERED_COLOURS = (
+    "#4f83d6",
+    "#3aa0b8",
+    "#2f9e6e",
+    "#86a03a",
+    "#c9a02b",
+    "#d9772f",
+    "#d1495b",
+    "#a05bb5",
+)
 # Decades that an axis spans at most -> where within a decade it has ticks
-TICKS_OF_A_DECADE = ((0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)), (2.2, (1.0, 2.0, 5.0)), (np.inf, (1.0,)))
+TICKS_OF_A_DECADE = (
+    (0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)),
+    (2.2, (1.0, 2.0, 5.0)),
+    (np.inf, (1.0,)),
+)
 
 
 @dataclass(frozen=True)
@@ -38,13 +51,17 @@ PAGE = Palette(report.INK, report.FAINT, report.GRID, report.SURFACE)
 PRINT = Palette("#22252a", "#50555d", "#e4e2dc", "#ffffff")
 
 
-def canvas(palette: Palette, height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def canvas(
+    palette: Palette, height_inches: float, x_label: str, y_label: str
+) -> tuple[Figure, Axes]:
     """A figure with quiet axes, and its axes."""
     figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label)
     return figure, axes
 
 
-def panels(palette: Palette, height_inches: float, count: int, x_label: str, y_label: str) -> tuple[Figure, list[Axes]]:
+def panels(
+    palette: Palette, height_inches: float, count: int, x_label: str, y_label: str
+) -> tuple[Figure, list[Axes]]:
     """A figure of `count` axes beside each other that share their scales; each row is `height_inches` high."""
     from matplotlib.figure import Figure
 
@@ -71,7 +88,9 @@ def log_ticks(axis: Axis, text: Callable[[float], str]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    places = next(places for decades, places in TICKS_OF_A_DECADE if np.log10(high / low) <= decades)
+    places = next(
+        places for decades, places in TICKS_OF_A_DECADE if np.log10(high / low) <= decades
+    )
     axis.set_major_locator(LogLocator(subs=places, numticks=12))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
@@ -126,7 +145,10 @@ def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> No
 
 def spread_colours(count: int) -> list[str]:
     """As many colours as there are values, in an order that follows theirs."""
-    return [ORDERED_COLOURS[round(i * (len(ORDERED_COLOURS) - 1) / max(1, count - 1))] for i in range(count)]
+    return [
+        ORDERED_COLOURS[round(i * (len(ORDERED_COLOURS) - 1) / max(1, count - 1))]
+        for i in range(count)
+    ]
 
 
 def _make_quiet(axes: Axes, palette: Palette) -> None:

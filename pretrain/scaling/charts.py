@@ -50,12 +50,21 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
     for budget, colour in zip(budgets, spread_colours(len(budgets)), strict=True):
         mine = points.budget_P == budget
         label = f"{budget:.3g}" if len(budgets) <= FEW_LABELS else None
-        axes.plot(points.parameters_P[mine], points.loss_P[mine], "o", color=colour, markersize=4, label=label)
+        axes.plot(
+            points.parameters_P[mine],
+            points.loss_P[mine],
+            "o",
+            color=colour,
+            markersize=4,
+            label=label,
+        )
         valley = next((v for v in isoflop.valleys if v.budget == budget), None) if isoflop else None
         if valley and np.isfinite(valley.parameters):
             _parabola(axes, valley, colour)
         if valley and valley.is_used:
-            axes.plot([valley.parameters], [valley.loss], "*", color=palette.ink, markersize=9, zorder=5)
+            axes.plot(
+                [valley.parameters], [valley.loss], "*", color=palette.ink, markersize=9, zorder=5
+            )
     if isoflop:
         axes.plot([], [], "*", color=palette.ink, markersize=9, label="lowest point")
     axes.set_xscale("log")
@@ -68,14 +77,24 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
 def frontier(fit: Fit, palette: Palette) -> Figure:
     """Every run's loss over its FLOPs, and the least loss that each approach predicts, with bands."""
     figure, axes = canvas(palette, 4.2, FLOPS, LOSS)
-    axes.plot(fit.points.flops_P, fit.points.loss_P, "o", color=palette.faint, markersize=3, alpha=0.7, label="runs")
+    axes.plot(
+        fit.points.flops_P,
+        fit.points.loss_P,
+        "o",
+        color=palette.faint,
+        markersize=3,
+        alpha=0.7,
+        label="runs",
+    )
     log_flops_X = _axis_of_flops(fit)
     for approach in fit.approaches:
         values = [approach.loss(float(c)) for c in log_flops_X]
         _line_with_band(axes, log_flops_X, values, APPROACH_COLOURS[approach.key], approach.title)
     if fit.holdouts:
         flops, losses = zip(*((item.flops, item.measured) for item in fit.holdouts), strict=True)
-        axes.plot(flops, losses, "D", color=palette.ink, markersize=5, label="run held out", zorder=5)
+        axes.plot(
+            flops, losses, "D", color=palette.ink, markersize=5, label="run held out", zorder=5
+        )
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -87,13 +106,23 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
 
 def optimal_sizes(fit: Fit, palette: Palette) -> Figure:
     """N* over C for each approach, with bands and the lowest points of approach 2's parabolas."""
-    return _optimum(fit, palette, "optimal parameters N*", lambda approach, c: approach.parameters(c), tokens=False)
+    return _optimum(
+        fit,
+        palette,
+        "optimal parameters N*",
+        lambda approach, c: approach.parameters(c),
+        tokens=False,
+    )
 
 
 def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
     """D* over C for each approach, with bands."""
     return _optimum(
-        fit, palette, "optimal tokens D*", lambda approach, c: approach.tokens(c, fit.flops_law), tokens=True
+        fit,
+        palette,
+        "optimal tokens D*",
+        lambda approach, c: approach.tokens(c, fit.flops_law),
+        tokens=True,
     )
 
 
@@ -110,7 +139,9 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
     error_P = 100 * relative_error(predicted_P, points.loss_P)
     ratio_P = points.tokens_P / points.parameters_P
     norm = LogNorm(ratio_P.min(), max(ratio_P.max(), 1.01 * ratio_P.min()))
-    shown = axes.scatter(points.flops_P, error_P, c=ratio_P, cmap="viridis", norm=norm, s=18, linewidths=0)
+    shown = axes.scatter(
+        points.flops_P, error_P, c=ratio_P, cmap="viridis", norm=norm, s=18, linewidths=0
+    )
     axes.axhline(0, color=palette.faint, linewidth=0.8)
     axes.set_xscale("log")
     log_flops_axis(axes)
@@ -129,13 +160,31 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
     assert envelope
     curves = envelope.curves
     flops_G = np.exp(curves.log_flops_G)
-    one = "loss of a run while it trains" if envelope.kind == "curves" else "finished runs of one size"
+    one = (
+        "loss of a run while it trains"
+        if envelope.kind == "curves"
+        else "finished runs of one size"
+    )
     for index, loss_G in enumerate(curves.loss_RG):
-        axes.plot(flops_G, loss_G, color=palette.faint, linewidth=0.8, alpha=0.6, label=None if index else one)
+        axes.plot(
+            flops_G,
+            loss_G,
+            color=palette.faint,
+            linewidth=0.8,
+            alpha=0.6,
+            label=None if index else one,
+        )
     inside = np.isfinite(envelope.n_G)
     lowest_G = np.nanmin(np.where(np.isfinite(curves.loss_RG), curves.loss_RG, np.inf), axis=0)
     label = "lowest, with a smaller and a larger size beside it"
-    axes.plot(flops_G[inside], lowest_G[inside], "o", color=APPROACH_COLOURS["envelope"], markersize=3.5, label=label)
+    axes.plot(
+        flops_G[inside],
+        lowest_G[inside],
+        "o",
+        color=APPROACH_COLOURS["envelope"],
+        markersize=3.5,
+        label=label,
+    )
     axes.set_xscale("log")
     axes.set_yscale("log")
     log_flops_axis(axes)
@@ -150,12 +199,25 @@ def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens:
     for approach in fit.approaches:
         values = [value_of(approach, float(c)) for c in log_flops_X]
         _line_with_band(axes, log_flops_X, values, APPROACH_COLOURS[approach.key], approach.title)
-    used = [valley for valley in fit.estimates.isoflop.valleys if valley.is_used] if fit.estimates.isoflop else []
+    used = (
+        [valley for valley in fit.estimates.isoflop.valleys if valley.is_used]
+        if fit.estimates.isoflop
+        else []
+    )
     if used:
-        budget_F, size_F = (np.array([getattr(v, name) for v in used]) for name in ("budget", "parameters"))
+        budget_F, size_F = (
+            np.array([getattr(v, name) for v in used]) for name in ("budget", "parameters")
+        )
         if tokens:
             size_F = np.exp(fit.flops_law.log_tokens(np.log(budget_F), np.log(size_F)))
-        axes.plot(budget_F, size_F, "*", color=palette.ink, markersize=8, label="lowest point of a parabola")
+        axes.plot(
+            budget_F,
+            size_F,
+            "*",
+            color=palette.ink,
+            markersize=8,
+            label="lowest point of a parabola",
+        )
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -176,15 +238,26 @@ def _axis_of_flops(fit: Fit) -> Array:
     return np.linspace(low, high, BAND_POINTS)
 
 
-def _line_with_band(axes: Axes, log_flops_X: Array, values: Sequence, colour: str, label: str) -> None:
+def _line_with_band(
+    axes: Axes, log_flops_X: Array, values: Sequence, colour: str, label: str
+) -> None:
     flops_X = np.exp(log_flops_X)
     axes.plot(flops_X, [item.value for item in values], color=colour, linewidth=1.5, label=label)
     axes.fill_between(
-        flops_X, [item.low for item in values], [item.high for item in values], color=colour, alpha=0.16, linewidth=0
+        flops_X,
+        [item.low for item in values],
+        [item.high for item in values],
+        color=colour,
+        alpha=0.16,
+        linewidth=0,
     )
 
 
 def _largest_budget(axes: Axes, fit: Fit, palette: Palette) -> None:
     axes.axvline(
-        fit.points.flops_P.max(), color=palette.faint, linewidth=0.8, linestyle=(0, (4, 3)), label="largest run fitted"
+        fit.points.flops_P.max(),
+        color=palette.faint,
+        linewidth=0.8,
+        linestyle=(0, (4, 3)),
+        label="largest run fitted",
     )

@@ -44,10 +44,14 @@ class LeftOut:
     """What the runs below the largest budget would have predicted for it."""
 
     budget: float
-    law_error: float | None  # mean |relative error| of approach 3 over that budget's runs; None without approach 3
+    law_error: (
+        float | None
+    )  # mean |relative error| of approach 3 over that budget's runs; None without approach 3
     optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
     unavailable: dict[str, str]  # approach -> why those runs do not allow it
-    measured: tuple[float, float] | None  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
+    measured: (
+        tuple[float, float] | None
+    )  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
 
 
 def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
@@ -55,7 +59,10 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
     budgets = points.budgets
     if len(budgets) < 3:
         return None
-    rest, last = points.take(points.budget_P < budgets[-1]), points.take(points.budget_P == budgets[-1])
+    rest, last = (
+        points.take(points.budget_P < budgets[-1]),
+        points.take(points.budget_P == budgets[-1]),
+    )
     estimates = estimate(rest)
     log_flops = float(np.log(last.flops_P).mean())
     optimum = {
@@ -123,6 +130,7 @@ def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Predic
 def loss_interval(law: LawLine, draws: LawLine, parameters: float, tokens: float) -> Interval:
     """L(N, D) and the interval of the draws."""
     value, draws_K = (
-        np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0]) for line in (law, draws)
+        np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0])
+        for line in (law, draws)
     )
     return interval(value, draws_K)

@@ -24,14 +24,29 @@ MARGIN = 0.25
 
 def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
     """The bootstrap's alpha and beta: how well the runs tell the two exponents."""
-    figure, axes = canvas(palette, 3.6, "alpha, exponent of the size N", "beta, exponent of the data D")
+    figure, axes = canvas(
+        palette, 3.6, "alpha, exponent of the size N", "beta, exponent of the data D"
+    )
     law = fit.approach("parametric")
     assert law
     assert isinstance(law.line, LawLine)
     assert isinstance(law.draws, LawLine)
     alpha_K, beta_K = law.draws.theta[:, 3], law.draws.theta[:, 4]
-    _cloud(axes, alpha_K, beta_K, APPROACH_COLOURS["parametric"], counted(fit.num_draws, "bootstrap draw"))
-    axes.plot([law.line.theta[3]], [law.line.theta[4]], "*", color=palette.ink, markersize=10, label="fit of all runs")
+    _cloud(
+        axes,
+        alpha_K,
+        beta_K,
+        APPROACH_COLOURS["parametric"],
+        counted(fit.num_draws, "bootstrap draw"),
+    )
+    axes.plot(
+        [law.line.theta[3]],
+        [law.line.theta[4]],
+        "*",
+        color=palette.ink,
+        markersize=10,
+        label="fit of all runs",
+    )
     outside = _keep_to_the_middle(axes, alpha_K, beta_K)
     legend(axes, palette, title=outside)
     return figure
@@ -41,10 +56,14 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
     """The bootstrap's optimum beyond the largest budget: size against loss, by every approach."""
     flops, _ = beyond(float(fit.points.budgets[-1]))
     log_flops = float(np.log(flops))
-    figure, axes = canvas(palette, 3.6, f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}")
+    figure, axes = canvas(
+        palette, 3.6, f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
+    )
     clouds = []
     for approach in fit.approaches:
-        clouds.append((np.exp(approach.draws.log_parameters(log_flops)), approach.draws.loss(log_flops)))
+        clouds.append(
+            (np.exp(approach.draws.log_parameters(log_flops)), approach.draws.loss(log_flops))
+        )
         size_K, loss_K = clouds[-1]
         _cloud(axes, size_K, loss_K, APPROACH_COLOURS[approach.key], f"{approach.title}, draws")
     for index, approach in enumerate(fit.approaches):

@@ -43,7 +43,9 @@ class Row:
     schedule: str = ""
     learning_rate: float | str = ""
     tokens_per_step: int | str = ""
-    seconds: float | str = ""  # of training, without evaluations and saves, where the run measured it
+    seconds: float | str = (
+        ""  # of training, without evaluations and saves, where the run measured it
+    )
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
 
@@ -74,7 +76,9 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
             continue
         parameters = cost_of(config := run_dir.config).parameters
         steps = [
-            item for item in run_dir.read_metrics() if item.get("kind") == "train" and _is_finite(item.get("loss"))
+            item
+            for item in run_dir.read_metrics()
+            if item.get("kind") == "train" and _is_finite(item.get("loss"))
         ]
         if len(steps) < 2:
             continue
@@ -91,7 +95,11 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
 def flops_after(config: RunConfig, steps: Sequence[int]) -> Array:
     """The FLOPs of the run after each of `steps`: they grow evenly from one phase's begin to the next one's."""
     last = max(steps)
-    borders = [0, *(phase.from_step for phase in config.data.phases if phase.from_step < last), last]
+    borders = [
+        0,
+        *(phase.from_step for phase in config.data.phases if phase.from_step < last),
+        last,
+    ]
     return np.interp(steps, borders, [cost_of(config, border).flops for border in borders])
 
 
@@ -118,15 +126,27 @@ def row_of(cell: Cell, directory: Path) -> Row:
     budget = cell.facts.get("budget", "")
     run_dir = RunDir(directory)
     if not run_dir.exists():
-        return Row(name=cell.name, budget=budget, holdout=holdout, excluded="never started: there is no run directory")
+        return Row(
+            name=cell.name,
+            budget=budget,
+            holdout=holdout,
+            excluded="never started: there is no run directory",
+        )
     measured = run_dir.read_metrics()
     step = max((item["step"] for item in measured), default=0)
     try:
         config = run_dir.config
         cost = cost_of(config, step)
     except ConfigError as error:
-        return Row(name=cell.name, budget=budget, holdout=holdout, excluded=f"its config.yaml cannot be read: {error}")
-    evaluations = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
+        return Row(
+            name=cell.name,
+            budget=budget,
+            holdout=holdout,
+            excluded=f"its config.yaml cannot be read: {error}",
+        )
+    evaluations = [
+        item for item in measured if item.get("kind") == "evaluation" and item["step"] == step
+    ]
     loss = evaluations[-1].get("loss") if evaluations else None
     return Row(
         name=cell.name,
@@ -144,7 +164,11 @@ def row_of(cell: Cell, directory: Path) -> Row:
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,
         seconds=sum(item["seconds"] for item in measured if item.get("seconds")) or "",
-        code=" ".join(dict.fromkeys(str(event["code"]) for event in run_dir.read_ledger() if event.get("code"))),
+        code=" ".join(
+            dict.fromkeys(
+                str(event["code"]) for event in run_dir.read_ledger() if event.get("code")
+            )
+        ),
         excluded=_reason(step, config.optim.steps, evaluations, loss),
     )
 

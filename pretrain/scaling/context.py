@@ -39,7 +39,9 @@ class ContextRun:
         }
 
 
-def plan_contexts(base: RunConfig, segments: Sequence[int], memories: Sequence[int]) -> list[ContextRun]:
+def plan_contexts(
+    base: RunConfig, segments: Sequence[int], memories: Sequence[int]
+) -> list[ContextRun]:
     """Every segment length with every memory length, at the tokens and at the FLOPs of the base experiment.
 
     Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for too few steps.
@@ -48,7 +50,9 @@ def plan_contexts(base: RunConfig, segments: Sequence[int], memories: Sequence[i
     if not segments or not memories or min(segments) < 1 or min(memories) < 0:
         raise ConfigError("--segments must be positive and --memories 0 or more")
     if len({*segments}) * len({*memories}) < 2:
-        raise ConfigError("one segment with one memory length compares nothing; give at least two of either")
+        raise ConfigError(
+            "one segment with one memory length compares nothing; give at least two of either"
+        )
     runs: list[ContextRun] = []
     for segment in sorted({*segments}):
         for memory in sorted({*memories}):
@@ -73,15 +77,28 @@ def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
 def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[ContextRun]:
     """The run at the base's tokens and at its FLOPs; one for both where that is the same number of steps."""
     budget, cost = cost_of(base).flops, cost_of(run)
-    steps = {"tokens": base.optim.steps, "flops": round(budget / (cost.flops_per_token * cost.tokens_per_step))}
+    steps = {
+        "tokens": base.optim.steps,
+        "flops": round(budget / (cost.flops_per_token * cost.tokens_per_step)),
+    }
     if steps["tokens"] == steps["flops"]:
         return [_run(run, context, base.optim.steps, same_tokens=True, same_flops=True)]
     return [
-        _run(run, f"{context}-same-{kind}", count, same_tokens=kind == "tokens", same_flops=kind == "flops")
+        _run(
+            run,
+            f"{context}-same-{kind}",
+            count,
+            same_tokens=kind == "tokens",
+            same_flops=kind == "flops",
+        )
         for kind, count in steps.items()
     ]
 
 
-def _run(run: RunConfig, name: str, steps: int, *, same_tokens: bool, same_flops: bool) -> ContextRun:
+def _run(
+    run: RunConfig, name: str, steps: int, *, same_tokens: bool, same_flops: bool
+) -> ContextRun:
     run = replace(with_steps(run, steps), name=name, evaluation=replace(run.evaluation, interval=0))
-    return ContextRun(name=name, run=run, cost=cost_of(run), same_tokens=same_tokens, same_flops=same_flops)
+    return ContextRun(
+        name=name, run=run, cost=cost_of(run), same_tokens=same_tokens, same_flops=same_flops
+    )

@@ -26,13 +26,26 @@ MOST_LABELS = 5  # of an axis of a panel
 
 def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
     """Loss over the memory length of training (and evaluation), a line per segment length."""
-    figure, axes = canvas(palette, 3.4, "memory length M, in training as in evaluation (tokens)", LOSS)
+    figure, axes = canvas(
+        palette, 3.4, "memory length M, in training as in evaluation (tokens)", LOSS
+    )
     memories = sorted({row.memory_length for row in rows})
     segments = sorted({row.segment_length for row in rows})
     for segment, colour in zip(segments, spread_colours(len(segments)), strict=True):
-        mine = sorted((row for row in rows if row.segment_length == segment), key=lambda row: row.memory_length)
+        mine = sorted(
+            (row for row in rows if row.segment_length == segment),
+            key=lambda row: row.memory_length,
+        )
         places = [memories.index(row.memory_length) for row in mine]
-        axes.plot(places, [row.loss for row in mine], "o-", color=colour, markersize=4, linewidth=1.4, label=segment)
+        axes.plot(
+            places,
+            [row.loss for row in mine],
+            "o-",
+            color=colour,
+            markersize=4,
+            linewidth=1.4,
+            label=segment,
+        )
     axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
     plain_ticks(axes.yaxis)
     legend(axes, palette, title="segment length T (tokens)")
@@ -53,14 +66,18 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
             _line(axes, [row for row in rows if (row.segment_length, row.memory_length) == (segment, memory)],
                   evaluated, colour, palette)  # fmt: skip
         every = -(-len(evaluated) // MOST_LABELS)
-        axes.set_xticks(range(0, len(evaluated), every), [str(length) for length in evaluated[::every]])
+        axes.set_xticks(
+            range(0, len(evaluated), every), [str(length) for length in evaluated[::every]]
+        )
         plain_ticks(axes.yaxis)
     title = "memory length M in training (tokens); in a ring: evaluated as trained"
     legend_above(figure, all_axes[0], palette, title)
     return figure
 
 
-def _line(axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], colour: str, palette: Palette) -> None:
+def _line(
+    axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], colour: str, palette: Palette
+) -> None:
     rows = sorted(rows, key=lambda row: int(row.evaluated_memory))
     if not rows:
         return
@@ -70,7 +87,11 @@ def _line(axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], colo
         label=str(rows[0].memory_length),
     )  # fmt: skip
     as_trained = [
-        (place, row.loss) for place, row in zip(places, rows, strict=True) if row.evaluated_memory == row.memory_length
+        (place, row.loss)
+        for place, row in zip(places, rows, strict=True)
+        if row.evaluated_memory == row.memory_length
     ]
     for place, loss in as_trained:
-        axes.plot([place], [loss], "o", markersize=8, markerfacecolor="none", markeredgecolor=palette.ink)
+        axes.plot(
+            [place], [loss], "o", markersize=8, markerfacecolor="none", markeredgecolor=palette.ink
+        )

@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = {  # attribute of a row -> title, what is equal in words
-    "same_tokens": ("Equal tokens", "All runs: the same model and tokens; a longer context costs more FLOPs"),
-    "same_flops": ("Equal FLOPs", "All runs: the same model and FLOPs; a longer context reads fewer tokens"),
+    "same_tokens": (
+        "Equal tokens",
+        "All runs: the same model and tokens; a longer context costs more FLOPs",
+    ),
+    "same_flops": (
+        "Equal FLOPs",
+        "All runs: the same model and FLOPs; a longer context reads fewer tokens",
+    ),
 }
 
 
@@ -50,7 +56,11 @@ def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
     ]  # fmt: skip
     return section(
         title,
-        _drawn(directory / f"{name}.png", lambda palette: context_charts.loss_by_memory(mine, palette), caption),
+        _drawn(
+            directory / f"{name}.png",
+            lambda palette: context_charts.loss_by_memory(mine, palette),
+            caption,
+        ),
         table(["segment", "memory", "tokens", "FLOPs", "loss"], cells),
     )
 

@@ -12,7 +12,14 @@ from pretrain.scaling.collect import row_of
 from pretrain.scaling.csv_files import csv_rows, flag
 from pretrain.scaling.sweep_file import Cell, Sweep
 
-TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the memory in training; of the segment for runs trained without memory
+TIMES = (
+    0.0,
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+)  # of the memory in training; of the segment for runs trained without memory
 NUMBERS = ("segment_length", "memory_length", "N", "D", "C", "evaluated_memory", "times", "loss")
 
 # A run's directory and memory lengths -> the loss with each
@@ -41,7 +48,9 @@ def context_rows(sweep: Sweep, runs: Path, evaluate: Evaluate) -> list[ContextRo
     """Rows of every cell of a sweep that `scale context plan` wrote; DataError for another sweep."""
     foreign = next((cell.name for cell in sweep.cells if "same_tokens" not in cell.facts), None)
     if foreign is not None:
-        raise DataError(f"cell {foreign} belongs to no context sweep; give one that 'scale context plan' wrote")
+        raise DataError(
+            f"cell {foreign} belongs to no context sweep; give one that 'scale context plan' wrote"
+        )
     return [row for cell in sweep.cells for row in _rows(cell, runs / cell.name, evaluate)]
 
 
@@ -50,10 +59,14 @@ def read_context(path: Path) -> list[ContextRow]:
     found = []
     for line, row in csv_rows(path, "'pretrain scale context collect' writes it"):
         missing = [
-            name for name in ("name", "same_tokens", "same_flops", "excluded", *NUMBERS) if row.get(name) is None
+            name
+            for name in ("name", "same_tokens", "same_flops", "excluded", *NUMBERS)
+            if row.get(name) is None
         ]
         if missing:
-            raise DataError(f"{path}: no column {missing[0]!r}; expected what 'scale context collect' writes")
+            raise DataError(
+                f"{path}: no column {missing[0]!r}; expected what 'scale context collect' writes"
+            )
         if not row["excluded"]:
             found.append(_parsed(row, f"{path}: row {line}"))
     if not found:
@@ -100,10 +113,14 @@ def _parsed(row: dict[str, str], where: str) -> ContextRow:
         except ValueError:
             values[name] = math.nan
         if not math.isfinite(values[name]) or values[name] < 0:
-            raise DataError(f"{where}: {name}={row[name]!r}, expected a number of 0 or more; collect again")
+            raise DataError(
+                f"{where}: {name}={row[name]!r}, expected a number of 0 or more; collect again"
+            )
     for name in ("same_tokens", "same_flops"):
         if flag(row[name]) is None:
-            raise DataError(f"{where}: {name}={row[name]!r}, expected yes or nothing; collect again")
+            raise DataError(
+                f"{where}: {name}={row[name]!r}, expected yes or nothing; collect again"
+            )
     return ContextRow(
         name=row["name"],
         same_tokens="yes" if flag(row["same_tokens"]) else "",

@@ -20,7 +20,9 @@ def text_of(path: Path, origin: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8") from None
+        raise DataError(
+            f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8"
+        ) from None
 
 
 def flag(value: object) -> bool | None:
@@ -34,6 +36,8 @@ def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
     rows = []
     for number, row in enumerate(csv.DictReader(text_of(path, origin).splitlines()), 2):
         if None in row:
-            raise DataError(f"{path}: row {number} has more cells than the header names; is there a stray comma?")
+            raise DataError(
+                f"{path}: row {number} has more cells than the header names; is there a stray comma?"
+            )
         rows.append((number, row))
     return rows

@@ -43,7 +43,9 @@ class EnvelopeFit:
 
     kind: str
     curves: Curves = field(repr=False)
-    n_G: Array = field(repr=False)  # ln N of the lowest curve; NaN where it is the smallest or largest there
+    n_G: Array = field(
+        repr=False
+    )  # ln N of the lowest curve; NaN where it is the smallest or largest there
     frontier: Frontier
     warnings: tuple[str, ...]
 
@@ -53,7 +55,11 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
 
     Raises DataError when fewer than two sizes are ever the lowest one with a smaller and a larger beside it.
     """
-    curves = training_curves(training) if training else _joined_by_size(points) or _budgets_as_places(points)
+    curves = (
+        training_curves(training)
+        if training
+        else _joined_by_size(points) or _budgets_as_places(points)
+    )
     n_KG, loss_KG = _lowest(curves, np.ones((1, len(curves.n_R)), bool))
     winners = np.unique(n_KG[np.isfinite(n_KG)])
     if len(winners) < 2:
@@ -65,7 +71,9 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
     if len(winners) < GOOD_WINNERS:
         warnings.append(f"only {len(winners)} sizes are ever the lowest: the frontier is one step")
     frontier = fit_frontier(curves.log_flops_G, n_KG[0], loss_KG[0])
-    return EnvelopeFit(kind=curves.kind, curves=curves, n_G=n_KG[0], frontier=frontier, warnings=tuple(warnings))
+    return EnvelopeFit(
+        kind=curves.kind, curves=curves, n_G=n_KG[0], frontier=frontier, warnings=tuple(warnings)
+    )
 
 
 def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -> Frontier:
@@ -76,9 +84,12 @@ def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -
         there_RG = np.isfinite(fit.curves.loss_RG)
         for column in range(there_RG.shape[1]):
             mine = np.flatnonzero(there_RG[:, column])
-            present_KR[:, mine] = rng.multinomial(len(mine), np.full(len(mine), 1 / len(mine)), size=num_draws) > 0
+            present_KR[:, mine] = (
+                rng.multinomial(len(mine), np.full(len(mine), 1 / len(mine)), size=num_draws) > 0
+            )
     parts = [
-        _lowest(fit.curves, present_KR[first : first + DRAWS_AT_ONCE]) for first in range(0, num_draws, DRAWS_AT_ONCE)
+        _lowest(fit.curves, present_KR[first : first + DRAWS_AT_ONCE])
+        for first in range(0, num_draws, DRAWS_AT_ONCE)
     ]
     n_KG, loss_KG = (np.concatenate(part) for part in zip(*parts, strict=True))
     return fit_frontier(fit.curves.log_flops_G, n_KG, loss_KG)
@@ -106,22 +117,36 @@ def _joined_by_size(points: Points) -> Curves | None:
             y = [np.log(mine.loss_P[mine.flops_P == flops]).mean() for flops in x]
             pieces.append((float(np.log(size)), np.log(x), np.array(y)))
             num_runs += len(mine)
-    return _on_common_places("sizes", pieces) if len(pieces) >= 3 and 2 * num_runs >= len(points) else None
+    return (
+        _on_common_places("sizes", pieces)
+        if len(pieces) >= 3 and 2 * num_runs >= len(points)
+        else None
+    )
 
 
 def _on_common_places(kind: str, pieces: list[tuple[float, Array, Array]]) -> Curves:
     low, high = min(x[0] for _, x, _ in pieces), max(x[-1] for _, x, _ in pieces)
     log_flops_G = np.linspace(low, high, NUM_PLACES)
-    loss_RG = [np.exp(np.interp(log_flops_G, x, y, left=np.nan, right=np.nan)) for _, x, y in pieces]
+    loss_RG = [
+        np.exp(np.interp(log_flops_G, x, y, left=np.nan, right=np.nan)) for _, x, y in pieces
+    ]
     return Curves(
-        kind=kind, n_R=np.array([n for n, _, _ in pieces]), log_flops_G=log_flops_G, loss_RG=np.array(loss_RG)
+        kind=kind,
+        n_R=np.array([n for n, _, _ in pieces]),
+        log_flops_G=log_flops_G,
+        loss_RG=np.array(loss_RG),
     )
 
 
 def _budgets_as_places(points: Points) -> Curves:
     budgets = points.budgets
     loss_RG = np.where(points.budget_P[:, None] == budgets, points.loss_P[:, None], np.nan)
-    return Curves(kind="minimum", n_R=np.log(points.parameters_P), log_flops_G=np.log(budgets), loss_RG=loss_RG)
+    return Curves(
+        kind="minimum",
+        n_R=np.log(points.parameters_P),
+        log_flops_G=np.log(budgets),
+        loss_RG=loss_RG,
+    )
 
 
 def _lowest(curves: Curves, present_KR: Array) -> tuple[Array, Array]:

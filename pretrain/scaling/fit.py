@@ -62,7 +62,9 @@ def fit_all(
     estimates = estimate(points, training)
     approaches = _with_draws(points, estimates, flops_law, np.random.default_rng(seed), num_draws)
     if not approaches:
-        reasons = "; ".join(f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items())
+        reasons = "; ".join(
+            f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items()
+        )
         raise DataError(f"{points.source}: no approach fits these runs ({reasons})")
     law = next((approach for approach in approaches if approach.key == "parametric"), None)
     holdouts: tuple[Prediction, ...] = ()
@@ -83,20 +85,38 @@ def fit_all(
 
 
 def _with_draws(
-    points: Points, estimates: Estimates, flops_law: FlopsLaw, rng: np.random.Generator, num_draws: int
+    points: Points,
+    estimates: Estimates,
+    flops_law: FlopsLaw,
+    rng: np.random.Generator,
+    num_draws: int,
 ) -> tuple[Approach, ...]:
     lines = estimates.lines(flops_law)
     found: list[Approach] = []
     if estimates.envelope:
         draws = envelope_draws(estimates.envelope, rng, num_draws)
-        found.append(Approach("envelope", TITLES["envelope"], lines["envelope"], draws, estimates.envelope.warnings))
+        found.append(
+            Approach(
+                "envelope",
+                TITLES["envelope"],
+                lines["envelope"],
+                draws,
+                estimates.envelope.warnings,
+            )
+        )
     if estimates.isoflop:
         draws = isoflop_draws(points, estimates.isoflop, rng, num_draws)
-        found.append(Approach("isoflop", TITLES["isoflop"], lines["isoflop"], draws, estimates.isoflop.warnings))
+        found.append(
+            Approach(
+                "isoflop", TITLES["isoflop"], lines["isoflop"], draws, estimates.isoflop.warnings
+            )
+        )
     if estimates.parametric:
         draws = LawLine(parametric_draws(points, estimates.parametric, rng, num_draws), flops_law)
         warnings = estimates.parametric.warnings
-        found.append(Approach("parametric", TITLES["parametric"], lines["parametric"], draws, warnings))
+        found.append(
+            Approach("parametric", TITLES["parametric"], lines["parametric"], draws, warnings)
+        )
     return tuple(found)
 
 
@@ -113,7 +133,9 @@ def refuse_single_budget(points: Points) -> None:
 
 def _warnings(fit: Fit) -> list[str]:
     found: list[str] = []
-    mid_schedule = [item.name for item in fit.points.excluded if item.reason.startswith("mid-schedule")]
+    mid_schedule = [
+        item.name for item in fit.points.excluded if item.reason.startswith("mid-schedule")
+    ]
     if mid_schedule:
         found.append(
             f"{counted(len(mid_schedule), 'mid-schedule point')} left out ({mid_schedule[0]}"

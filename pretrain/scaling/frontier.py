@@ -34,14 +34,18 @@ class Frontier:
 
     def loss(self, log_flops: float | Array) -> Array:
         """The least loss at C FLOPs."""
-        return self.floor + np.exp(self.log_loss_scale - self.decay * (np.asarray(log_flops) - self.center))
+        return self.floor + np.exp(
+            self.log_loss_scale - self.decay * (np.asarray(log_flops) - self.center)
+        )
 
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
         """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
         return self.power, 1 - flops_law.power * self.power
 
 
-def fit_frontier(log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None) -> Frontier:
+def fit_frontier(
+    log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None
+) -> Frontier:
     """Least-squares power laws through the places of each draw; NaN for draws with fewer than two places."""
     there_KF = np.isfinite(n_KF) & np.isfinite(loss_KF)
     weight_KF = np.where(there_KF, 1.0 if weight_KF is None else weight_KF, 0.0)
@@ -55,7 +59,10 @@ def fit_frontier(log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Arr
         log_loss_scale, slope = _line(x_F, np.log(loss_KF), weight_KF)
         floor, decay = np.zeros_like(slope), -slope
     unknown = (weight_KF > 0).sum(axis=-1) < 2
-    fields = (np.where(unknown, np.nan, value) for value in (log_scale, power, floor, log_loss_scale, decay))
+    fields = (
+        np.where(unknown, np.nan, value)
+        for value in (log_scale, power, floor, log_loss_scale, decay)
+    )
     names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
     return Frontier(**dict(zip(names, fields, strict=True)), center=center)
 
@@ -83,11 +90,15 @@ def _decay_to_floor(x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array
         ratio /= 5
     error, floor, scale = _linear_part(grid, x_F, loss_KF, weight_KF)
     chosen = error.argmin(axis=-1)[..., None]
-    floor, scale, decay = (np.take_along_axis(value, chosen, axis=-1)[..., 0] for value in (floor, scale, grid))
+    floor, scale, decay = (
+        np.take_along_axis(value, chosen, axis=-1)[..., 0] for value in (floor, scale, grid)
+    )
     return floor, np.log(np.maximum(scale, 1e-300)), decay
 
 
-def _linear_part(decay_KG: Array, x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array, Array, Array]:
+def _linear_part(
+    decay_KG: Array, x_F: Array, loss_KF: Array, weight_KF: Array
+) -> tuple[Array, Array, Array]:
     """Squared error, floor E >= 0 and scale m >= 0 for each decay of each row."""
     curve = np.exp(-decay_KG[..., None] * x_F)
     w, y = weight_KF[..., None, :], loss_KF[..., None, :]

@@ -18,7 +18,9 @@ from pretrain.terminal.train_lines import counted
 
 FEWEST_SIZES = 3
 GOOD_SIZES = 5
-WIDE_GRID = 40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
+WIDE_GRID = (
+    40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
+)
 OFF_CENTRE = 0.25  # of the grid's width in ln N: a vertex nearer to an edge than this is said
 
 
@@ -61,13 +63,16 @@ def fit_isoflop(points: Points) -> IsoflopFit:
             f"({'; '.join(reasons[:3])}{more})"
         )
     log_flops_F, n_F, loss_F = (
-        np.array([getattr(valley, name) for valley in used]) for name in ("budget", "parameters", "loss")
+        np.array([getattr(valley, name) for valley in used])
+        for name in ("budget", "parameters", "loss")
     )
     frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
     return IsoflopFit(valleys=valleys, frontier=frontier, warnings=tuple(_warnings(valleys)))
 
 
-def isoflop_draws(points: Points, fit: IsoflopFit, rng: np.random.Generator, num_draws: int) -> Frontier:
+def isoflop_draws(
+    points: Points, fit: IsoflopFit, rng: np.random.Generator, num_draws: int
+) -> Frontier:
     """The frontier of each draw: the fitted parabolas plus resampled residuals, through the same budgets.
 
     Not pairs: with five sizes a budget, resampling them leaves parabolas through three sizes, and intervals four times
@@ -76,7 +81,9 @@ def isoflop_draws(points: Points, fit: IsoflopFit, rng: np.random.Generator, num
     """
     used = [valley for valley in fit.valleys if valley.is_used]
     n_KF, loss_KF = np.full((2, num_draws, len(used)), np.nan)
-    fitted, residuals = zip(*(_fitted_and_residuals(points, valley) for valley in used), strict=True)
+    fitted, residuals = zip(
+        *(_fitted_and_residuals(points, valley) for valley in used), strict=True
+    )
     pool = np.concatenate(residuals)
     pool = (pool - pool.mean()) * _widening(len(pool) - 3 * len(used))
     for column, (valley, fitted_S) in enumerate(zip(used, fitted, strict=True)):
@@ -128,21 +135,31 @@ def _valley(points: Points, budget: float) -> Valley:
     smallest, largest = float(mine.parameters_P.min()), float(mine.parameters_P.max())
     valley = Valley(budget=float(budget), num_sizes=num_sizes, smallest=smallest, largest=largest)
     if num_sizes < FEWEST_SIZES:
-        return replace(valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}")
+        return replace(
+            valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}"
+        )
     center, half = _frame(x_S)
-    vertex, bottom, bend = (float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None]))
+    vertex, bottom, bend = (
+        float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None])
+    )
     if not bend > 0:
         return replace(valley, reason="the losses bend downwards: there is no lowest size")
     size = float(np.exp(center + half * vertex))
     reason = ""
     if abs(vertex) > 1:
         side = "above" if vertex > 0 else "below"
-        reason = f"vertex {size:.3g} lies {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
+        reason = (
+            f"vertex {size:.3g} lies {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
+        )
     return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
 
 
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
-    found = [f"budget {valley.budget:.3g} is not used: {valley.reason}" for valley in valleys if valley.reason]
+    found = [
+        f"budget {valley.budget:.3g} is not used: {valley.reason}"
+        for valley in valleys
+        if valley.reason
+    ]
     used = [valley for valley in valleys if valley.is_used]
 
     def budgets_where(is_so: Callable[[Valley], bool]) -> str:
@@ -150,15 +167,21 @@ def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
         return f"budget{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
 
     if few := budgets_where(lambda valley: valley.num_sizes < GOOD_SIZES):
-        found.append(f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at {few}")
+        found.append(
+            f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at {few}"
+        )
     if near_edge := budgets_where(_is_off_centre):
         found.append(f"the vertex lies near the edge of the sizes, which biases it, at {near_edge}")
     if wide := budgets_where(lambda valley: valley.largest / valley.smallest > WIDE_GRID):
-        found.append(f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at {wide}")
+        found.append(
+            f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at {wide}"
+        )
     if len(used) == 2:
         found.append("two budgets determine a line exactly: nothing checks it; add a third")
     elif len(used) < FEWEST_FOR_FLOOR:
-        found.append(f"{len(used)} budgets show no floor of the loss: extrapolated losses come out too low")
+        found.append(
+            f"{len(used)} budgets show no floor of the loss: extrapolated losses come out too low"
+        )
     return found
 
 

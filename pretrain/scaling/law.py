@@ -105,7 +105,9 @@ def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> 
     N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta; s = 6, p = 1 is equation 4 of Hoffmann et al. 2022.
     """
     _, a, b, alpha, beta = (theta[..., index] for index in range(5))
-    with np.errstate(invalid="ignore", divide="ignore"):  # a draw whose loss grows with N or D has no optimum: NaN
+    with np.errstate(
+        invalid="ignore", divide="ignore"
+    ):  # a draw whose loss grows with N or D has no optimum: NaN
         scaled = np.log(alpha) + a - np.log(flops_law.power * beta) - b
     n = (scaled + beta * (log_flops - np.log(flops_law.scale))) / (alpha + flops_law.power * beta)
     return n, flops_law.log_tokens(np.asarray(log_flops), n)

@@ -83,7 +83,10 @@ class Approach:
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-        return interval(np.exp(self.line.log_parameters(log_flops)), np.exp(self.draws.log_parameters(log_flops)))
+        return interval(
+            np.exp(self.line.log_parameters(log_flops)),
+            np.exp(self.draws.log_parameters(log_flops)),
+        )
 
     def loss(self, log_flops: float) -> Interval:
         """The least loss at C FLOPs."""

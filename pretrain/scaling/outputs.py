@@ -19,11 +19,15 @@ def refuse_no_file(option: str, path: Path | None, example: str) -> None:
 def refuse_no_directory(option: str, path: Path) -> None:
     """ConfigError unless `path` is a directory or can become one."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{option} {path} is a file; name a directory, which will hold several files")
+        raise ConfigError(
+            f"{option} {path} is a file; name a directory, which will hold several files"
+        )
     _refuse_below_file(option, path)
 
 
 def _refuse_below_file(option: str, path: Path) -> None:
     nearest = next((parent for parent in path.parents if parent.exists()), None)
     if nearest is not None and not nearest.is_dir():
-        raise ConfigError(f"{option} {path}: {nearest} is a file, so nothing can lie in it; choose another place")
+        raise ConfigError(
+            f"{option} {path}: {nearest} is a file, so nothing can lie in it; choose another place"
+        )

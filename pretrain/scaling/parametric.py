@@ -20,7 +20,9 @@ HUBER_DELTA = 1e-3
 FEWEST_POINTS = 6  # five numbers and one point to contradict them
 EXPONENT_GRID = np.geomspace(0.02, 1.6, 60)
 SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term to be 0, its logarithm starts from here
-RELATIVE_TOLERANCE = 1e-12  # restarts of L-BFGS end when one gains less than this part of the objective
+RELATIVE_TOLERANCE = (
+    1e-12  # restarts of L-BFGS end when one gains less than this part of the objective
+)
 PERTURBATION = 0.05
 
 
@@ -47,8 +49,12 @@ def fit_parametric(points: Points, delta: float = HUBER_DELTA) -> ParametricFit:
         )
     for values_P, name in ((points.parameters_P, "N"), (points.tokens_P, "D")):
         if len(np.unique(values_P)) < 3:
-            raise DataError(f"{points.source}: fewer than 3 distinct {name}; an exponent needs at least 3 to be seen")
-    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+            raise DataError(
+                f"{points.source}: fewer than 3 distinct {name}; an exponent needs at least 3 to be seen"
+            )
+    n_P, d_P, l_P = (
+        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
+    )
     center = np.array([n_P.mean(), d_P.mean()])
     n_P, d_P = n_P - center[0], d_P - center[1]
     start, on_edge = project(n_P, d_P, points.loss_P)
@@ -68,7 +74,9 @@ def fit_parametric(points: Points, delta: float = HUBER_DELTA) -> ParametricFit:
         num_points=len(points),
         delta=delta,
         mean_error=float(errors_P.mean()),
-        warnings=tuple(_warnings(theta, start, objective, start_objective, on_edge, (n_P, d_P, l_P), delta)),
+        warnings=tuple(
+            _warnings(theta, start, objective, start_objective, on_edge, (n_P, d_P, l_P), delta)
+        ),
     )
 
 
@@ -80,7 +88,9 @@ def uncenter(theta: Array, center: Array) -> Array:
     return moved
 
 
-def project(n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID) -> tuple[Array, bool]:
+def project(
+    n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID
+) -> tuple[Array, bool]:
     """Variable projection: the law of least squared relative error on the grid; whether it lies on the grid's edge."""
     from scipy.optimize import nnls
 
@@ -88,7 +98,10 @@ def project(n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID) 
     target_P = np.ones_like(loss_P)
     for alpha in grid:
         for beta in grid:
-            terms_P3 = np.stack([target_P, np.exp(-alpha * n_P), np.exp(-beta * d_P)], axis=1) / loss_P[:, None]
+            terms_P3 = (
+                np.stack([target_P, np.exp(-alpha * n_P), np.exp(-beta * d_P)], axis=1)
+                / loss_P[:, None]
+            )
             coefficients, residual = nnls(terms_P3, target_P)
             if best is None or residual < best[0]:
                 best = (residual, alpha, beta, coefficients)
@@ -98,7 +111,9 @@ def project(n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID) 
     return np.array([*logs, alpha, beta]), bool({alpha, beta} & {grid[0], grid[-1]})
 
 
-def huber_sum(theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) -> tuple[float, Array]:
+def huber_sum(
+    theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float
+) -> tuple[float, Array]:
     """Sum over points of Huber_delta(ln L - ln loss), and its gradient by theta."""
     terms = log_terms(theta, n_P, d_P)
     peak_P = terms.max(axis=0)
@@ -110,7 +125,9 @@ def huber_sum(theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) ->
     values_P = np.where(size_P <= delta, 0.5 * residual_P**2, delta * (size_P - 0.5 * delta))
     slope_P = np.clip(residual_P, -delta, delta)
     e, a, b = shares @ slope_P
-    return float(values_P.sum()), np.array([e, a, b, -(shares[1] * n_P) @ slope_P, -(shares[2] * d_P) @ slope_P])
+    return float(values_P.sum()), np.array(
+        [e, a, b, -(shares[1] * n_P) @ slope_P, -(shares[2] * d_P) @ slope_P]
+    )
 
 
 def minimise(start: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) -> tuple[Array, float]:
@@ -119,7 +136,9 @@ def minimise(start: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) -> 
 
     theta, objective = start, huber_sum(start, n_P, d_P, l_P, delta)[0]
     for _ in range(20):
-        scale = 1 / max(objective, 1e-30)  # the solver's tolerances are absolute around 1, the objective is near 1e-5
+        scale = 1 / max(
+            objective, 1e-30
+        )  # the solver's tolerances are absolute around 1, the objective is near 1e-5
 
         def scaled(candidate: Array, scale: float = scale) -> tuple[float, Array]:
             value, gradient = huber_sum(candidate, n_P, d_P, l_P, delta)
@@ -147,15 +166,23 @@ def _warnings(
     found: list[str] = []
     n_P, d_P, l_P = data
     if np.allclose(theta, start, rtol=0, atol=1e-9) and start_objective > 1e-12 * len(l_P):
-        found.append("the fit did not move from its start: the optimiser failed, do not use these numbers")
+        found.append(
+            "the fit did not move from its start: the optimiser failed, do not use these numbers"
+        )
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=5)
     again = minimise(theta + PERTURBATION * signs, n_P, d_P, l_P, delta)[1]
     if again < objective * (1 - 1e-6) - 1e-15:
-        found.append(f"a restart beside the optimum found a lower one ({again:.6g} < {objective:.6g}): several minima")
+        found.append(
+            f"a restart beside the optimum found a lower one ({again:.6g} < {objective:.6g}): several minima"
+        )
     if on_edge:
-        found.append(f"the best start lies on the edge of the exponents' grid {EXPONENT_GRID[0]}..{EXPONENT_GRID[-1]}")
+        found.append(
+            f"the best start lies on the edge of the exponents' grid {EXPONENT_GRID[0]}..{EXPONENT_GRID[-1]}"
+        )
     shares = np.exp(log_terms(theta, n_P, d_P) - log_loss(theta, n_P, d_P)).max(axis=-1)
     for share, name in zip(shares, ("floor E", "size term A", "data term B"), strict=True):
         if share < 1e-3:
-            found.append(f"the {name} is at most {share:.1g} of every loss: these runs do not determine it")
+            found.append(
+                f"the {name} is at most {share:.1g} of every loss: these runs do not determine it"
+            )
     return found

@@ -14,11 +14,15 @@ from pretrain.scaling.points import Array
 
 COARSE_GRID = np.geomspace(0.03, 1.5, 16)
 MOST_STEPS = 300
-RELATIVE_GAIN = 1e-7  # a draw is done when three steps in a row gain less than this part of its objective
+RELATIVE_GAIN = (
+    1e-7  # a draw is done when three steps in a row gain less than this part of its objective
+)
 DRAWS_AT_ONCE = 250  # keeps the arrays of one step within the processor's cache
 
 
-def fit_draws(n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float, start: Array | None = None) -> Array:
+def fit_draws(
+    n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float, start: Array | None = None
+) -> Array:
     """The laws theta [K, 5] that fit ln losses l_KP (K or 1 rows) under the points' weights, row by row.
 
     Each draw starts from its own variable projection and from `start` (the fit of all points), and keeps the better
@@ -32,7 +36,12 @@ def fit_draws(n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: floa
     for first in range(0, num_draws, DRAWS_AT_ONCE):
         rows = slice(first, first + DRAWS_AT_ONCE)
         own, own_objective = _descend(
-            project_draws(n_P, d_P, l_KP[rows], weight_KP[rows]), n_P, d_P, l_KP[rows], weight_KP[rows], delta
+            project_draws(n_P, d_P, l_KP[rows], weight_KP[rows]),
+            n_P,
+            d_P,
+            l_KP[rows],
+            weight_KP[rows],
+            delta,
         )
         if start is not None:
             common = start - np.array([0, start[3] * center[0], start[4] * center[1], 0, 0])
@@ -48,7 +57,11 @@ def project_draws(n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array) -> Arra
     """Variable projection for every draw: the best of a coarse grid over (alpha, beta), by 3 x 3 normal equations."""
     alpha_G, beta_G = (grid.ravel() for grid in np.meshgrid(COARSE_GRID, COARSE_GRID))
     terms_3GP = np.stack(
-        [np.ones((len(alpha_G), len(n_P))), np.exp(-np.outer(alpha_G, n_P)), np.exp(-np.outer(beta_G, d_P))]
+        [
+            np.ones((len(alpha_G), len(n_P))),
+            np.exp(-np.outer(alpha_G, n_P)),
+            np.exp(-np.outer(beta_G, d_P)),
+        ]
     )
     relative_KP = weight_KP * np.exp(-2 * l_KP)
     gram = np.empty((len(weight_KP), len(alpha_G), 3, 3))
@@ -69,7 +82,11 @@ def _best_nonnegative(gram: Array, target: Array) -> tuple[Array, Array]:
     best_gain = np.zeros(target.shape[:-1])
     for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
         part = gram[..., np.ix_(chosen, chosen)[0], np.ix_(chosen, chosen)[1]]
-        ridge = 1e-12 * np.eye(len(chosen)) * part.diagonal(axis1=-2, axis2=-1).max(axis=-1)[..., None, None]
+        ridge = (
+            1e-12
+            * np.eye(len(chosen))
+            * part.diagonal(axis1=-2, axis2=-1).max(axis=-1)[..., None, None]
+        )
         solution = np.linalg.solve(part + ridge, target[..., chosen, None])[..., 0]
         gain = (solution * target[..., chosen]).sum(axis=-1)
         better = (solution >= 0).all(axis=-1) & (gain > best_gain)
@@ -80,7 +97,9 @@ def _best_nonnegative(gram: Array, target: Array) -> tuple[Array, Array]:
     return best, best_gain
 
 
-def _descend(theta: Array, n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float) -> tuple[Array, Array]:
+def _descend(
+    theta: Array, n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float
+) -> tuple[Array, Array]:
     """Each row of theta at a minimum of its weighted sum of Huber, and the sums there."""
     theta = theta.copy()
     damping = np.full(len(theta), 1e-3)
@@ -95,10 +114,14 @@ def _descend(theta: Array, n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array
         damped = curvature[busy] + damping[busy, None, None] * np.eye(5) * scale[:, None, :]
         step = -np.linalg.solve(damped, gradient[busy][..., None])[..., 0]
         candidate = theta[busy] + np.clip(step, -2.0, 2.0)
-        value, new_gradient, new_curvature = _model(candidate, n_P, d_P, l_KP[busy], weight_KP[busy], delta)
+        value, new_gradient, new_curvature = _model(
+            candidate, n_P, d_P, l_KP[busy], weight_KP[busy], delta
+        )
         better = value < objective[busy]
         gained = objective[busy] - value
-        quiet[busy] = np.where(better & (gained > RELATIVE_GAIN * objective[busy]), 0, quiet[busy] + 1)
+        quiet[busy] = np.where(
+            better & (gained > RELATIVE_GAIN * objective[busy]), 0, quiet[busy] + 1
+        )
         damping[busy] = np.clip(np.where(better, damping[busy] / 4, damping[busy] * 5), 1e-9, 1e9)
         won = busy[better]
         theta[won], objective[won] = candidate[better], value[better]

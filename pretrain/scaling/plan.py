@@ -59,7 +59,9 @@ def plan_runs(
     """
     refuse_unsuited(base)
     if num_sizes < 1 or spread <= 1 or not budgets or min((*budgets, *holdouts)) <= 0 or not seeds:
-        raise ConfigError("a plan needs positive budgets, at least one size and seed, and a spread above 1")
+        raise ConfigError(
+            "a plan needs positive budgets, at least one size and seed, and a spread above 1"
+        )
     runs: list[PlannedRun] = []
     for budget in budgets:
         middle = (num_sizes - 1) / 2
@@ -74,9 +76,15 @@ def plan_runs(
                 "parameters are different legal shapes; use a larger --spread, fewer sizes or a base with smaller heads"
             )
         sized = [with_budget(run, budget, rule, lanes_multiple) for run in distinct.values()]
-        runs += [_planned(run, budget, seed, f"-s{seed}" if len(seeds) > 1 else "") for run in sized for seed in seeds]
+        runs += [
+            _planned(run, budget, seed, f"-s{seed}" if len(seeds) > 1 else "")
+            for run in sized
+            for seed in seeds
+        ]
     for budget in holdouts:
-        run = with_budget(nearest_shape(base, optimum(budget), keep_layers), budget, rule, lanes_multiple)
+        run = with_budget(
+            nearest_shape(base, optimum(budget), keep_layers), budget, rule, lanes_multiple
+        )
         runs.append(_planned(run, budget, seeds[0], "-holdout", holdout=True))
     return runs
 
@@ -88,7 +96,9 @@ def optimum_at_ratio(
 
     def optimum(budget: float) -> float:
         size = math.sqrt(budget / (6 * tokens_per_parameter))
-        for _ in range(20):  # FLOPs per token change slowly with the size, so this settles in a few rounds
+        for _ in range(
+            20
+        ):  # FLOPs per token change slowly with the size, so this settles in a few rounds
             per_parameter = _flops_per_parameter(base, size, keep_layers)
             size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
         return size
@@ -96,7 +106,9 @@ def optimum_at_ratio(
     return optimum
 
 
-def _planned(run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False) -> PlannedRun:
+def _planned(
+    run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False
+) -> PlannedRun:
     name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
     run = replace(run, name=name, seed=seed, evaluation=replace(run.evaluation, interval=0))
     return PlannedRun(name=name, run=run, cost=cost_of(run), budget=budget, holdout=holdout)

@@ -46,7 +46,9 @@ def with_vocabulary(base: RunConfig) -> RunConfig:
         return base
     directory = base.data.directory() / SPLITS[0]
     if not directory.is_dir():
-        raise ConfigError(f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it")
+        raise ConfigError(
+            f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it"
+        )
     manifest = Corpus.open(directory, check_hashes=False).manifest
     return replace(base, model=replace(base.model, vocab_size=manifest.vocab_size))
 
@@ -78,7 +80,11 @@ def sweep_path(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def write_plan(
-    arguments: argparse.Namespace, name: str, base: RunConfig, runs: Sequence[Planned], notes: Sequence[str]
+    arguments: argparse.Namespace,
+    name: str,
+    base: RunConfig,
+    runs: Sequence[Planned],
+    notes: Sequence[str],
 ) -> None:
     """Write the runs as the sweep `name` and say where; `base` is the experiment with what --set changes."""
     path = sweep_path(arguments, name)
@@ -87,7 +93,12 @@ def write_plan(
 
 
 def make_sweep(
-    name: str, experiment: Path, base: RunConfig, runs: Sequence[Planned], directory: Path, notes: Sequence[str]
+    name: str,
+    experiment: Path,
+    base: RunConfig,
+    runs: Sequence[Planned],
+    directory: Path,
+    notes: Sequence[str],
 ) -> Sweep:
     """The runs as a sweep whose file will lie in `directory`.
 

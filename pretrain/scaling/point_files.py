@@ -33,7 +33,9 @@ class Columns:
     flops: str = "C"  # training FLOPs of the whole run; absent: 6 N D
     budget: str = "budget"  # the FLOPs a group of runs was planned for; absent: runs of about equal FLOPs are grouped
     name: str = "name"
-    progress: str = "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
+    progress: str = (
+        "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
+    )
     holdout: str = "holdout"  # true: predicted, never fitted
     excluded: str = "excluded"  # not empty: why the run takes no part
 
@@ -56,19 +58,28 @@ def read_points(
     _refuse_absent(rows, columns, path)
     rows = [row for row in rows if all(_matches(row, condition, path) for condition in where)]
     if not rows:
-        raise DataError(f"{path} holds no runs{' that match ' + ' and '.join(where) if where else ''}; check the file")
+        raise DataError(
+            f"{path} holds no runs{' that match ' + ' and '.join(where) if where else ''}; check the file"
+        )
     kept: list[Row] = []
     excluded: list[Exclusion] = []
     for row in rows:
         own = _reason_in(row, columns.excluded)
         reasons = [own] if own else []
-        reasons += [item.partition(":")[2].strip() for item in exclude if _matches(row, item.partition(":")[0], path)]
+        reasons += [
+            item.partition(":")[2].strip()
+            for item in exclude
+            if _matches(row, item.partition(":")[0], path)
+        ]
         if reasons:
             excluded.append(Exclusion(_name(row, columns), reasons[0] or "excluded by hand"))
         else:
             kept.append(row)
     held = [
-        {**row, columns.holdout: "yes"} if any(_matches(row, item, path) for item in holdout) else row for row in kept
+        {**row, columns.holdout: "yes"}
+        if any(_matches(row, item, path) for item in holdout)
+        else row
+        for row in kept
     ]
     points = _from_rows(held, columns, path)
     return without_repeats(replace(points, excluded=tuple(excluded)))
@@ -92,7 +103,9 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
         flops_P = 6 * parameters_P * tokens_P
         notes.append(f"no column {columns.flops!r}: C = 6ND")
     has_budget = any(row.get(columns.budget) not in (None, "") for row in rows)
-    budget_P = _numbers(rows, columns.budget, "budget", path) if has_budget else grouped_budgets(flops_P)
+    budget_P = (
+        _numbers(rows, columns.budget, "budget", path) if has_budget else grouped_budgets(flops_P)
+    )
     return Points(
         names=names,
         parameters_P=parameters_P,
@@ -129,7 +142,9 @@ def _rows_of(path: Path) -> list[Row]:
         raise DataError(f"{path} is not JSON: {error}") from None
     tree = tree.get("runs") if isinstance(tree, dict) else tree
     if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
-        raise DataError(f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such a list")
+        raise DataError(
+            f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such a list"
+        )
     return [{**row, "_line": number} for number, row in enumerate(tree, 1)]
 
 
@@ -150,12 +165,17 @@ def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
             f"{path}: no column {column!r} (found: {', '.join(present)}); name it with --column {role}=NAME"
         )
     values = [_number(row.get(column)) for row in rows]
-    for is_bad, wish in ((lambda v: not math.isfinite(v), "a finite number"), (lambda v: v <= 0, "a positive number")):
+    for is_bad, wish in (
+        (lambda v: not math.isfinite(v), "a finite number"),
+        (lambda v: v <= 0, "a positive number"),
+    ):
         _refuse_where([is_bad(value) for value in values], rows, column, wish, path)
     return np.array(values)
 
 
-def _refuse_where(is_bad_P: Sequence[bool], rows: Sequence[Row], column: str, wish: str, path: Path) -> None:
+def _refuse_where(
+    is_bad_P: Sequence[bool], rows: Sequence[Row], column: str, wish: str, path: Path
+) -> None:
     """DataError that counts the bad rows and shows the first; none without any."""
     bad = [row for row, is_bad in zip(rows, is_bad_P, strict=True) if is_bad]
     if bad:

@@ -76,7 +76,9 @@ def make_points(
     source: str = "points",
 ) -> Points:
     """Points from arrays (simulations, tests); C defaults to 6 N D and budgets to groups of about equal C."""
-    num_parameters_P, tokens_P, loss_P = (np.asarray(column, float) for column in (parameters, tokens, loss))
+    num_parameters_P, tokens_P, loss_P = (
+        np.asarray(column, float) for column in (parameters, tokens, loss)
+    )
     flops_P = 6 * num_parameters_P * tokens_P if flops is None else np.asarray(flops, float)
     count = len(loss_P)
     return Points(
@@ -103,7 +105,9 @@ def grouped_budgets(flops_P: Array) -> Array:
             groups.append([index])
     budget_P = np.empty_like(flops_P)
     for group in groups:
-        equal = np.ptp(flops_P[group]) == 0  # then exactly that, not the rounded exponential of its logarithm
+        equal = (
+            np.ptp(flops_P[group]) == 0
+        )  # then exactly that, not the rounded exponential of its logarithm
         budget_P[group] = flops_P[group[0]] if equal else np.exp(np.mean(np.log(flops_P[group])))
     return budget_P
 
@@ -113,7 +117,9 @@ def usable(points: Points) -> Points:
     points = points.without(points.holdout_P, lambda _: HELD_OUT)
     return points.without(
         points.progress_P < FINISHED,
-        lambda i: f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not yet decayed",
+        lambda i: (
+            f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not yet decayed"
+        ),
     )
 
 
@@ -122,7 +128,12 @@ def without_repeats(points: Points) -> Points:
     seen: dict[tuple[float, ...], str] = {}
     repeats_P = np.zeros(len(points), bool)
     for index in range(len(points)):
-        key = (points.parameters_P[index], points.tokens_P[index], points.loss_P[index], points.progress_P[index])
+        key = (
+            points.parameters_P[index],
+            points.tokens_P[index],
+            points.loss_P[index],
+            points.progress_P[index],
+        )
         repeats_P[index] = key in seen
         seen.setdefault(key, points.names[index])
     return points.without(repeats_P, lambda _: "repeats an earlier row with the same N, D and loss")

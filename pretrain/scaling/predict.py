@@ -40,11 +40,18 @@ class Forecast:
     parameters: Interval
     tokens: Interval
     loss: Interval
-    unanswered: float  # part of the draws that have no such optimum; the intervals are those of the others
+    unanswered: (
+        float  # part of the draws that have no such optimum; the intervals are those of the others
+    )
 
 
 def forecast(
-    approach: Approach, flops_law: FlopsLaw, *, flops: float = 0, tokens: float = 0, parameters: float = 0
+    approach: Approach,
+    flops_law: FlopsLaw,
+    *,
+    flops: float = 0,
+    tokens: float = 0,
+    parameters: float = 0,
 ) -> Forecast:
     """The optimum at the FLOPs, or the one that has the tokens or the parameters (exactly one is given)."""
     assert bool(flops) + bool(tokens) + bool(parameters) == 1
@@ -71,8 +78,12 @@ def preferred(fit: Fit, key: str = "") -> Approach:
     """The approach of that key, or the most trusted; ConfigError when the runs do not allow the one asked for."""
     refuse_unknown(key)
     if key and fit.approach(key) is None:
-        raise ConfigError(f"approach {key!r} is not available for these runs: {fit.estimates.unavailable[key]}")
-    return next(approach for name in ((key,) if key else PREFERRED) if (approach := fit.approach(name)))
+        raise ConfigError(
+            f"approach {key!r} is not available for these runs: {fit.estimates.unavailable[key]}"
+        )
+    return next(
+        approach for name in ((key,) if key else PREFERRED) if (approach := fit.approach(name))
+    )
 
 
 def refuse_unknown(key: str) -> None:
@@ -112,7 +123,9 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
     furthest = FURTHEST if len(fit.points.budgets) > 2 else FURTHEST_UNCHECKED
     limit = f"with {len(fit.points.budgets)} budgets the limit is {furthest:.0f} times"
     if flops > furthest * high:
-        found.append(f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}); {limit}")
+        found.append(
+            f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}); {limit}"
+        )
     if flops < low / furthest:
         found.append(
             f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest run fitted ({low:.3g}); {limit}"
@@ -133,17 +146,25 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
     found: list[str] = []
     points = fit.points
     asked = {
-        "FLOPs": (float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens)))), points.flops_P, FURTHEST),
+        "FLOPs": (
+            float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens)))),
+            points.flops_P,
+            FURTHEST,
+        ),
         "parameters": (parameters, points.parameters_P, FURTHEST_AXIS),
         "tokens": (tokens, points.tokens_P, FURTHEST_AXIS),
     }
     for name, (value, fitted_P, furthest) in asked.items():
         low, high = float(fitted_P.min()), float(fitted_P.max())
         if not low / furthest <= value <= high * furthest:
-            found.append(f"{value:.3g} {name} lie over {furthest:.0f}x outside those fitted ({low:.3g}..{high:.3g})")
+            found.append(
+                f"{value:.3g} {name} lie over {furthest:.0f}x outside those fitted ({low:.3g}..{high:.3g})"
+            )
     loss = loss_of_run(fit, parameters, tokens)
     if not loss.width <= WIDEST_LOSS:
-        found.append(f"the interval of the loss is {shown(loss, wording.loss)}, over {WIDEST_LOSS - 1:.0%} wide")
+        found.append(
+            f"the interval of the loss is {shown(loss, wording.loss)}, over {WIDEST_LOSS - 1:.0%} wide"
+        )
     return found
 
 
@@ -174,5 +195,8 @@ def _log_flops_at(line: Line, flops_law: FlopsLaw, tokens: float, parameters: fl
     start = line.log_parameters(0.0)
     power = line.log_parameters(1.0) - start
     if tokens:
-        start, power = -np.log(flops_law.scale) - flops_law.power * start, 1 - flops_law.power * power
+        start, power = (
+            -np.log(flops_law.scale) - flops_law.power * start,
+            1 - flops_law.power * power,
+        )
     return (np.log(tokens or parameters) - start) / np.where(power > 0, power, np.nan)

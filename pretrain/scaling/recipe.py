@@ -16,7 +16,9 @@ from pretrain.costs.flops import cost_of
 
 Rule = Literal["step-law", "base"]
 RULES: tuple[Rule, ...] = ("step-law", "base")
-HIGHEST_LEARNING_RATE = 1e-2  # Step Law was measured from 60M parameters on; below, its rates outgrow what trains
+HIGHEST_LEARNING_RATE = (
+    1e-2  # Step Law was measured from 60M parameters on; below, its rates outgrow what trains
+)
 WARMUP = 0.05  # of the steps
 FEWEST_STEPS = 100  # so that whole steps miss the budget by at most half a per cent
 SAVES = 4  # per run, so that a killed cell repeats at most a quarter
@@ -56,14 +58,18 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
         wanted = min(batch / run.data.segment_length, most)
         lanes = lanes_multiple * max(1, round(wanted / lanes_multiple))
     run = replace(run, data=replace(run.data, lanes=lanes))
-    cost = cost_of(run)  # again: positions are projected once per batch, so FLOPs per token depend on the lanes
+    cost = cost_of(
+        run
+    )  # again: positions are projected once per batch, so FLOPs per token depend on the lanes
     steps = round(budget / (cost.flops_per_token * cost.tokens_per_step))
     if steps < FEWEST_STEPS // 2:
         raise ConfigError(
             f"{budget:.3g} FLOPs pay for {steps} steps of {cost.tokens_per_step} tokens at {cost.parameters:.3g} "
             f"parameters; a run needs at least {FEWEST_STEPS // 2}: use a larger budget or fewer lanes"
         )
-    run = with_steps(replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}"))), steps)
+    run = with_steps(
+        replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}"))), steps
+    )
     error = cost_of(run).flops / budget - 1
     assert abs(error) <= TOLERANCE, f"{steps} steps miss the budget by {error:.2%}"
     return run
@@ -71,7 +77,9 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """The run with so many steps; warm-up and checkpoints at their share of them."""
-    schedule = replace(run.optim.schedule, warmup_steps=max(1, round(WARMUP * steps)), decay_steps=0)
+    schedule = replace(
+        run.optim.schedule, warmup_steps=max(1, round(WARMUP * steps)), decay_steps=0
+    )
     return replace(
         run,
         optim=replace(run.optim, steps=steps, schedule=schedule),

@@ -16,7 +16,13 @@ from pretrain.scaling.estimates import TITLES
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LEVEL
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
-from pretrain.scaling.summary import approach_table, fit_tree, law_intervals, lost_lines, unavailable_lines
+from pretrain.scaling.summary import (
+    approach_table,
+    fit_tree,
+    law_intervals,
+    lost_lines,
+    unavailable_lines,
+)
 from pretrain.scaling.wording import amount, shown
 from pretrain.terminal.train_lines import counted
 
@@ -60,24 +66,37 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
         _runs(fit),
     ]
     footer = (
-        "Written by 'pretrain scale report'. Losses in nats per token; fit.json beside this file has all the numbers."
+        "Written by 'pretrain scale report'. Losses in nats per token; all numbers are in fit.json."
     )
-    return page(title, "Scaling laws", lead, _cards(fit), [part for part in sections if part], footer)
+    return page(
+        title, "Scaling laws", lead, _cards(fit), [part for part in sections if part], footer
+    )
 
 
 def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     """Name -> (drawing, what it shows in words); only those that these runs allow."""
     _, where = beyond(float(fit.points.budgets[-1]))
-    bands = f"Bands hold {LEVEL} % of the bootstrap draws; right of the dashed line is extrapolation"
+    bands = (
+        f"Bands hold {LEVEL} % of the bootstrap draws; right of the dashed line is extrapolation"
+    )
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
             "Final loss over parameters N, one colour per budget of training FLOPs: a dot is a run, a curve approach "
             "2's parabola in ln N, a star its lowest point if that lies inside the sizes",
         ),
-        "frontier": (charts.frontier, f"The least loss that C training FLOPs can buy, by each approach. {bands}"),
-        "sizes": (charts.optimal_sizes, f"The compute-optimal number of parameters N* at C FLOPs. {bands}"),
-        "tokens": (charts.optimal_tokens, f"The compute-optimal number of training tokens D* at C FLOPs. {bands}"),
+        "frontier": (
+            charts.frontier,
+            f"The least loss that C training FLOPs can buy, by each approach. {bands}",
+        ),
+        "sizes": (
+            charts.optimal_sizes,
+            f"The compute-optimal number of parameters N* at C FLOPs. {bands}",
+        ),
+        "tokens": (
+            charts.optimal_tokens,
+            f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
+        ),
         "optimum": (
             cloud_charts.optimum_cloud,
             f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the fit (stars)",
@@ -119,7 +138,9 @@ def _cards(fit: Fit) -> list[Card]:
             f"parameters ({low} to {high}) over {wording.size(tokens.value)} tokens are optimal at {where}, "
             f"by approach {approach.title}",
         ),
-        Card(wording.power(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
+        Card(
+            wording.power(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"
+        ),
     ]
     if fit.left_out and fit.left_out.law_error is not None:
         words = f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on "
@@ -140,11 +161,17 @@ def _approaches(fit: Fit) -> str:
     if len(fit.approaches) > 1:
         flops, where = beyond(largest)
         ratio = disagreement(fit.approaches, float(np.log(flops)))
-        parts.append(paragraph(f"At {where}, the largest of these optimal sizes is {ratio:.2f}x the smallest."))
+        parts.append(
+            paragraph(
+                f"At {where}, the largest of these optimal sizes is {ratio:.2f}x the smallest."
+            )
+        )
     if band := near_optimal_band(fit, largest):
         low, high = (wording.size(size) for size in band)
         parts.append(
-            paragraph(f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} by approach 3.")
+            paragraph(
+                f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} by approach 3."
+            )
         )
     return section("Three approaches side by side", *parts)
 
@@ -155,9 +182,15 @@ def _law(fit: Fit, drawn: dict[str, str]) -> str:
         return ""
     assert fit.estimates.parametric
     words = f"L(N, D) = E + A/N^alpha + B/D^beta; mean error on its own runs {fit.estimates.parametric.mean_error:.3%}."
-    rows = [[name, *map(wording.factor, (value.value, value.low, value.high))] for name, value in law.items()]
+    rows = [
+        [name, *map(wording.factor, (value.value, value.low, value.high))]
+        for name, value in law.items()
+    ]
     return section(
-        "Approach 3's law", paragraph(words), table(["", "estimate", "low", "high"], rows, "named"), drawn["residuals"]
+        "Approach 3's law",
+        paragraph(words),
+        table(["", "estimate", "low", "high"], rows, "named"),
+        drawn["residuals"],
     )
 
 
@@ -171,7 +204,11 @@ def _checks(fit: Fit) -> str:
              f"{relative_error(least, loss):+.2%}"]
             for key, (n, least) in left.optimum.items()
         ]  # fmt: skip
-        parts.append(paragraph(f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that budget:"))
+        parts.append(
+            paragraph(
+                f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that budget:"
+            )
+        )
         parts.append(table(["", "N*", "loss", "error of N*", "error of the loss"], rows, "named"))
         parts += [paragraph(f"{line}.") for line in lost_lines(fit)]
     if fit.holdouts:
@@ -181,7 +218,9 @@ def _checks(fit: Fit) -> str:
             for item in fit.holdouts
         ]  # fmt: skip
         parts.append(
-            paragraph("Runs that were held out; the interval is the law's and holds no noise of a single run:")
+            paragraph(
+                "Runs that were held out; the interval is the law's and holds no noise of a single run:"
+            )
         )
         parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
     errors = paragraph(f"{wording.ERRORS[0].upper()}{wording.ERRORS[1:]}.")
@@ -193,12 +232,24 @@ def _costs(fit: Fit) -> str:
     for budget in points.budgets[:MOST_ROWS]:
         mine = points.take(points.budget_P == budget)
         sizes, tokens = (
-            f"{amount(values.min())} to {amount(values.max())}" for values in (mine.parameters_P, mine.tokens_P)
+            f"{amount(values.min())} to {amount(values.max())}"
+            for values in (mine.parameters_P, mine.tokens_P)
         )
         share = mine.flops_P.sum() / points.flops_P.sum()
-        rows.append([f"{budget:.3g}", str(len(mine)), sizes, tokens, f"{mine.flops_P.sum():.3g}", f"{share:.0%}"])
+        rows.append(
+            [
+                f"{budget:.3g}",
+                str(len(mine)),
+                sizes,
+                tokens,
+                f"{mine.flops_P.sum():.3g}",
+                f"{share:.0%}",
+            ]
+        )
     tokens = amount(points.tokens_P.sum())
-    rows.append(["all", str(len(points)), "", f"{tokens} in all", f"{points.flops_P.sum():.3g}", "100%"])
+    rows.append(
+        ["all", str(len(points)), "", f"{tokens} in all", f"{points.flops_P.sum():.3g}", "100%"]
+    )
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
     return section("What it cost", paragraph(law), table(heads, rows, "named"))
@@ -206,7 +257,9 @@ def _costs(fit: Fit) -> str:
 
 def _warnings(fit: Fit) -> str:
     rows = [["the runs", warning] for warning in fit.warnings]
-    rows += [[approach.title, warning] for approach in fit.approaches for warning in approach.warnings]
+    rows += [
+        [approach.title, warning] for approach in fit.approaches for warning in approach.warnings
+    ]
     return section("Warnings", table(["about", "warning"], rows, "words")) if rows else ""
 
 
@@ -227,5 +280,11 @@ def _runs(fit: Fit) -> str:
         ]
         for i in order
     ]
-    more = f"The first {MOST_ROWS} of {len(points)}." if len(points) > MOST_ROWS else f"All {len(points)}."
-    return section("The runs", paragraph(more), table(["run", "N", "D", "C", "loss"], rows, "named"))
+    more = (
+        f"The first {MOST_ROWS} of {len(points)}."
+        if len(points) > MOST_ROWS
+        else f"All {len(points)}."
+    )
+    return section(
+        "The runs", paragraph(more), table(["run", "N", "D", "C", "loss"], rows, "named")
+    )

@@ -30,7 +30,11 @@ def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
     model = base.model
     growth = shape.num_heads / model.num_heads
     width = 2 * round(model.d_model * growth / 2)
-    inner = INNER_MULTIPLE * max(1, round(model.d_inner * growth / INNER_MULTIPLE)) if model.d_inner else 0
+    inner = (
+        INNER_MULTIPLE * max(1, round(model.d_inner * growth / INNER_MULTIPLE))
+        if model.d_inner
+        else 0
+    )
     shaped = replace(
         model,
         num_heads=shape.num_heads,
@@ -51,7 +55,10 @@ def nearest_shape(base: RunConfig, parameters: float, keep_layers: bool = False)
     best: tuple[float, RunConfig] | None = None
     group = _heads_per_key(base)
     for num_heads in range(group, MOST_HEADS + 1, group):
-        candidates = [_scored(base, shape, parameters) for shape in _shapes_of_width(base, num_heads, keep_layers)]
+        candidates = [
+            _scored(base, shape, parameters)
+            for shape in _shapes_of_width(base, num_heads, keep_layers)
+        ]
         closest = min(candidates, key=lambda item: item[0])
         if best is None or closest[0] < best[0]:
             best = closest
@@ -75,7 +82,10 @@ def _shapes_of_width(base: RunConfig, num_heads: int, keep_layers: bool) -> list
     if keep_layers:
         return [Shape(num_heads, base.model.num_layers)]
     ideal = _ideal_layers(base, num_heads)
-    fewest, most = max(1, math.ceil(ideal / DEPTH_FREEDOM)), max(1, math.floor(ideal * DEPTH_FREEDOM))
+    fewest, most = (
+        max(1, math.ceil(ideal / DEPTH_FREEDOM)),
+        max(1, math.floor(ideal * DEPTH_FREEDOM)),
+    )
     return [Shape(num_heads, num_layers) for num_layers in range(fewest, max(fewest, most) + 1)]
 
 

@@ -24,7 +24,8 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table as lines, columns as wide as their widest entry."""
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (heads, *rows)
     ]
 
 
@@ -55,7 +56,8 @@ def law_intervals(fit: Fit) -> dict[str, Interval]:
     if law is None or not (isinstance(law.line, LawLine) and isinstance(law.draws, LawLine)):
         return {}
     values, draws = (
-        np.concatenate([np.exp(x.theta[..., :3]), x.theta[..., 3:]], axis=-1) for x in (law.line, law.draws)
+        np.concatenate([np.exp(x.theta[..., :3]), x.theta[..., 3:]], axis=-1)
+        for x in (law.line, law.draws)
     )
     return {name: interval(values[index], draws[:, index]) for index, name in enumerate(NAMES)}
 
@@ -77,9 +79,13 @@ def fit_lines(fit: Fit) -> list[str]:
         assert fit.estimates.parametric
         numbers = "  ".join(f"{name} {shown(law[name], wording.factor)}" for name in law)
         lines += ["", f"L(N, D) = E + A/N^alpha + B/D^beta: {numbers}"]
-        lines.append(f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}, whatever its sign")
+        lines.append(
+            f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}, whatever its sign"
+        )
     if (spread := seed_spread(points)) is not None:
-        lines.append(f"losses that differ only by the seed spread by {spread:.3%} (standard deviation)")
+        lines.append(
+            f"losses that differ only by the seed spread by {spread:.3%} (standard deviation)"
+        )
     lines += check_lines(fit)
     excluded = [f"left out: {item.name}: {item.reason}" for item in points.excluded]
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)
@@ -87,7 +93,10 @@ def fit_lines(fit: Fit) -> list[str]:
 
 def unavailable_lines(fit: Fit) -> list[str]:
     """Why an approach is missing from the table."""
-    return [f"{TITLES[key]} is not available: {reason}" for key, reason in fit.estimates.unavailable.items()]
+    return [
+        f"{TITLES[key]} is not available: {reason}"
+        for key, reason in fit.estimates.unavailable.items()
+    ]
 
 
 def check_lines(fit: Fit) -> list[str]:
@@ -98,11 +107,19 @@ def check_lines(fit: Fit) -> list[str]:
         ratio = disagreement(fit.approaches, float(np.log(flops)))
         lines += ["", f"at {where}, the largest N* of an approach is {ratio:.2f}x the smallest"]
     if left := fit.left_out:
-        lines += ["", f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {wording.ERRORS}"]
+        lines += [
+            "",
+            f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {wording.ERRORS}",
+        ]
         lines += [f"  {line}" for line in _left_out_lines(left)]
         lines += [f"  {line}" for line in lost_lines(fit)]
     if fit.holdouts:
-        lines += ["", f"held-out runs; {wording.ERRORS}" if not fit.left_out else "held-out runs; errors as above"]
+        lines += [
+            "",
+            f"held-out runs; {wording.ERRORS}"
+            if not fit.left_out
+            else "held-out runs; errors as above",
+        ]
     for item in fit.holdouts:
         predicted = shown(item.predicted, wording.loss)
         lines.append(
@@ -117,7 +134,9 @@ def check_lines(fit: Fit) -> list[str]:
 def _left_out_lines(left: LeftOut) -> list[str]:
     lines = []
     if left.law_error is not None:
-        lines.append(f"approach 3 misses the runs of that budget by {left.law_error:.2%} on average, whatever the sign")
+        lines.append(
+            f"approach 3 misses the runs of that budget by {left.law_error:.2%} on average, whatever the sign"
+        )
     if left.measured:
         size, loss = left.measured
         lines.append(f"measured: N* {wording.size(size)}, loss {wording.loss(loss)}")
@@ -127,7 +146,9 @@ def _left_out_lines(left: LeftOut) -> list[str]:
             for key, (predicted_size, predicted_loss) in left.optimum.items()
         ]
     else:
-        lines.append(f"N* and its loss cannot be compared: fewer than {FEWEST_SIZES} sizes at that budget")
+        lines.append(
+            f"N* and its loss cannot be compared: fewer than {FEWEST_SIZES} sizes at that budget"
+        )
     return lines
 
 
@@ -140,7 +161,11 @@ def lost_lines(fit: Fit) -> list[str]:
 
 def warning_lines(fit: Fit) -> list[str]:
     """All warnings, each with the approach it is about."""
-    own = [f"approach {approach.title}: {warning}" for approach in fit.approaches for warning in approach.warnings]
+    own = [
+        f"approach {approach.title}: {warning}"
+        for approach in fit.approaches
+        for warning in approach.warnings
+    ]
     return [f"warning: {warning}" for warning in (*fit.warnings, *own)]
 
 
@@ -166,7 +191,10 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         },
         "unavailable": fit.estimates.unavailable,
         "left_out": vars(fit.left_out) if fit.left_out else None,
-        "holdouts": [{**vars(item), "predicted": vars(item.predicted), "error": item.error} for item in fit.holdouts],
+        "holdouts": [
+            {**vars(item), "predicted": vars(item.predicted), "error": item.error}
+            for item in fit.holdouts
+        ],
         "excluded": [vars(item) for item in fit.points.excluded],
         "warnings": warning_lines(fit),
     }

@@ -62,12 +62,22 @@ class Sweep:
             raise ConfigError(f"format={self.format}, this version reads sweeps of format {FORMAT}")
         if not self.cells:
             raise ConfigError("cells is empty; a sweep needs at least one")
-        repeated = [name for name, count in Counter(cell.name for cell in self.cells).items() if count > 1]
+        repeated = [
+            name for name, count in Counter(cell.name for cell in self.cells).items() if count > 1
+        ]
         if repeated:
-            raise ConfigError(f"cells: the name {repeated[0]!r} is there twice; each cell needs a directory of its own")
-        unusable = [cell.name for cell in self.cells if not cell.name or "/" in cell.name or cell.name.startswith(".")]
+            raise ConfigError(
+                f"cells: the name {repeated[0]!r} is there twice; each cell needs a directory of its own"
+            )
+        unusable = [
+            cell.name
+            for cell in self.cells
+            if not cell.name or "/" in cell.name or cell.name.startswith(".")
+        ]
         if unusable:
-            raise ConfigError(f"cells: {unusable[0]!r} cannot be the name of a directory; use letters, digits, - and _")
+            raise ConfigError(
+                f"cells: {unusable[0]!r} cannot be the name of a directory; use letters, digits, - and _"
+            )
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -78,7 +88,9 @@ def read_sweep(path: Path) -> Sweep:
     cells = tree.get("cells")
     if isinstance(cells, list):
         # Cell by cell, because names inside a list are not checked otherwise.
-        parsed = [parse_config(Cell, cell, f"{path}: cells[{index}]") for index, cell in enumerate(cells)]
+        parsed = [
+            parse_config(Cell, cell, f"{path}: cells[{index}]") for index, cell in enumerate(cells)
+        ]
         tree["cells"] = [to_tree(cell) for cell in parsed]
     return parse_config(Sweep, tree, str(path))
 
@@ -86,7 +98,9 @@ def read_sweep(path: Path) -> Sweep:
 def write_sweep(path: Path, sweep: Sweep) -> None:
     """Write a sweep file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
+    header = (
+        "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
+    )
     write_text(path, header + dump_yaml(to_tree(sweep)))
 
 
@@ -96,13 +110,21 @@ def _expanded(tree: Tree, path: Path) -> Tree:
     if "cells" in tree:
         raise ConfigError(f"{path}: cells and grid are both there; a sweep has one of them")
     if not isinstance(experiment, str):
-        raise ConfigError(f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies")
+        raise ConfigError(
+            f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies"
+        )
     if not isinstance(grid, dict) or not grid:
-        raise ConfigError(f"{path}: grid is {shown(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}")
+        raise ConfigError(
+            f"{path}: grid is {shown(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}"
+        )
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{path}: grid.{key} is {shown(values)}; expected a list of values, such as [1, 2]")
-    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+            raise ConfigError(
+                f"{path}: grid.{key} is {shown(values)}; expected a list of values, such as [1, 2]"
+            )
+    combinations = [
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+    ]
     return {**tree, "cells": [_cell_of(settings, experiment) for settings in combinations]}
 
 
@@ -116,7 +138,9 @@ def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
         "name": name,
         "experiment": experiment,
         "overrides": [f"name={name}", *(f"{key}={text}" for key, text in texts.items())],
-        "facts": {key: float(value) for key, value in settings.items() if type(value) in (int, float)},
+        "facts": {
+            key: float(value) for key, value in settings.items() if type(value) in (int, float)
+        },
     }
 
 

@@ -14,7 +14,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_MEASUREMENTS = re.compile(r"step +(\d+)/(\d+)  ")  # what pretrain.terminal.train_lines.train_line begins with
+_MEASUREMENTS = re.compile(
+    r"step +(\d+)/(\d+)  "
+)  # what pretrain.terminal.train_lines.train_line begins with
 _CLEAR = "\r\x1b[2K"
 _BAR_WIDTH = 24
 

@@ -40,7 +40,11 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
 
 def evaluation_line(step: int, values: dict[str, float]) -> str:
     """What an evaluation after `step` found."""
-    parts = [f"validation after step {step}:", f"loss {values['loss']:.4f}", f"ppl {perplexity(values['loss']):,.1f}"]
+    parts = [
+        f"validation after step {step}:",
+        f"loss {values['loss']:.4f}",
+        f"ppl {perplexity(values['loss']):,.1f}",
+    ]
     if "bits_per_byte" in values:
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:
@@ -82,4 +86,7 @@ def counted(count: int, noun: str) -> str:
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Cells under one another, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )

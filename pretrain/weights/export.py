@@ -25,16 +25,26 @@ from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_tr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain export`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run; its newest good checkpoint is used")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run; its newest good checkpoint is used",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new directory")
-    parser.add_argument("--ema", action="store_true", help="the running average of the weights, if the run kept one")
+    parser.add_argument(
+        "--ema", action="store_true", help="the running average of the weights, if the run kept one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the directory, whole or not at all."""
     refuse_existing(arguments.output)
     trained = load_trained(
-        arguments.run, torch.device("cpu"), say=lambda text: print(text, file=sys.stderr), ema=arguments.ema
+        arguments.run,
+        torch.device("cpu"),
+        say=lambda text: print(text, file=sys.stderr),
+        ema=arguments.ema,
     )
     load_tokenizer(trained, trained.tokenizer_home)
     write_export(trained, arguments.output)
@@ -54,9 +64,14 @@ def write_export(trained: TrainedModel, output: Path) -> None:
     beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     beside.mkdir(parents=True)
     try:
-        tensors = {name: parameter.detach().contiguous() for name, parameter in trained.module.named_parameters()}
+        tensors = {
+            name: parameter.detach().contiguous()
+            for name, parameter in trained.module.named_parameters()
+        }
         save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(beside, beside / WEIGHTS)  # safetensors lets nobody else read what it writes
+        shutil.copymode(
+            beside, beside / WEIGHTS
+        )  # safetensors lets nobody else read what it writes
         (beside / WEIGHTS).chmod((beside / WEIGHTS).stat().st_mode & 0o666)
         fsync_file(beside / WEIGHTS)
         about = {"format": FORMAT, "step": trained.step, "sha256": sha256_of(beside / WEIGHTS)}

@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(results))
     supported = [result for result in results if not result.note]
     passed = [result for result in supported if result.verdict == "ok"]
-    print(f"\n{len(passed)} of {len(supported)} supported files agree to {LIMIT:g} (largest absolute error, float64)")
+    print(
+        f"\n{len(passed)} of {len(supported)} supported files agree to {LIMIT:g} (largest absolute error, float64)"
+    )
     return 0 if supported and len(passed) == len(supported) else 1
 
 
@@ -68,7 +70,9 @@ def table(results: list[Result]) -> str:
     """The results in aligned columns."""
     rows = [["case", *COLUMNS, "verdict"]]
     for result in results:
-        cells = [f"{result.errors[column]:.1e}" if column in result.errors else "-" for column in COLUMNS]
+        cells = [
+            f"{result.errors[column]:.1e}" if column in result.errors else "-" for column in COLUMNS
+        ]
         rows.append([result.name, *cells, result.verdict])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
@@ -92,7 +96,9 @@ def compare(path: Path) -> Result:
         if arrays and all(re.fullmatch(r"(in|out)_\d+x\d+", name) for name in arrays):
             return _compare_shifts(path.stem, arrays)
     except KeyError as error:
-        raise DataError(f"{path}: no entry {error}, which a golden case must have; is the file complete?") from None
+        raise DataError(
+            f"{path}: no entry {error}, which a golden case must have; is the file complete?"
+        ) from None
     except (CheckpointError, ConfigError) as error:
         raise DataError(f"{path}: {error}") from None
     raise DataError(
@@ -109,7 +115,9 @@ def _read(path: Path) -> Arrays:
             file = np.load(opened, allow_pickle=False)
             return {name: file[name] for name in file.files}  # a single array has no `files`
     except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
-        raise DataError(f"{path} cannot be read as a .npz file of plain arrays; is it complete?") from None
+        raise DataError(
+            f"{path} cannot be read as a .npz file of plain arrays; is it complete?"
+        ) from None
 
 
 def _compare_masks(name: str, arrays: Arrays) -> Result:
@@ -118,7 +126,9 @@ def _compare_masks(name: str, arrays: Arrays) -> Result:
         match = MASK_NAME.fullmatch(case)
         assert match is not None
         num_queries, num_memory, memory_length, same_length = map(int, match.groups())
-        found = forbidden_LC(num_queries, num_memory + num_queries, memory_length if same_length else 0)
+        found = forbidden_LC(
+            num_queries, num_memory + num_queries, memory_length if same_length else 0
+        )
         differing += int((found != torch.from_numpy(expected)).sum())
     return Result(name, {"entries": float(differing)})
 
@@ -141,7 +151,11 @@ def _compare_case(name: str, arrays: Arrays) -> Result:
     except json.JSONDecodeError as error:
         raise ConfigError(f"entry 'config' is not JSON ({error}); is this a golden case?") from None
     if settings.get("attn_type", 0) != 0:
-        return Result(name, {}, note=f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0")
+        return Result(
+            name,
+            {},
+            note=f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0",
+        )
     config = config_of_original(settings)
     model = TransformerXL(config).double()
     load_parameters(model, original_to_ours(_group(arrays, "param/"), config))
@@ -152,13 +166,17 @@ def _compare_case(name: str, arrays: Arrays) -> Result:
     losses = []
     for segment in range(settings["n_seg"]):
         targets_BL = _batch_major(arrays[f"tgt/{segment}"])
-        hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))[:, -targets_BL.shape[1] :]
+        hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))[
+            :, -targets_BL.shape[1] :
+        ]
         nll_BL = model.head(hidden_BLD, targets_BL)
         losses.append(nll_BL.mean())
         _note_error(errors, "NLL", nll_BL, _batch_major(arrays[f"nll/{segment}"]))
         _note_error(errors, "hidden", hidden_BLD, _batch_major(arrays[f"hid/{segment}"]))
         for level, rows_BMD in enumerate(replay.levels if config.memory_length else []):
-            _note_error(errors, "memories", rows_BMD, _batch_major(arrays[f"mem/{segment}/{level}"]))
+            _note_error(
+                errors, "memories", rows_BMD, _batch_major(arrays[f"mem/{segment}/{level}"])
+            )
     torch.stack(losses).sum().backward()
     expected = original_to_ours(_group(arrays, "grad/"), config)
     for parameter_name, parameter in model.named_parameters():
@@ -191,7 +209,9 @@ class Replay:
         for hook in hooks:
             hook.remove()
         old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)
-        self.levels = [self._kept(pair) for pair in zip(old, [*inputs_BLD, hidden_BLD], strict=True)]
+        self.levels = [
+            self._kept(pair) for pair in zip(old, [*inputs_BLD, hidden_BLD], strict=True)
+        ]
         if self._context_length:
             documents_BM = torch.zeros(self.levels[0].shape[:2], dtype=torch.int32)
             memory = (*self.levels[:-1], documents_BM)

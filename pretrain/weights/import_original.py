@@ -31,10 +31,18 @@ CHECKED_TOKENS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain import-original`."""
-    parser.add_argument("state_dict", type=Path, metavar="STATE_DICT", help="file written by torch.save(state_dict)")
-    parser.add_argument("--config", type=Path, required=True, metavar="YAML", help="settings the weights belong to")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new directory, as of 'export'")
-    parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument(
+        "state_dict", type=Path, metavar="STATE_DICT", help="file written by torch.save(state_dict)"
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="YAML", help="settings the weights belong to"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="new directory, as of 'export'"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +76,9 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             f"{config.data.path} has a tokenizer of {vocab_size} tokens, model.vocab_size is "
             f"{config.model.vocab_size}; give the data whose tokens the weights were trained on"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -94,7 +104,12 @@ def _is_named_tensor(item: tuple[object, object]) -> bool:
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         return False
-    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta and tensor.dim() > 0
+    return (
+        tensor.is_floating_point()
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and tensor.dim() > 0
+    )
 
 
 def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> TransformerXL:
@@ -103,7 +118,9 @@ def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> Transforme
         state = from_hugging_face(state, config)
     _refuse_untied(state, config)
     module = TransformerXL(config)
-    load_parameters(module, {name: tensor.float() for name, tensor in original_to_ours(state, config).items()})
+    load_parameters(
+        module, {name: tensor.float() for name, tensor in original_to_ours(state, config).items()}
+    )
     return module.eval()
 
 
@@ -118,7 +135,9 @@ def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> dict[
         of_layers = [original.pop(name) for name in names if name in original]
         if config.untie_biases and len(of_layers) == config.num_layers:
             original[bias] = torch.stack(of_layers)
-        elif any(bias not in original or not torch.equal(tensor, original[bias]) for tensor in of_layers):
+        elif any(
+            bias not in original or not torch.equal(tensor, original[bias]) for tensor in of_layers
+        ):
             raise CheckpointError(f"the layers have a {bias} each; set model.untie_biases=true")
     return original
 
@@ -129,14 +148,18 @@ def _refuse_untied(state: Mapping[str, Tensor], config: ModelConfig) -> None:
         embedding = name.replace("crit.out_layers.", "word_emb.emb_layers.")
         twins = config.tie_embeddings and name != embedding and embedding in state
         if twins and not torch.equal(tensor, state[embedding]):
-            raise CheckpointError(f"{name} differs from {embedding}; set model.tie_embeddings=false")
+            raise CheckpointError(
+                f"{name} differs from {embedding}; set model.tie_embeddings=false"
+            )
 
 
 @torch.no_grad()
 def checked_loss(module: TransformerXL) -> float:
     """The mean loss of two segments of random tokens; CheckpointError unless it is finite."""
     generator = torch.Generator().manual_seed(0)
-    tokens_BL = torch.randint(module.config.vocab_size, (2, 2 * CHECKED_TOKENS + 1), generator=generator)
+    tokens_BL = torch.randint(
+        module.config.vocab_size, (2, 2 * CHECKED_TOKENS + 1), generator=generator
+    )
     losses, memory = [], None
     for begin in (0, CHECKED_TOKENS):
         part = slice(begin, begin + CHECKED_TOKENS)
@@ -144,5 +167,7 @@ def checked_loss(module: TransformerXL) -> float:
         losses.append(nll_BL.mean())
     loss = torch.stack(losses).mean().item()
     if not math.isfinite(loss):
-        raise CheckpointError(f"a forward pass gives a loss of {loss}; the weights hold infinities or NaN")
+        raise CheckpointError(
+            f"a forward pass gives a loss of {loss}; the weights hold infinities or NaN"
+        )
     return loss

@@ -32,7 +32,9 @@ def check_initial_weights(run: RunConfig) -> None:
     _refuse_other_tokens(run, export)
     with _opened(export) as handle:
         names = handle.keys()
-        _refuse_other_shapes(run, export, {name: list(handle.get_slice(name).get_shape()) for name in names})
+        _refuse_other_shapes(
+            run, export, {name: list(handle.get_slice(name).get_shape()) for name in names}
+        )
 
 
 def load_initial_weights(engine: Engine, run: RunConfig) -> None:
@@ -51,13 +53,17 @@ def _opened(export: Path) -> safe_open:
     try:
         return safe_open(export / WEIGHTS, framework="pt")
     except (SafetensorError, FileNotFoundError) as error:
-        raise CheckpointError(f"{export / WEIGHTS} is damaged or missing ({error}); export it again") from None
+        raise CheckpointError(
+            f"{export / WEIGHTS} is damaged or missing ({error}); export it again"
+        ) from None
 
 
 def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
     if not (export / "tokenizer").is_dir():
         return
-    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.directory()))
+    its, ours = (
+        Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.directory())
+    )
     if its != ours:
         raise DataError(
             f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has {ours[:16]}; "
@@ -67,8 +73,12 @@ def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
 
 def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int]]) -> None:
     with torch.device("meta"):
-        expected = {name: list(value.shape) for name, value in TransformerXL(run.model).named_parameters()}
-    odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        expected = {
+            name: list(value.shape) for name, value in TransformerXL(run.model).named_parameters()
+        }
+    odd = sorted(
+        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+    )
     if odd:
         name = odd[0]
         raise CheckpointError(

@@ -46,27 +46,37 @@ def load_export(
     CheckpointError, with the file's name, if something is missing or damaged.
     """
     tree = checked_export(directory)
-    config = with_model_settings(parse_config(RunConfig, tree["run"], str(directory / CONFIG)), model_settings)
+    config = with_model_settings(
+        parse_config(RunConfig, tree["run"], str(directory / CONFIG)), model_settings
+    )
     module = TransformerXL(config.model)
     try:
         load_parameters(module, load_file(directory / WEIGHTS))
     except SafetensorError as error:
-        raise CheckpointError(f"{directory / WEIGHTS} is damaged ({error}); export the run again") from None
+        raise CheckpointError(
+            f"{directory / WEIGHTS} is damaged ({error}); export the run again"
+        ) from None
     return module.eval(), config, tree["step"]
 
 
 def checked_export(directory: Path) -> dict[str, Any]:
     """What config.json says, after every byte of the weights was compared with it; CheckpointError as `load_export`."""
     if not is_export(directory):
-        raise CheckpointError(f"{directory} holds no {WEIGHTS} and {CONFIG}; give what 'pretrain export' wrote")
+        raise CheckpointError(
+            f"{directory} holds no {WEIGHTS} and {CONFIG}; give what 'pretrain export' wrote"
+        )
     try:
         tree = json.loads((directory / CONFIG).read_text())
         found, written = tree["format"], str(tree["sha256"])
         tree["step"], tree["run"] = int(tree["step"]), dict(tree["run"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / CONFIG} is damaged ({error}); export the run again") from None
+        raise CheckpointError(
+            f"{directory / CONFIG} is damaged ({error}); export the run again"
+        ) from None
     if found != FORMAT:
-        raise CheckpointError(f"{directory / CONFIG} has format {found}, this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{directory / CONFIG} has format {found}, this version reads format {FORMAT}"
+        )
     if sha256_of(directory / WEIGHTS) != written:
         raise CheckpointError(
             f"{directory / WEIGHTS} is damaged: its bytes are not those written; export the run again"

@@ -50,7 +50,9 @@ def load_trained(
     """
     if is_export(run):
         if ema:
-            raise ConfigError(f"{run} is an export and has one set of weights; use --ema when exporting the run")
+            raise ConfigError(
+                f"{run} is an export and has one set of weights; use --ema when exporting the run"
+            )
         module, config, step = load_export(run, model_settings)
         return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
@@ -66,7 +68,9 @@ def load_trained(
 def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
     """The tokenizer of the corpus in `data`; DataError unless it is the one the model was trained with."""
     if data == trained.tokenizer_home and is_export(data) and not (data / "tokenizer").is_dir():
-        raise DataError(f"{data} was imported without a tokenizer; give a corpus that has the model's with --data")
+        raise DataError(
+            f"{data} was imported without a tokenizer; give a corpus that has the model's with --data"
+        )
     tokenizer = Tokenizer.load(data / "tokenizer")
     if tokenizer.vocab_size != trained.config.model.vocab_size:
         raise DataError(

@@ -35,7 +35,8 @@ def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None
     def run(is_on: bool) -> tuple[list[torch.Tensor], int]:
         offload = MemoryOffload(device, is_on)
         memories: list[tuple[torch.Tensor, ...]] = [
-            (torch.full(shape, float(slot), device="cpu" if is_on else device),) for slot in range(num_slots)
+            (torch.full(shape, float(slot), device="cpu" if is_on else device),)
+            for slot in range(num_slots)
         ]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -54,10 +55,17 @@ def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None
     assert peak < num_slots // 2 * megabytes, f"{peak} MiB for memories of {megabytes} MiB each"
 
 
-def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(tmp_path: Path) -> None:
+def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
+    tmp_path: Path,
+) -> None:
     corpus = Corpus.open(make_tiny_corpus(tmp_path) / "train")
     model = ModelConfig(
-        vocab_size=corpus.manifest.vocab_size, num_layers=2, d_model=64, num_heads=2, memory_length=16, dropout=0.1
+        vocab_size=corpus.manifest.vocab_size,
+        num_layers=2,
+        d_model=64,
+        num_heads=2,
+        memory_length=16,
+        dropout=0.1,
     )
     run = RunConfig(
         model=model,
@@ -75,7 +83,9 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(tm
                 torch.cuda.set_sync_debug_mode("error")
             _, memory = engine.forward_backward(next(stream), memory, step)
             torch.cuda.set_sync_debug_mode("default")
-            engine.step(1e-3)  # asks whether the gradients' norm may be applied: memories depend on it
+            engine.step(
+                1e-3
+            )  # asks whether the gradients' norm may be applied: memories depend on it
     finally:
         torch.cuda.set_sync_debug_mode("default")
         destroy_process_group()

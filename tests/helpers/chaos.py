@@ -59,14 +59,21 @@ class Kill:
 def random_moments(generator: random.Random) -> Iterator[Moment]:
     """Half of them in a save, a quarter between saves, a quarter at any time from the start on."""
     while True:
-        rank, between = generator.randrange(RANKS), generator.choice((0.0, generator.uniform(0.0, 0.05)))
+        rank, between = (
+            generator.randrange(RANKS),
+            generator.choice((0.0, generator.uniform(0.0, 0.05))),
+        )
         longest, save = generator.choice(((0.03, 1), (0.03, 1), (1.0, 1), (5.0, 0)))
-        yield Moment(generator.uniform(0.0, longest), save and generator.randint(1, 6), rank, between)
+        yield Moment(
+            generator.uniform(0.0, longest), save and generator.randint(1, 6), rank, between
+        )
 
 
 def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> list[int]:
     """The ranks of one start; their process ids."""
-    return fork_ranks(RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs)
+    return fork_ranks(
+        RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs
+    )
 
 
 def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill | None:
@@ -78,19 +85,29 @@ def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill |
         if new := _partial(run_dir) - saves - left_behind:
             saves |= new
             since = time.monotonic() if moment is not None and len(saves) <= moment.save else since
-        if moment is not None and len(saves) >= moment.save and time.monotonic() - since >= moment.seconds:
+        if (
+            moment is not None
+            and len(saves) >= moment.save
+            and time.monotonic() - since >= moment.seconds
+        ):
             return _kill(pids, run_dir, moment, left_behind)
         time.sleep(0.001)
     return None
 
 
 def _partial(run_dir: RunDir) -> set[str]:
-    return {path.name for path in run_dir.checkpoints.glob(".partial-*") if not path.name.endswith("-removed")}
+    return {
+        path.name
+        for path in run_dir.checkpoints.glob(".partial-*")
+        if not path.name.endswith("-removed")
+    }
 
 
 def _kill(pids: list[int], run_dir: RunDir, moment: Moment, left_behind: set[str]) -> Kill:
     step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-    killed = Kill(step, "in a save" if _partial(run_dir) - left_behind else _heard_from(pids[0], run_dir))
+    killed = Kill(
+        step, "in a save" if _partial(run_dir) - left_behind else _heard_from(pids[0], run_dir)
+    )
     os.kill(pids[moment.first_rank], signal.SIGKILL)
     time.sleep(moment.seconds_between)
     os.kill(pids[1 - moment.first_rank], signal.SIGKILL)
@@ -108,30 +125,41 @@ def _heard_from(pid: int, run_dir: RunDir) -> str:
     return "before the first sign of life"
 
 
-def kill_often(run_dir: RunDir, arguments: list[str], logs: Path, num_kills: int, seed: int) -> list[Kill]:
+def kill_often(
+    run_dir: RunDir, arguments: list[str], logs: Path, num_kills: int, seed: int
+) -> list[Kill]:
     """Train to the end through so many kills."""
     kills: list[Kill] = []
     moments = random_moments(random.Random(seed))
     while len(kills) < num_kills:
         kill = run_until(start_ranks(run_dir, arguments, logs), run_dir, next(moments))
         if kill is None:
-            raise SystemExit(f"the run ended after {len(kills)} of {num_kills} kills; give it more steps")
+            raise SystemExit(
+                f"the run ended after {len(kills)} of {num_kills} kills; give it more steps"
+            )
         kills.append(kill)
-        print(f"kill {len(kills)}: {kill.phase} after the checkpoint of step {kill.step}", flush=True)
+        print(
+            f"kill {len(kills)}: {kill.phase} after the checkpoint of step {kill.step}", flush=True
+        )
     run_until(start_ranks(run_dir, arguments, logs), run_dir, None)
     return kills
 
 
 def differences(left: RunDir, right: RunDir, step: int) -> list[str]:
     """Every loss of every step, every evaluation, and every byte of the last checkpoint."""
-    evaluations = [[line for line in run.read_metrics() if line["kind"] == "evaluation"] for run in (left, right)]
+    evaluations = [
+        [line for line in run.read_metrics() if line["kind"] == "evaluation"]
+        for run in (left, right)
+    ]
     ends = [files.verify(files.step_directory(run.checkpoints, step)) for run in (left, right)]
     problems = differing_losses(left, right) + differing_state(*ends)
     return problems if evaluations[0] == evaluations[1] else [*problems, "evaluations differ"]
 
 
 def run() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path, help="default: a tiny one, made now")
@@ -149,9 +177,15 @@ def run() -> int:
     print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
     kills = kill_often(killed, arguments, work, options.kills, options.seed)
     counts = collections.Counter(kill.phase for kill in kills).items()
-    print(f"{len(kills)} kills, {time.monotonic() - began:.0f} s in all: {', '.join(f'{n} {p}' for p, n in counts)}")
+    print(
+        f"{len(kills)} kills, {time.monotonic() - began:.0f} s in all: {', '.join(f'{n} {p}' for p, n in counts)}"
+    )
     problems = differences(undisturbed, killed, steps)
-    print(f"different:\n{summary(problems)}" if problems else f"identical: {steps} losses, evaluations, final state")
+    print(
+        f"different:\n{summary(problems)}"
+        if problems
+        else f"identical: {steps} losses, evaluations, final state"
+    )
     return 1 if problems else 0
 
 

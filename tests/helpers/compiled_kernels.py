@@ -50,7 +50,9 @@ class Resources:
     shared: int  # bytes per program
 
 
-def compiled(kernel: str, variant: Variant, tile: Tile, capability: int, dtype: str = "bf16") -> tuple[Any, Resources]:
+def compiled(
+    kernel: str, variant: Variant, tile: Tile, capability: int, dtype: str = "bf16"
+) -> tuple[Any, Resources]:
     """The compiled kernel and what it takes, for bf16 tensors of the usual alignment."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -62,7 +64,9 @@ def compiled(kernel: str, variant: Variant, tile: Tile, capability: int, dtype: 
         signature[name] = "constexpr" if name == "VARIANT" else _type_of(name, dtype)
         if name in EVEN_INTEGERS or signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs={"VARIANT": variant}, attrs=attributes)
+    source = ASTSource(
+        fn=function, signature=signature, constexprs={"VARIANT": variant}, attrs=attributes
+    )
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # else the log is missing on the second run
     log = io.StringIO()
@@ -108,7 +112,9 @@ def resources_of(wanted: str) -> Resources:
     chosen: dict[str, Any] = {}
     for name in options[0].split(",") if options else ():
         chosen |= OPTIONS[name]
-    return compiled(kernel, plain_variant(int(head_width), tile, **chosen), tile, int(capability))[1]
+    return compiled(kernel, plain_variant(int(head_width), tile, **chosen), tile, int(capability))[
+        1
+    ]
 
 
 def kernels() -> dict[str, Any]:

@@ -26,7 +26,16 @@ SUBJECTS = [
     "the harbour",
     "my brother",
 ]
-VERBS = ["carried", "forgot", "answered", "followed", "painted", "remembered", "crossed", "waited for"]
+VERBS = [
+    "carried",
+    "forgot",
+    "answered",
+    "followed",
+    "painted",
+    "remembered",
+    "crossed",
+    "waited for",
+]
 OBJECTS = [
     "the morning",
     "a silver key",
@@ -57,7 +66,9 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def make_tiny_corpus(directory: Path, *, documents: int = 60, seed: int = 0, vocabulary: str = "bytes") -> Path:
+def make_tiny_corpus(
+    directory: Path, *, documents: int = 60, seed: int = 0, vocabulary: str = "bytes"
+) -> Path:
     """Build a train and a validation split of generated documents in `directory`, which comes back.
 
     About 400 bytes a document, several shards a split; `vocabulary` is a tokenizer kind: bytes, unigram or bpe.
@@ -77,7 +88,9 @@ def make_tiny_corpus(directory: Path, *, documents: int = 60, seed: int = 0, voc
     return directory
 
 
-def write_numbered_corpus(directory: Path, shards: list[list[int]], shard_format: ShardFormat = "mds") -> Corpus:
+def write_numbered_corpus(
+    directory: Path, shards: list[list[int]], shard_format: ShardFormat = "mds"
+) -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order of storage.
 
     A token's value thus says where it is from. Only the text is missing: shards and manifest are the real ones.
@@ -88,14 +101,20 @@ def write_numbered_corpus(directory: Path, shards: list[list[int]], shard_format
         path = directory / shard_name(number, shard_format)
         documents = []
         for length in lengths:
-            documents.append((f"document {first}", np.arange(first, first + length, dtype=np.uint32)))
+            documents.append(
+                (f"document {first}", np.arange(first, first + length, dtype=np.uint32))
+            )
             first += length
         write_shard(path, documents, directory / "scratch")
         size = path.stat().st_size
         infos.append(
-            ShardInfo(path.name, len(lengths), sum(lengths), max(lengths), size, sha256_of(path), 0, 0),
+            ShardInfo(
+                path.name, len(lengths), sum(lengths), max(lengths), size, sha256_of(path), 0, 0
+            )
         )
-    Manifest(dtype="uint32", tokenizer="none", end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)).write(directory)
+    Manifest(
+        dtype="uint32", tokenizer="none", end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
+    ).write(directory)
     return Corpus.open(directory)
 
 

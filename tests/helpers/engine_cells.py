@@ -18,7 +18,9 @@ STAGES = (0, 1, 2, 3)
 Results = dict[str, dict[str, dict[int, float]]]
 
 
-def engine_settings(stage: int, precision: str, checkpointing: str, micro: int = 4) -> dict[str, Any]:
+def engine_settings(
+    stage: int, precision: str, checkpointing: str, micro: int = 4
+) -> dict[str, Any]:
     return {
         "zero_stage": stage,
         "precision": precision,
@@ -43,7 +45,14 @@ def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[di
 def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
     path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
     path.write_text(json.dumps(cells))
-    command = [sys.executable, "-m", "tests.helpers.engine_worker", str(corpus), str(output), str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.helpers.engine_worker",
+        str(corpus),
+        str(output),
+        str(path),
+    ]
     with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
         statuses = group.wait(timeout=280)
     assert not any(statuses), describe_failure(statuses, group.logs)
@@ -51,7 +60,10 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ran
 
 def read_result(path: Path) -> dict[str, dict[int, float]]:
     tree = json.loads(path.read_text())
-    return {key: {int(step): float.fromhex(value) for step, value in steps.items()} for key, steps in tree.items()}
+    return {
+        key: {int(step): float.fromhex(value) for step, value in steps.items()}
+        for key, steps in tree.items()
+    }
 
 
 def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
@@ -63,6 +75,9 @@ def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
     whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
     assert {**half["norms"], **resumed["norms"]} == whole["norms"]
-    ends = [files.verify(files.step_directory(output / f"{name}-{part}", STEPS)) for part in ("whole", "resumed")]
+    ends = [
+        files.verify(files.step_directory(output / f"{name}-{part}", STEPS))
+        for part in ("whole", "resumed")
+    ]
     problems = differing_state(*ends)
     assert not problems, summary(problems)

@@ -58,17 +58,24 @@ MODEL: dict[str, Any] = {
 }
 
 
-def run_of_cell(corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]) -> RunConfig:
+def run_of_cell(
+    corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]
+) -> RunConfig:
     """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine, `model` to the model."""
     return RunConfig(
         seed=5,
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(path=corpus, lanes=8, segment_length=8),
         optim=OptimConfig(
-            steps=20, learning_rate=3e-3, weight_decay=0.1, clip_norm=0.5, schedule=ScheduleConfig(warmup_steps=5)
+            steps=20,
+            learning_rate=3e-3,
+            weight_decay=0.1,
+            clip_norm=0.5,
+            schedule=ScheduleConfig(warmup_steps=5),
         ),
         engine=EngineConfig(
-            deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **settings
+            deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            **settings,
         ),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
         recovery=RecoveryConfig(**healing),
@@ -83,18 +90,27 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("recovery", {}))
     run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **cell.get("optim", {})))
     if cell.get("dropout") is False:
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0))
+        run = dataclasses.replace(
+            run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)
+        )
     fault = Fault(**cell.get("fault", {"step": 0}))
     engine = fault.wrap(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)
     state = None
     if "resume" in cell:
-        state = Checkpointer(run, output / cell["resume"], world, "resume", "").restore_latest(engine)
+        state = Checkpointer(run, output / cell["resume"], world, "resume", "").restore_latest(
+            engine
+        )
         assert state is not None, f"no checkpoint in {cell['resume']}"
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
     stream = LaneStream(
-        Corpus.open(corpus / "train"), run.data.lanes, run.seed, run.data.segment_length, lanes, state.cursor
+        Corpus.open(corpus / "train"),
+        run.data.lanes,
+        run.seed,
+        run.data.segment_length,
+        lanes,
+        state.cursor,
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
     losses, norms, scales, layers = {}, {}, {}, {}
@@ -107,7 +123,9 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         memories, before = list(state.memories), bits_of(engine) if may_be_skipped else {}
         total = torch.zeros((), dtype=torch.float64)
         for slot, part in enumerate(batch.split(num_slots)):
-            loss, state.memories[slot] = engine.forward_backward(part, state.memories[slot], state.step)
+            loss, state.memories[slot] = engine.forward_backward(
+                part, state.memories[slot], state.step
+            )
             total += loss.double() / num_slots
         checkpointer.wait_for_copy()
         measuring = state.step + 1 in cell.get("measure_at", [])
@@ -135,7 +153,11 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
 def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
     """A copy of the master weights that this rank owns."""
-    return {(each.name, each.start): each.values["weight"].clone() for each in engine.fragments() if each.owned}
+    return {
+        (each.name, each.start): each.values["weight"].clone()
+        for each in engine.fragments()
+        if each.owned
+    }
 
 
 def per_layer(
@@ -147,12 +169,17 @@ def per_layer(
     names = result.layers.names
     seen = torch.zeros(2, len(names), dtype=torch.float64)
     for key, after in weights_of(engine).items():
-        pair = torch.stack([(after - before[key]).double().square().sum(), after.double().square().sum()])
+        pair = torch.stack(
+            [(after - before[key]).double().square().sum(), after.double().square().sum()]
+        )
         seen[:, names.index(layer_of(key[0]))] += pair
     moved, lengths = sum_over_ranks(seen).sqrt()
     squares = sum_over_ranks(result.layers.squares_KG).flatten().tolist()
     measured = numbers_of_layers(names, squares, float(result.grad_norm), run.optim.clip_norm)
-    return {**measured, **{f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)}}
+    return {
+        **measured,
+        **{f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)},
+    }
 
 
 def bits_of(engine: Engine) -> dict[str, str]:
@@ -163,7 +190,10 @@ def bits_of(engine: Engine) -> dict[str, str]:
         for kind, value in fragment.values.items()
     }
     values |= {name: parameter.detach() for name, parameter in engine.module.named_parameters()}
-    bits = {name: sha256(value.contiguous().view(torch.uint8).numpy()).hexdigest() for name, value in values.items()}
+    bits = {
+        name: sha256(value.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, value in values.items()
+    }
     return {**bits, "count": str(engine.optimizer_step_count())}
 
 
@@ -186,7 +216,9 @@ def main() -> None:
         end_process(train_rank(corpus, output, cells))
     import_everything()
     for cell in cells:
-        pids = fork_ranks(cell["ranks"], lambda cell=cell: train_rank(corpus, output, [cell]), output)
+        pids = fork_ranks(
+            cell["ranks"], lambda cell=cell: train_rank(corpus, output, [cell]), output
+        )
         while not all_ended(pids):
             time.sleep(0.01)
 

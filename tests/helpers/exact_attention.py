@@ -58,7 +58,9 @@ def exact_attention(
     return torch.einsum("bhlk,bkhd->blhd", weights_BHLK, value_BKHD)
 
 
-def kept_weights(keys: list[int], num_heads: int, num_queries: int, num_keys: int, threshold: int) -> Tensor:
+def kept_weights(
+    keys: list[int], num_heads: int, num_queries: int, num_keys: int, threshold: int
+) -> Tensor:
     """[B, H, L, K], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
 
     Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without them query and key are

@@ -27,7 +27,10 @@ def import_everything() -> None:
 def fork_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> list[int]:
     """Start the program as every rank, its output going to `logs`; the process ids. Its result is the exit status."""
     shared = rank_environment(num_ranks, os.environ)
-    return [_fork_rank(rank, shared, rank_program, logs / f"rank-{rank}.log") for rank in range(num_ranks)]
+    return [
+        _fork_rank(rank, shared, rank_program, logs / f"rank-{rank}.log")
+        for rank in range(num_ranks)
+    ]
 
 
 def all_ended(pids: list[int]) -> bool:
@@ -43,7 +46,9 @@ def all_ended(pids: list[int]) -> bool:
     return True
 
 
-def _fork_rank(rank: int, shared: dict[str, str], rank_program: Callable[[], int], log: Path) -> int:
+def _fork_rank(
+    rank: int, shared: dict[str, str], rank_program: Callable[[], int], log: Path
+) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:

@@ -47,7 +47,9 @@ CASES: dict[str, Case] = {
     "odd sizes, wide tiles": Case(L=37, M=23, wide=True),
     "odd sizes, wide tiles, deterministic": Case(B=2, L=37, M=23, wide=True, deterministic=True),
     "tiles of 64": Case(H=1, L=130, M=75, D=32, size=64),
-    "tiles of 64, wide, deterministic": Case(H=1, L=130, M=75, D=32, size=64, wide=True, deterministic=True),
+    "tiles of 64, wide, deterministic": Case(
+        H=1, L=130, M=75, D=32, size=64, wide=True, deterministic=True
+    ),
     "no memory": Case(L=45, M=0, wide=True),
     "no memory, deterministic": Case(L=45, M=0, deterministic=True),
     "memory longer than the segment": Case(L=19, M=77, wide=True),
@@ -64,7 +66,9 @@ CASES: dict[str, Case] = {
     "short window, deterministic": Case(L=70, M=41, max_distance=9, deterministic=True),
     "window of one": Case(L=20, M=20, max_distance=1),
     "documents": Case(B=3, L=50, M=37, documents=3),
-    "documents, wide, deterministic": Case(B=3, L=50, M=37, documents=3, wide=True, deterministic=True),
+    "documents, wide, deterministic": Case(
+        B=3, L=50, M=37, documents=3, wide=True, deterministic=True
+    ),
     "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
     "many documents, deterministic": Case(B=2, L=70, M=33, documents=12, deterministic=True),
     "grouped queries": Case(B=2, H=4, G=2, L=37, M=23),
@@ -72,10 +76,14 @@ CASES: dict[str, Case] = {
     "key bias": Case(B=2, L=37, M=23, key_bias=True),
     "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
     "distance bias": Case(B=2, L=37, M=23, distance_bias=True),
-    "distance bias without positions": Case(B=2, L=37, M=23, distance_bias=True, positions=False, wide=True),
+    "distance bias without positions": Case(
+        B=2, L=37, M=23, distance_bias=True, positions=False, wide=True
+    ),
     "no bias, no positions": Case(B=2, L=37, M=23, positions=False),
     "dropout": Case(B=2, L=37, M=23, dropout=0.3),
-    "dropout, wide, deterministic": Case(B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True),
+    "dropout, wide, deterministic": Case(
+        B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True
+    ),
     "dropout of grouped queries": Case(B=3, H=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
     "everything": Case(
         B=2,
@@ -106,7 +114,11 @@ def errors_of(case: Case) -> dict[str, float]:
     documents_BK = _documents(case, generator) if case.documents else None
     gradient_BLHD = torch.randn(case.B, case.L, case.H, case.D, generator=generator).to(case.dtype)
     threshold = round(case.dropout * 65536)
-    keep = kept_weights(_words(case.B), case.H, case.L, case.L + case.M, threshold) if threshold else None
+    keep = (
+        kept_weights(_words(case.B), case.H, case.L, case.L + case.M, threshold)
+        if threshold
+        else None
+    )
     exact = exact_attention(
         *exact_inputs[:6],
         key_bias_BHK=exact_inputs[6],
@@ -117,7 +129,9 @@ def errors_of(case: Case) -> dict[str, float]:
         dropout=threshold / 65536,
     )
     exact.backward(gradient_BLHD.double())
-    inputs = [None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs]
+    inputs = [
+        None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs
+    ]
     output = fused(case, inputs, documents_BK)
     output.backward(gradient_BLHD)
     errors = {"output": _relative(output, exact)}
@@ -161,9 +175,18 @@ def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
 
     # Keys and values as a projection leaves them: interleaved, so their rows are not dense.
     key_BKGD, value_BKGD = normal(B, K, 2, G, D).unbind(2)
-    position = [normal(K, H, D), normal(H, D), normal(H, D)] if case.positions else [None, None, None]
+    position = (
+        [normal(K, H, D), normal(H, D), normal(H, D)] if case.positions else [None, None, None]
+    )
     key_bias = normal(B, H, K) if case.key_bias else None
-    return [normal(B, L, H, D), key_BKGD, value_BKGD, *position, key_bias, normal(K, H) if case.distance_bias else None]
+    return [
+        normal(B, L, H, D),
+        key_BKGD,
+        value_BKGD,
+        *position,
+        key_bias,
+        normal(K, H) if case.distance_bias else None,
+    ]
 
 
 def _documents(case: Case, generator: torch.Generator) -> Tensor:

@@ -36,7 +36,9 @@ def text() -> tuple[Tensor, Tensor]:
     return tokens_BT, torch.rand(tokens_BT.shape, generator=generator) < 0.1
 
 
-def trained_once(model: ModelConfig, kernel: AttentionKernel, lanes: list[int] | None = None) -> list[Tensor]:
+def trained_once(
+    model: ModelConfig, kernel: AttentionKernel, lanes: list[int] | None = None
+) -> list[Tensor]:
     """The NLL of the last of a few segments and every parameter's gradient; with dropout when `lanes` are given."""
     torch.manual_seed(1)
     module = TransformerXL(model, attention_kernel=kernel)
@@ -47,14 +49,18 @@ def trained_once(model: ModelConfig, kernel: AttentionKernel, lanes: list[int] |
         first, last = segment * LENGTH, (segment + 1) * LENGTH
         tokens_BL, targets_BL = tokens_BT[rows, first:last], tokens_BT[rows, first + 1 : last + 1]
         stream = None if lanes is None else DropoutStream(5, segment, lanes)
-        nll_BL, memory = module(tokens_BL, targets_BL, memory, starts_BT[rows, first:last], dropout=stream)
+        nll_BL, memory = module(
+            tokens_BL, targets_BL, memory, starts_BT[rows, first:last], dropout=stream
+        )
     nll_BL.sum().backward()
     return [nll_BL.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
 def largest_error(model: ModelConfig) -> float:
     fused, plain = trained_once(model, "auto"), trained_once(model, "plain")
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(fused, plain, strict=True))
+    return max(
+        float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(fused, plain, strict=True)
+    )
 
 
 def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
@@ -68,6 +74,9 @@ def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    result = {name: largest_error(ModelConfig(**{**SMALL, **options})) for name, options in VARIANTS.items()}
+    result = {
+        name: largest_error(ModelConfig(**{**SMALL, **options}))
+        for name, options in VARIANTS.items()
+    }
     dropped = ModelConfig(**SMALL, attention_dropout=0.3)
     print(json.dumps({"errors": result, "depends_on": dropout_depends_on(dropped)}))

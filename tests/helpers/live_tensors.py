@@ -54,7 +54,9 @@ def measure(run: RunConfig) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     whole = dict(TransformerXL(run.model).named_parameters())
     state = torch.get_rng_state()
-    sizes = {value.numel() * width for value in whole.values() for width in (2, 4) if value.ndim > 1}
+    sizes = {
+        value.numel() * width for value in whole.values() for width in (2, 4) if value.ndim > 1
+    }
     with LiveTensors(sizes) as live:
         engine = build_engine(run, world)
     result = {
@@ -95,7 +97,11 @@ def measure_rank(output: Path, settings: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    output, settings, num_ranks = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3])
+    output, settings, num_ranks = (
+        Path(sys.argv[1]),
+        json.loads(Path(sys.argv[2]).read_text()),
+        int(sys.argv[3]),
+    )
     import_everything()
     pids = fork_ranks(num_ranks, lambda: measure_rank(output, settings), output)
     while not all_ended(pids):

@@ -15,7 +15,9 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 
-TINY = ModelConfig(vocab_size=37, num_layers=2, d_model=16, num_heads=2, d_inner=24, memory_length=8)
+TINY = ModelConfig(
+    vocab_size=37, num_layers=2, d_model=16, num_heads=2, d_inner=24, memory_length=8
+)
 
 # Every option of the model at least once, for properties that must hold for all of them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -28,7 +30,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "untied_embedding": {"tie_embeddings": False},
     "adaptive": {"cutoffs": (9, 20)},
     "adaptive_div2": {"cutoffs": (9, 20), "div_val": 2, "tie_projections": (False, True, True)},
-    "rope": {"positions": "rope", "norm": "rmsnorm", "feed_forward": "swiglu", "norm_position": "pre", "z_loss": 0.01},
+    "rope": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "feed_forward": "swiglu",
+        "norm_position": "pre",
+        "z_loss": 0.01,
+    },
     "alibi": {"positions": "alibi", "feed_forward": "gelu", "num_heads": 4, "num_key_heads": 2},
     "t5": {"positions": "t5", "t5_buckets": 4, "t5_max_distance": 7, "query_key_norm": True},
     "relative_modern": {
@@ -61,14 +69,18 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
     return model
 
 
-def random_tokens(num_lanes: int, length: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> Tensor:
+def random_tokens(
+    num_lanes: int, length: int, seed: int = 0, vocab_size: int = TINY.vocab_size
+) -> Tensor:
     """Token ids [B, T]."""
     return torch.from_numpy(np.random.RandomState(seed).randint(0, vocab_size, (num_lanes, length)))
 
 
 def random_starts(num_lanes: int, length: int, seed: int = 0) -> Tensor:
     """Document starts [B, T], about every fifth token."""
-    return torch.from_numpy(np.random.RandomState(seed + 1000).uniform(size=(num_lanes, length)) < 0.2)
+    return torch.from_numpy(
+        np.random.RandomState(seed + 1000).uniform(size=(num_lanes, length)) < 0.2
+    )
 
 
 def stream_nll(
@@ -83,7 +95,10 @@ def stream_nll(
     parts = []
     first = 0
     for length in segment_lengths:
-        tokens_BL, targets_BL = stream_BT[:, first : first + length], stream_BT[:, first + 1 : first + length + 1]
+        tokens_BL, targets_BL = (
+            stream_BT[:, first : first + length],
+            stream_BT[:, first + 1 : first + length + 1],
+        )
         starts_BL = None if starts_BT is None else starts_BT[:, first : first + length]
         nll_BL, memory = model(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
         parts.append(nll_BL)

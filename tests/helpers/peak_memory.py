@@ -30,7 +30,9 @@ def measured_peak(run: RunConfig, world: World) -> int:
     """Bytes at the highest point of building the engine and taking a few steps."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts again from here
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the kernel's high-water mark starts again from here
     before = _status("VmRSS")
     take_steps(run, world)
     return _status("VmHWM") - before
@@ -42,7 +44,9 @@ def take_steps(run: RunConfig, world: World) -> None:
     generator = np.random.default_rng(0)
     memories: list[Memory | None] = [None] * accumulation_steps(run, world.world_size)
     for step in range(STEPS):
-        tokens_BX = generator.integers(0, run.model.vocab_size, (run.data.lanes, run.data.segment_length + 1))
+        tokens_BX = generator.integers(
+            0, run.model.vocab_size, (run.data.lanes, run.data.segment_length + 1)
+        )
         starts_BL = np.zeros_like(tokens_BX[:, 1:], dtype=bool)
         batch = SegmentBatch(tokens_BX[:, :-1], tokens_BX[:, 1:], starts_BL, range(run.data.lanes))
         for slot, part in enumerate(batch.split(len(memories))):
@@ -56,7 +60,9 @@ def main() -> None:
     world = init_world()
     tiny = ModelConfig(vocab_size=50, num_layers=1, d_model=16, num_heads=2, memory_length=8)
     for run in runs:  # what the libraries keep for themselves from the first use on
-        take_steps(replace(run, model=tiny, data=DataConfig(lanes=run.data.lanes, segment_length=8)), world)
+        take_steps(
+            replace(run, model=tiny, data=DataConfig(lanes=run.data.lanes, segment_length=8)), world
+        )
     print(json.dumps([measured_peak(run, world) for run in runs]))
     destroy_process_group()
 

@@ -26,7 +26,13 @@ class ReferenceAttention(nn.Module):
         self.scale = 1 / math.sqrt(d_head)
 
     def forward(
-        self, hidden_LBD: Tensor, encodings_CD: Tensor, u_NH: Tensor, v_NH: Tensor, mask_LC: Tensor, memory_MBD: Tensor
+        self,
+        hidden_LBD: Tensor,
+        encodings_CD: Tensor,
+        u_NH: Tensor,
+        v_NH: Tensor,
+        mask_LC: Tensor,
+        memory_MBD: Tensor,
     ) -> Tensor:
         num_queries, num_lanes, _ = hidden_LBD.shape
         heads = (self.num_heads, self.d_head)
@@ -38,7 +44,11 @@ class ReferenceAttention(nn.Module):
         content_LCBN = torch.einsum("ibnd,jbnd->ijbn", query_LBNH + u_NH, key_CBNH)
         position_LCBN = _shifted(torch.einsum("ibnd,jnd->ijbn", query_LBNH + v_NH, relative_CNH))
         scores_LCBN = (content_LCBN + position_LCBN) * self.scale
-        scores_LCBN = scores_LCBN.float().masked_fill(mask_LC[:, :, None, None], -math.inf).type_as(scores_LCBN)
+        scores_LCBN = (
+            scores_LCBN.float()
+            .masked_fill(mask_LC[:, :, None, None], -math.inf)
+            .type_as(scores_LCBN)
+        )
         weights_LCBN = torch.softmax(scores_LCBN, dim=1)
         attended_LBNH = torch.einsum("ijbn,jbnd->ibnd", weights_LCBN, value_CBNH)
         return self.layer_norm(hidden_LBD + self.drop(self.o_net(attended_LBNH.flatten(2))))

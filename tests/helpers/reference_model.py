@@ -44,7 +44,12 @@ def random_state(settings: Settings, seed: int = 0) -> tuple[State, dict[str, st
 
 
 def reference_segment(
-    state: State, ties: dict[str, str], settings: Settings, tokens: Tensor, targets: Tensor, memories: list[Tensor]
+    state: State,
+    ties: dict[str, str],
+    settings: Settings,
+    tokens: Tensor,
+    targets: Tensor,
+    memories: list[Tensor],
 ) -> Segment:
     """One segment [q, B]; the NLL is that of the last rows, as many as there are targets."""
     full = {**state, **{name: state[origin] for name, origin in ties.items()}}
@@ -68,7 +73,12 @@ def _edges(settings: Settings) -> list[int]:
 
 
 def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    d, e, div, edges = settings["d_model"], settings["d_embed"], settings["div_val"], _edges(settings)
+    d, e, div, edges = (
+        settings["d_model"],
+        settings["d_embed"],
+        settings["div_val"],
+        _edges(settings),
+    )
     width = settings["n_head"] * settings["d_head"]
     bias = (settings["n_head"], settings["d_head"])
     bias = (settings["n_layer"], *bias) if settings["untie_r"] else bias
@@ -76,7 +86,9 @@ def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], di
     ties = {}
     tables = len(edges) - 1 if div > 1 else 1
     for i in range(tables):
-        rows, columns = (edges[i + 1] - edges[i], e // div**i) if div > 1 else (settings["n_token"], e)
+        rows, columns = (
+            (edges[i + 1] - edges[i], e // div**i) if div > 1 else (settings["n_token"], e)
+        )
         shapes[f"word_emb.emb_layers.{i}.weight"] = (rows, columns)
         shapes[f"crit.out_layers.{i}.bias"] = (rows,)
         if settings["tie_weight"]:
@@ -97,11 +109,17 @@ def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], di
         }
     for layer in range(settings["n_layer"]):
         attention, feed_forward = f"layers.{layer}.dec_attn.", f"layers.{layer}.pos_ff."
-        shapes |= {attention + "qkv_net.weight": (3 * width, d), attention + "r_net.weight": (width, d)}
+        shapes |= {
+            attention + "qkv_net.weight": (3 * width, d),
+            attention + "r_net.weight": (width, d),
+        }
         shapes |= {attention + "o_net.weight": (d, width)}
         shapes |= {feed_forward + "CoreNet.0.weight": (settings["d_inner"], d)}
         shapes |= {feed_forward + "CoreNet.0.bias": (settings["d_inner"],)}
-        shapes |= {feed_forward + "CoreNet.3.weight": (d, settings["d_inner"]), feed_forward + "CoreNet.3.bias": (d,)}
+        shapes |= {
+            feed_forward + "CoreNet.3.weight": (d, settings["d_inner"]),
+            feed_forward + "CoreNet.3.bias": (d,),
+        }
         for part in (attention, feed_forward):
             shapes |= {part + "layer_norm.weight": (d,), part + "layer_norm.bias": (d,)}
     return shapes, ties
@@ -113,18 +131,26 @@ def _embed(state: State, settings: Settings, tokens: Tensor) -> Tensor:
         if settings["div_val"] > 1:
             i = max(bin_ for bin_ in range(len(edges) - 1) if token >= edges[bin_])
             vectors.append(
-                state[f"word_emb.emb_projs.{i}"] @ state[f"word_emb.emb_layers.{i}.weight"][token - edges[i]]
+                state[f"word_emb.emb_projs.{i}"]
+                @ state[f"word_emb.emb_layers.{i}.weight"][token - edges[i]]
             )
         else:
             vector = state["word_emb.emb_layers.0.weight"][token]
-            vectors.append(state["word_emb.emb_projs.0"] @ vector if "word_emb.emb_projs.0" in state else vector)
+            vectors.append(
+                state["word_emb.emb_projs.0"] @ vector
+                if "word_emb.emb_projs.0" in state
+                else vector
+            )
     return torch.stack(vectors).view(*tokens.shape, -1) * math.sqrt(settings["d_model"])
 
 
 def _norm(state: State, name: str, rows: Tensor) -> Tensor:
     centred = rows - rows.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
-    return centred / (variance + 1e-5).sqrt() * state[name + "layer_norm.weight"] + state[name + "layer_norm.bias"]
+    return (
+        centred / (variance + 1e-5).sqrt() * state[name + "layer_norm.weight"]
+        + state[name + "layer_norm.bias"]
+    )
 
 
 def _encoding(distance: int, settings: Settings) -> Tensor:
@@ -132,25 +158,39 @@ def _encoding(distance: int, settings: Settings) -> Tensor:
         distance = min(distance, settings["clamp_len"])
     d = settings["d_model"]
     angles = [distance / 10000 ** (2 * c / d) for c in range(d // 2)]
-    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+    return torch.tensor(
+        [math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64
+    )
 
 
 def _layer(state: State, settings: Settings, layer: int, hidden: Tensor, memory: Tensor) -> Tensor:
     attention, feed_forward = f"layers.{layer}.dec_attn.", f"layers.{layer}.pos_ff."
 
     def fed_forward(rows: Tensor) -> Tensor:
-        inner = torch.relu(rows @ state[feed_forward + "CoreNet.0.weight"].T + state[feed_forward + "CoreNet.0.bias"])
-        return inner @ state[feed_forward + "CoreNet.3.weight"].T + state[feed_forward + "CoreNet.3.bias"]
+        inner = torch.relu(
+            rows @ state[feed_forward + "CoreNet.0.weight"].T
+            + state[feed_forward + "CoreNet.0.bias"]
+        )
+        return (
+            inner @ state[feed_forward + "CoreNet.3.weight"].T
+            + state[feed_forward + "CoreNet.3.bias"]
+        )
 
     rows = torch.cat([memory, hidden])
     if settings["pre_lnorm"]:
-        summed = hidden + _attended(state, settings, layer, _norm(state, attention, rows), hidden.shape[0])
+        summed = hidden + _attended(
+            state, settings, layer, _norm(state, attention, rows), hidden.shape[0]
+        )
         return summed + fed_forward(_norm(state, feed_forward, summed))
-    summed = _norm(state, attention, hidden + _attended(state, settings, layer, rows, hidden.shape[0]))
+    summed = _norm(
+        state, attention, hidden + _attended(state, settings, layer, rows, hidden.shape[0])
+    )
     return _norm(state, feed_forward, summed + fed_forward(summed))
 
 
-def _attended(state: State, settings: Settings, layer: int, rows: Tensor, num_queries: int) -> Tensor:
+def _attended(
+    state: State, settings: Settings, layer: int, rows: Tensor, num_queries: int
+) -> Tensor:
     """One head, one query, one key at a time; lanes side by side."""
     name, heads, width = f"layers.{layer}.dec_attn.", settings["n_head"], settings["d_head"]
     query, key, value = (rows @ state[name + "qkv_net.weight"].T).split(heads * width, dim=-1)
@@ -160,13 +200,21 @@ def _attended(state: State, settings: Settings, layer: int, rows: Tensor, num_qu
         output = []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
-            u, v = (state[b][layer] if settings["untie_r"] else state[b] for b in ("r_w_bias", "r_r_bias"))
-            keys = [j for j in range(i + 1) if not settings["same_length"] or i - j < settings["mem_len"]]
+            u, v = (
+                state[b][layer] if settings["untie_r"] else state[b]
+                for b in ("r_w_bias", "r_r_bias")
+            )
+            keys = [
+                j
+                for j in range(i + 1)
+                if not settings["same_length"] or i - j < settings["mem_len"]
+            ]
             scores = []
             for j in keys:
                 relative = (state[name + "r_net.weight"] @ _encoding(i - j, settings))[part]
                 scores.append(
-                    ((query[i, :, part] + u[head]) * key[j, :, part]).sum(-1) + (query[i, :, part] + v[head]) @ relative
+                    ((query[i, :, part] + u[head]) * key[j, :, part]).sum(-1)
+                    + (query[i, :, part] + v[head]) @ relative
                 )
             weights = torch.softmax(torch.stack(scores) / math.sqrt(width), dim=0)
             output.append((weights[:, :, None] * value[keys][:, :, part]).sum(0))
@@ -179,8 +227,13 @@ def _nll(state: State, settings: Settings, hidden: Tensor, targets: Tensor) -> T
     clusters = len(settings["cutoffs"])
 
     def logits(row: Tensor, i: int) -> Tensor:
-        j, rows = (i, slice(None)) if settings["div_val"] > 1 else (0, slice(edges[i], edges[i + 1]))
-        weight, bias = state[f"crit.out_layers.{j}.weight"][rows], state[f"crit.out_layers.{j}.bias"][rows]
+        j, rows = (
+            (i, slice(None)) if settings["div_val"] > 1 else (0, slice(edges[i], edges[i + 1]))
+        )
+        weight, bias = (
+            state[f"crit.out_layers.{j}.weight"][rows],
+            state[f"crit.out_layers.{j}.bias"][rows],
+        )
         if i == 0 and clusters:
             weight = torch.cat([weight, state["crit.cluster_weight"]])
             bias = torch.cat([bias, state["crit.cluster_bias"]])

@@ -49,12 +49,20 @@ class ReferenceTransformerXL(nn.Module):
     """Mean loss of a segment and the memory after it, one tensor [M, B, D] per layer and one more, as the original."""
 
     def __init__(
-        self, vocab_size: int, num_layers: int, num_heads: int, d_model: int, d_inner: int, dropout: float
+        self,
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        d_model: int,
+        d_inner: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.word_emb = _Tables("emb_layers", self.embedding)
-        self.layers = nn.ModuleList(_Layer(num_heads, d_model, d_inner, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            _Layer(num_heads, d_model, d_inner, dropout) for _ in range(num_layers)
+        )
         self.output = nn.Linear(d_model, vocab_size)
         self.output.weight = self.embedding.weight
         self.crit = _Tables("out_layers", self.output)
@@ -64,18 +72,24 @@ class ReferenceTransformerXL(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.0, 0.02)
 
-    def forward(self, tokens_LB: Tensor, targets_LB: Tensor, memory: list[Tensor], length: int) -> tuple[Tensor, list]:
+    def forward(
+        self, tokens_LB: Tensor, targets_LB: Tensor, memory: list[Tensor], length: int
+    ) -> tuple[Tensor, list]:
         num_queries, d_model = tokens_LB.shape[0], self.embedding.embedding_dim
         hidden_LBD = self.drop(self.embedding(tokens_LB) * math.sqrt(d_model))
         num_keys = num_queries + (memory[0].shape[0] if memory else 0)
-        mask_LC = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + num_keys - num_queries)
+        mask_LC = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(
+            1 + num_keys - num_queries
+        )
         encodings_CD = self.drop(_encodings(num_keys, d_model).to(hidden_LBD.dtype))
         levels = [hidden_LBD]
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, _Layer)
             memory_MBD = memory[index] if memory else hidden_LBD[:0].detach()
             hidden_LBD = layer.pos_ff(
-                layer.dec_attn(hidden_LBD, encodings_CD, self.r_w_bias, self.r_r_bias, mask_LC, memory_MBD)
+                layer.dec_attn(
+                    hidden_LBD, encodings_CD, self.r_w_bias, self.r_r_bias, mask_LC, memory_MBD
+                )
             )
             levels.append(hidden_LBD)
         logits = self.output(self.drop(hidden_LBD)).flatten(0, 1)
@@ -107,7 +121,9 @@ class ReferenceTrainer:
 def original_state(model: ReferenceTransformerXL) -> dict[str, Tensor]:
     """The model's tensors under the original's names only."""
     return {
-        name: values for name, values in model.state_dict().items() if not name.startswith(("embedding.", "output."))
+        name: values
+        for name, values in model.state_dict().items()
+        if not name.startswith(("embedding.", "output."))
     }
 
 

@@ -30,10 +30,16 @@ def simulated(
     factor_P = np.tile(np.geomspace(1 / spread, spread, num_sizes), count)
     n_P = log_optimum(law.theta, np.log(budget_P), flops_law)[0] + np.log(factor_P)
     size_P, tokens_P = np.exp(n_P), np.exp(flops_law.log_tokens(np.log(budget_P), n_P))
-    loss_P = law.loss(size_P, tokens_P) * np.exp(noise * np.random.default_rng(seed).standard_normal(len(n_P)))
-    return make_points(size_P, tokens_P, loss_P, flops=budget_P, budget=budget_P, source="simulation")
+    loss_P = law.loss(size_P, tokens_P) * np.exp(
+        noise * np.random.default_rng(seed).standard_normal(len(n_P))
+    )
+    return make_points(
+        size_P, tokens_P, loss_P, flops=budget_P, budget=budget_P, source="simulation"
+    )
 
 
 def cs336(path: Path) -> Points:
     """The 72 noise-free IsoFLOP points of Stanford's CS336."""
-    return read_points(path, Columns(parameters="parameters", flops="compute_budget", loss="final_loss"))
+    return read_points(
+        path, Columns(parameters="parameters", flops="compute_budget", loss="final_loss")
+    )

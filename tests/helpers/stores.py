@@ -18,7 +18,9 @@ from data_pipeline.corpora.stores import RetryPolicy
 FAULTS = ("truncate", "reset", "stall", "500", "flip")
 STALL_SECONDS = 3.0
 QUICK = RetryPolicy(attempts=3, timeout=0.4, pause=0.01, bytes_per_second=1e6)
-QUICK_SDK = RetryPolicy(attempts=2, timeout=1.5, pause=0.01, bytes_per_second=1e6)  # an SDK tries again by itself
+QUICK_SDK = RetryPolicy(
+    attempts=2, timeout=1.5, pause=0.01, bytes_per_second=1e6
+)  # an SDK tries again by itself
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -103,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
             connection.request(self.command, self.path, headers=dict(self.headers))
             answer = connection.getresponse()
             skipped = ("connection", "transfer-encoding", "server", "date")
-            headers = {name: value for name, value in answer.getheaders() if name.lower() not in skipped}
+            headers = {
+                name: value for name, value in answer.getheaders() if name.lower() not in skipped
+            }
             return answer.status, headers, answer.read()
 
 
@@ -132,7 +136,9 @@ def put_directory(endpoint: str, directory: Path, url: str) -> None:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            client(endpoint).upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}".lstrip("/"))
+            client(endpoint).upload_file(
+                str(path), bucket, f"{prefix}/{path.relative_to(directory)}".lstrip("/")
+            )
 
 
 def client(endpoint: str):

@@ -10,9 +10,13 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one_bitwise(tiny_corpus: Path, tmp_path: Path):
+def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one_bitwise(
+    tiny_corpus: Path, tmp_path: Path
+):
     command = [sys.executable, "-m", "tests.helpers.chaos", "--kills=5", f"--corpus={tiny_corpus}"]
-    done = subprocess.run([*command, f"--work-dir={tmp_path}"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [*command, f"--work-dir={tmp_path}"], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 kills" in done.stdout
     assert "identical: 75 losses, evaluations, final state" in done.stdout

@@ -26,14 +26,30 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def train(experiment: Path, run_dir: RunDir, *more: str, file_limit_kib: int = 0) -> subprocess.CompletedProcess[str]:
+def train(
+    experiment: Path, run_dir: RunDir, *more: str, file_limit_kib: int = 0
+) -> subprocess.CompletedProcess[str]:
     """`pretrain train`, with a limit on a file's size in place of a full disk: it fails at the same calls."""
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
-    limited = ["bash", "-c", f'ulimit -f {file_limit_kib}; exec "$@"', "bash"] if file_limit_kib else []
-    return subprocess.run([*limited, *command, *SETTINGS, *more], capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+    ]
+    limited = (
+        ["bash", "-c", f'ulimit -f {file_limit_kib}; exec "$@"', "bash"] if file_limit_kib else []
+    )
+    return subprocess.run(
+        [*limited, *command, *SETTINGS, *more], capture_output=True, text=True, timeout=120
+    )
 
 
-def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(experiment, tmp_path):
+def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
+    experiment, tmp_path
+):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir, "optim.steps=10").returncode == 0
     ended = train(experiment, run_dir, file_limit_kib=100)
@@ -46,13 +62,23 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
     files.verify(run_dir.checkpoints / "step-00000010")
     assert train(experiment, run_dir).returncode == 0
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, 21))
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
+        range(1, 21)
+    )
 
 
 def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(experiment, tmp_path):
     run_dir, interval = RunDir(tmp_path / "run"), 250
     longer = (f"checkpoint.interval={interval}", "optim.steps=100000", "metrics.interval=5")
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+    ]
     only_rank_1 = ["bash", "-c", 'if [ "$RANK" = 1 ]; then ulimit -f 100; fi; exec "$@"', "bash"]
     with RankGroup([*only_rank_1, *command, *SETTINGS, *longer], 2, tmp_path / "logs") as group:
         assert group.wait(timeout=120) == [2, 2]
@@ -77,7 +103,9 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment
     assert ended.returncode == 0, ended.stderr
     assert damaged.name in ended.stdout
     assert f"going on from {run_dir.checkpoints / 'step-00000010'}" in ended.stdout
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, 31))
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
+        range(1, 31)
+    )
     assert [line for line in run_dir.read_metrics() if line["step"] <= 10] == [
         line for line in before if line["step"] <= 10
     ]
@@ -87,7 +115,9 @@ def test_with_every_checkpoint_damaged_nothing_is_trained(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir).returncode == 0
     for step in (10, 20):
-        (run_dir.checkpoints / files.step_directory(Path(), step) / files.MARKER).write_text("wrong")
+        (run_dir.checkpoints / files.step_directory(Path(), step) / files.MARKER).write_text(
+            "wrong"
+        )
     metrics = run_dir.metrics.read_bytes()
     ended = train(experiment, run_dir, "optim.steps=30")
     assert ended.returncode == 2

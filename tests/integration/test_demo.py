@@ -79,7 +79,9 @@ def test_a_stopped_demo_says_that_it_goes_on_and_then_does(story):
     assert "Traceback" not in said_first
     kept = [line for line in said.splitlines() if "kept from before" in line]
     assert len(kept) == 3, "corpus, tokenizer and shards were finished"
-    assert [int(number) for number in re.findall(r"^(\d)/9 ", said, re.MULTILINE)] == list(range(1, 10))
+    assert [int(number) for number in re.findall(r"^(\d)/9 ", said, re.MULTILINE)] == list(
+        range(1, 10)
+    )
 
 
 def starts_and_ends(run: Path) -> list[str]:
@@ -139,7 +141,9 @@ def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path
     with RankGroup(command, 2, tmp_path / "logs", environment=ENVIRONMENT) as group:
         assert group.wait(timeout=300) == [0, 0]
     printed = [line for line in group.logs[0].read_text().splitlines() if line.startswith("{")]
-    pairs = zip(json.loads(single.stdout)["results"], json.loads(printed[-1])["results"], strict=True)
+    pairs = zip(
+        json.loads(single.stdout)["results"], json.loads(printed[-1])["results"], strict=True
+    )
     for one, two in pairs:
         assert two["tokens"] == one["tokens"]
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
@@ -171,7 +175,16 @@ def test_a_small_corpus_and_a_missing_one_take_one_clear_line(tmp_path):
     (tmp_path / "corpus" / "note.txt").write_text("too little\n")
     small = run(demo(tmp_path))
     missing = run(
-        [sys.executable, "-m", "pretrain", "demo", "--corpus", str(tmp_path / "nowhere"), "--run-dir", "unused"]
+        [
+            sys.executable,
+            "-m",
+            "pretrain",
+            "demo",
+            "--corpus",
+            str(tmp_path / "nowhere"),
+            "--run-dir",
+            "unused",
+        ]
     )
     for result, words in ((small, "needs 2 MB"), (missing, "nowhere is no folder")):
         assert result.returncode == 2

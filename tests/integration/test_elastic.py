@@ -36,7 +36,12 @@ def chain_cells() -> list[dict[str, Any]]:
 
 
 def cell(name: str, ranks: int, stage: int, **more: Any) -> dict[str, Any]:
-    engine = {"zero_stage": stage, "precision": "fp32", "activation_checkpointing": "none", "micro_batch_lanes": 2}
+    engine = {
+        "zero_stage": stage,
+        "precision": "fp32",
+        "activation_checkpointing": "none",
+        "micro_batch_lanes": 2,
+    }
     return {"name": name, "ranks": ranks, "engine": engine, **more}
 
 
@@ -45,9 +50,18 @@ def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("elastic")
     path = output / "cells.json"
     path.write_text(json.dumps(chain_cells()))
-    command = [sys.executable, "-m", "tests.helpers.engine_worker", str(tiny_corpus), str(output), str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.helpers.engine_worker",
+        str(tiny_corpus),
+        str(output),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in output.glob("*.log"))
+    assert done.returncode == 0, done.stderr + "".join(
+        log.read_text() for log in output.glob("*.log")
+    )
     return output
 
 
@@ -60,7 +74,9 @@ def losses_of(output: Path, name: str) -> dict[int, float]:
 def test_a_chain_of_world_sizes_and_stages_keeps_the_losses(output: Path) -> None:
     whole, *links = chain_cells()
     expected = losses_of(output, whole["name"])
-    losses = {step: loss for link in links for step, loss in losses_of(output, link["name"]).items()}
+    losses = {
+        step: loss for link in links for step, loss in losses_of(output, link["name"]).items()
+    }
     assert losses.keys() == expected.keys() == set(range(1, END + 1))
     assert max(abs(losses[step] - expected[step]) for step in expected) < 1e-5
 
@@ -70,7 +86,10 @@ def test_each_link_of_the_chain_takes_over_every_bit(output: Path) -> None:
     """What it read it wrote again before its first step: spread over other files, but the same."""
     links = chain_cells()[1:]
     for (before, after), (_, _, step) in zip(itertools.pairwise(links), CHAIN, strict=False):
-        left, right = (files.verify(files.step_directory(output / each["name"], step)) for each in (before, after))
+        left, right = (
+            files.verify(files.step_directory(output / each["name"], step))
+            for each in (before, after)
+        )
         assert left.index["world_size"] != right.index["world_size"]
         assert not differing_progress(left, right)
         assert_same_tensors(load_memory(left, LANES), load_memory(right, LANES))
@@ -78,10 +97,14 @@ def test_each_link_of_the_chain_takes_over_every_bit(output: Path) -> None:
             assert ours.parameter_names() == theirs.parameter_names()
             for parameter in ours.parameter_names():
                 for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                    assert torch.equal(whole_vector(ours, parameter, kind), whole_vector(theirs, parameter, kind))
+                    assert torch.equal(
+                        whole_vector(ours, parameter, kind), whole_vector(theirs, parameter, kind)
+                    )
 
 
-def assert_same_tensors(left: tuple[torch.Tensor, ...] | None, right: tuple[torch.Tensor, ...] | None) -> None:
+def assert_same_tensors(
+    left: tuple[torch.Tensor, ...] | None, right: tuple[torch.Tensor, ...] | None
+) -> None:
     assert left is not None
     assert right is not None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(left, right, strict=True))

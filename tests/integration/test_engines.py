@@ -37,19 +37,33 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 def further_cells(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
     """Whole; where the optimizer lies elsewhere, resumed as well."""
-    return whole_and_resumed(name, engine) if "offload" in name else [cell(f"{name}-whole", engine, save_at=[])]
+    return (
+        whole_and_resumed(name, engine)
+        if "offload" in name
+        else [cell(f"{name}-whole", engine, save_at=[])]
+    )
 
 
 MATRIX = {
-    f"zero{stage}-{precision}-{checkpointing}": engine_settings(stage, precision, checkpointing, micro=2)
+    f"zero{stage}-{precision}-{checkpointing}": engine_settings(
+        stage, precision, checkpointing, micro=2
+    )
     for stage in STAGES
-    for precision, checkpointing in (("fp32", "none"), ("fp32", "full"), ("bf16", "none"), ("bf16", "full"))
+    for precision, checkpointing in (
+        ("fp32", "none"),
+        ("fp32", "full"),
+        ("bf16", "none"),
+        ("bf16", "full"),
+    )
 }
 
 
 # Other ways to keep activations, and the optimizer on the CPU, under every stage that has them.
 FURTHER = {
-    f"zero{stage}-{precision}-{kind}": {**engine_settings(stage, precision, "none", micro=2), **more}
+    f"zero{stage}-{precision}-{kind}": {
+        **engine_settings(stage, precision, "none", micro=2),
+        **more,
+    }
     for kind, more in {
         "selective": {"activation_checkpointing": "selective"},
         "every2": {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2},
@@ -76,7 +90,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "query_key_norm": True,
         "z_loss": 1e-3,
     },
-    "adaptive": {"cutoffs": (40, 100), "div_val": 2, "tie_projections": (False, True, True), "positions": "t5"},
+    "adaptive": {
+        "cutoffs": (40, 100),
+        "div_val": 2,
+        "tie_projections": (False, True, True),
+        "positions": "t5",
+    },
     "compressive": {"compressed_length": 6},
 }
 
@@ -92,18 +111,30 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def results(tiny_corpus: Path, output: Path) -> Results:
     """Losses and norms by cell and step: plain torch on one rank, everything else on two."""
-    on_two = [each for name, settings in MATRIX.items() for each in whole_and_resumed(name, settings)]
+    on_two = [
+        each for name, settings in MATRIX.items() for each in whole_and_resumed(name, settings)
+    ]
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
     plain = [
-        cell(f"torch-{precision}", {"kind": "torch", **engine_settings(1, precision, "none", micro=0)})
+        cell(
+            f"torch-{precision}",
+            {"kind": "torch", **engine_settings(1, precision, "none", micro=0)},
+        )
         for precision in ("fp32", "bf16")
     ]
     fewer = [
-        cell(f"zero{stage}-on-one", engine_settings(stage, "fp32", "none"), resume=f"zero{origin}-fp32-none-half")
+        cell(
+            f"zero{stage}-on-one",
+            engine_settings(stage, "fp32", "none"),
+            resume=f"zero{origin}-fp32-none-half",
+        )
         for stage, origin in ((0, 3), (3, 1), (1, 2))
     ]
     train_cells(tiny_corpus, output, plain + fewer, num_ranks=1)
-    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + plain + fewer}
+    return {
+        each["name"]: read_result(output / f"{each['name']}.json")
+        for each in on_two + plain + fewer
+    }
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +151,10 @@ def further(results: Results, tiny_corpus: Path, output: Path) -> Results:
     offloaded = {**engine_settings(2, "bf16", "none", micro=2), "offload_optimizer": True}
     cells.append(cell("nan-offloaded", offloaded, save_at=[], **{**HARMFUL["nan"], "until": 5}))
     train_cells(tiny_corpus, output, cells, num_ranks=2)
-    return {**results, **{each["name"]: read_result(output / f"{each['name']}.json") for each in cells}}
+    return {
+        **results,
+        **{each["name"]: read_result(output / f"{each['name']}.json") for each in cells},
+    }
 
 
 @pytest.mark.slow
@@ -131,7 +165,9 @@ def test_each_cell_agrees_with_plain_torch_on_one_process(results: Results, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FURTHER)
-def test_each_further_cell_agrees_with_plain_torch_on_one_process(further: Results, name: str) -> None:
+def test_each_further_cell_agrees_with_plain_torch_on_one_process(
+    further: Results, name: str
+) -> None:
     assert_agrees_with_plain_torch(further, name)
 
 
@@ -144,7 +180,9 @@ def assert_agrees_with_plain_torch(results: Results, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(further: Results, stage: int) -> None:
+def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(
+    further: Results, stage: int
+) -> None:
     """The worker compares the bits; here it counts that the losses went on, and only the planted one is no number."""
     for precision in ("fp32", "bf16"):
         name = f"zero{stage}-{precision}-none"
@@ -165,18 +203,24 @@ def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_a_skipped_step(further
 @pytest.mark.parametrize("name", [name for name in MATRIX if "fp32" in name])
 def test_gradient_norms_agree_with_plain_torch(results: Results, name: str) -> None:
     """A gradient that is wrong by a factor leaves Adam's losses nearly as they are, but not its norm."""
-    assert largest_difference(results[f"{name}-whole"]["norms"], results["torch-fp32"]["norms"]) < 1e-4
+    assert (
+        largest_difference(results[f"{name}-whole"]["norms"], results["torch-fp32"]["norms"]) < 1e-4
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MATRIX)
-def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: Path, name: str) -> None:
+def test_a_resumed_cell_repeats_the_whole_one_bitwise(
+    results: Results, output: Path, name: str
+) -> None:
     assert_resumed_bitwise(results, output, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FURTHER if "offload" in name])
-def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(further: Results, output: Path, name: str) -> None:
+def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(
+    further: Results, output: Path, name: str
+) -> None:
     assert_resumed_bitwise(further, output, name)
 
 
@@ -190,7 +234,9 @@ def variants(tiny_corpus: Path, output: Path) -> Results:
         for name, model in VARIANTS.items()
         for each in whole_and_resumed(f"{name}-zero3", engine)
     ]
-    on_two += whole_and_resumed("averaged-zero2", engine_settings(2, "fp32", "none", micro=2), **AVERAGED)
+    on_two += whole_and_resumed(
+        "averaged-zero2", engine_settings(2, "fp32", "none", micro=2), **AVERAGED
+    )
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
     on_one = [cell(f"{name}-torch", plain, model=model) for name, model in VARIANTS.items()]
     on_one.append(cell("averaged-on-one", engine, resume="averaged-zero2-half", **AVERAGED))
@@ -207,7 +253,9 @@ def test_each_variant_under_zero_3_agrees_with_plain_torch(variants: Results, na
 
 
 @pytest.mark.slow
-def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(variants: Results, output: Path) -> None:
+def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(
+    variants: Results, output: Path
+) -> None:
     whole, resumed, on_one = (
         files.verify(files.step_directory(output / name, STEPS))
         for name in ("averaged-zero2-whole", "averaged-zero2-resumed", "averaged-on-one")
@@ -230,17 +278,27 @@ def weights_of(found: files.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_variant_resumes_bitwise(variants: Results, output: Path, name: str) -> None:
-    whole, half, resumed = (variants[f"{name}-zero3-{part}"] for part in ("whole", "half", "resumed"))
+    whole, half, resumed = (
+        variants[f"{name}-zero3-{part}"] for part in ("whole", "half", "resumed")
+    )
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
-    ends = [files.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS)) for part in ("whole", "resumed")]
+    ends = [
+        files.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS))
+        for part in ("whole", "resumed")
+    ]
     problems = differing_state(*ends)
     assert not problems, summary(problems)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero0-on-one", "zero3-on-one", "zero1-on-one"])
-def test_another_world_size_and_stage_go_on_with_the_same_losses(results: Results, name: str) -> None:
-    assert largest_difference(results[name]["losses"], results["zero1-fp32-none-whole"]["losses"]) < 1e-5
+def test_another_world_size_and_stage_go_on_with_the_same_losses(
+    results: Results, name: str
+) -> None:
+    assert (
+        largest_difference(results[name]["losses"], results["zero1-fp32-none-whole"]["losses"])
+        < 1e-5
+    )
 
 
 @pytest.mark.slow

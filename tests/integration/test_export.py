@@ -30,8 +30,14 @@ metrics: {{tensorboard: false}}
 """
     )
     command = [sys.executable, "-m", "pretrain"]
-    subprocess.run([*command, "train", folder / "tiny.yaml", "--run-dir", folder / "run"], check=True, timeout=120)
-    subprocess.run([*command, "export", folder / "run", "--output", folder / "out"], check=True, timeout=120)
+    subprocess.run(
+        [*command, "train", folder / "tiny.yaml", "--run-dir", folder / "run"],
+        check=True,
+        timeout=120,
+    )
+    subprocess.run(
+        [*command, "export", folder / "run", "--output", folder / "out"], check=True, timeout=120
+    )
     return folder / "run", folder / "out"
 
 
@@ -39,7 +45,9 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     run, output = exported
     of_run = load_trained(run, torch.device("cpu"))
     module, config, step = load_export(output)
-    tokens_BL = torch.randint(config.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    tokens_BL = torch.randint(
+        config.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         expected, _ = of_run.module.logits_BLV(tokens_BL)
         found, _ = module.logits_BLV(tokens_BL)
@@ -78,14 +86,23 @@ def test_a_new_run_begins_with_an_exports_weights(exported, tmp_path, engine):
     command = [sys.executable, "-m", "pretrain"]
     train = [*command, "train", run.parent / "tiny.yaml", "--run-dir", tmp_path / "run", *settings]
     subprocess.run(train, check=True, timeout=300)
-    before, after = load_export(output)[0], load_trained(tmp_path / "run", torch.device("cpu")).module
+    before, after = (
+        load_export(output)[0],
+        load_trained(tmp_path / "run", torch.device("cpu")).module,
+    )
     for name, parameter in before.named_parameters():
         assert torch.equal(after.get_parameter(name), parameter), name
 
 
 def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     run, output = exported
-    train = ["train", str(run.parent / "tiny.yaml"), "--run-dir", str(tmp_path / "run"), "model.d_model=16"]
+    train = [
+        "train",
+        str(run.parent / "tiny.yaml"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "model.d_model=16",
+    ]
     assert main([*train, f"initial_weights={output}"]) == 2
     assert "the run's model expects" in capsys.readouterr().err
     assert main([*train, f"initial_weights={tmp_path}"]) == 2
@@ -105,21 +122,39 @@ def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
 
 def test_context_lengths_and_the_sliding_window_of_a_run(exported, capsys):
     run = str(exported[0])
-    contexts = ["--context-length", "--context-step", "4", "--longest-context", "16", "--positions", "20"]
+    contexts = [
+        "--context-length",
+        "--context-step",
+        "4",
+        "--longest-context",
+        "16",
+        "--positions",
+        "20",
+    ]
     assert main(["evaluate", run, run, *contexts]) == 0
     text = capsys.readouterr().out
     assert text.count("context length") == 4  # a title and a head each
-    assert main(["evaluate", run, "--compare-sliding-window", "--memory-length", "8", "24", "--json"]) == 0
+    assert (
+        main(["evaluate", run, "--compare-sliding-window", "--memory-length", "8", "24", "--json"])
+        == 0
+    )
     results = json.loads(capsys.readouterr().out)["results"]
     assert [result["attention_length"] for result in results] == [16, 32]
     assert all(result["cached"] > result["sliding_window"] > 0.0 for result in results)
-    assert main(["evaluate", run, "--context-length", "--context-step", "9", "--longest-context", "16"]) == 2
+    assert (
+        main(
+            ["evaluate", run, "--context-length", "--context-step", "9", "--longest-context", "16"]
+        )
+        == 2
+    )
 
 
 def test_a_flipped_bit_in_an_exports_weights_is_noticed(exported, tmp_path, capsys):
     shutil.copytree(exported[1], tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
-    assert weights.stat().st_mode & 0o777 == (tmp_path / "out" / "config.json").stat().st_mode & 0o777
+    assert (
+        weights.stat().st_mode & 0o777 == (tmp_path / "out" / "config.json").stat().st_mode & 0o777
+    )
     raw = bytearray(weights.read_bytes())
     raw[len(raw) // 2] ^= 1
     weights.write_bytes(raw)

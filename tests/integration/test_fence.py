@@ -21,13 +21,23 @@ metrics: {{interval: 1, tensorboard: false}}
 """
 
 
-def test_an_overtaken_start_writes_neither_measurements_nor_checkpoints(tiny_corpus: Path, tmp_path: Path):
+def test_an_overtaken_start_writes_neither_measurements_nor_checkpoints(
+    tiny_corpus: Path, tmp_path: Path
+):
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS.format(corpus=tiny_corpus))
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     Fence(run_dir.path, "newer").claim()
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+    ]
     environment = {**os.environ, VARIABLE: "older"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 2

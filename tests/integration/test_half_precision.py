@@ -48,7 +48,16 @@ def refused(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None:
     """Start a run where there is no fp16, and see it refused."""
     experiment = directory / "half.yaml"
     experiment.write_text(f"data: {{path: {corpus}}}\n")
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), *TINY, "--run-dir", str(directory / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        *TINY,
+        "--run-dir",
+        str(directory / "run"),
+    ]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": cpu}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
@@ -76,11 +85,24 @@ def results(tiny_corpus: Path, output: Path) -> Results:
         for kind, skips in (("inf", []), ("nan", [3])):
             fault = {"step": 3, "kind": kind}
             on_two.append(
-                cell(f"zero{stage}-{kind}", half(stage, FITTING), fault=fault, skips=skips, until=4, save_at=[])
+                cell(
+                    f"zero{stage}-{kind}",
+                    half(stage, FITTING),
+                    fault=fault,
+                    skips=skips,
+                    until=4,
+                    save_at=[],
+                )
             )
     offloaded = {**half(1, FITTING), "offload_optimizer": True}
-    on_two.append(cell("offloaded-inf", offloaded, fault={"step": 3, "kind": "inf"}, until=6, save_at=[]))
-    plain = {"kind": "torch", **engine_settings(1, "fp16", "none", micro=0), "initial_loss_scale": FITTING}
+    on_two.append(
+        cell("offloaded-inf", offloaded, fault={"step": 3, "kind": "inf"}, until=6, save_at=[])
+    )
+    plain = {
+        "kind": "torch",
+        **engine_settings(1, "fp16", "none", micro=0),
+        "initial_loss_scale": FITTING,
+    }
     on_one = [
         cell("torch-fp16", plain, save_at=[]),
         cell("torch-fp32", {**plain, "precision": "fp32"}, save_at=[]),
@@ -103,20 +125,34 @@ def test_every_stage_agrees_with_plain_torch(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_infinite_on_one_rank_are_skipped_by_all_and_the_scale_halves(results: Results) -> None:
+def test_gradients_infinite_on_one_rank_are_skipped_by_all_and_the_scale_halves(
+    results: Results,
+) -> None:
     """The worker compares every bit of both ranks before and after each skipped step."""
     for stage in STAGES if results else ():
         found, fitting = results[f"zero{stage}-inf"], results[f"zero{stage}-fitting"]
         assert list(found["scales"].values()) == [FITTING, FITTING, FITTING, FITTING / 2]
         assert all(found["losses"][step] == fitting["losses"][step] for step in (1, 2, 3))
-        assert [math.isfinite(norm) for norm in found["norms"].values()] == [True, True, False, True]
+        assert [math.isfinite(norm) for norm in found["norms"].values()] == [
+            True,
+            True,
+            False,
+            True,
+        ]
 
 
 @pytest.mark.slow
 def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_an_overflow(results: Results) -> None:
     if results:
         found, usual = results["offloaded-inf"], results["zero1-inf"]
-        assert [math.isfinite(norm) for norm in found["norms"].values()] == [True, True, False, True, True, True]
+        assert [math.isfinite(norm) for norm in found["norms"].values()] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]
         assert abs(found["losses"][4] - usual["losses"][4]) < TOLERANCE
 
 
@@ -139,10 +175,14 @@ def test_too_large_a_scale_halves_until_it_fits_and_doubles_again(results: Resul
 
 
 @pytest.mark.slow
-def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(results: Results, output: Path) -> None:
+def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(
+    results: Results, output: Path
+) -> None:
     for stage in STAGES if results else ():
         assert_resumed_bitwise(results, output, f"zero{stage}-large")
-        whole, resumed = (results[f"zero{stage}-large-{part}"]["scales"] for part in ("whole", "resumed"))
+        whole, resumed = (
+            results[f"zero{stage}-large-{part}"]["scales"] for part in ("whole", "resumed")
+        )
         assert resumed == {step: scale for step, scale in whole.items() if step > HALF}
 
 
@@ -160,13 +200,20 @@ def test_another_world_size_and_stage_go_on_with_the_scale(results: Results, out
 
 
 @pytest.mark.slow
-def test_overflows_in_a_row_are_said_and_send_no_run_back(tiny_corpus: Path, tmp_path: Path) -> None:
+def test_overflows_in_a_row_are_said_and_send_no_run_back(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
     if not cpu_has_fp16():
         refused(tiny_corpus, tmp_path)
         return
     experiment = tmp_path / "half.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
-    more = [f"engine.initial_loss_scale={TOO_LARGE}", "recovery.spike_steps=2", "metrics.interval=1", "optim.steps=8"]
+    more = [
+        f"engine.initial_loss_scale={TOO_LARGE}",
+        "recovery.spike_steps=2",
+        "metrics.interval=1",
+        "optim.steps=8",
+    ]
     run_dir = RunDir(tmp_path / "run")
     assert main(["train", str(experiment), *TINY, *more, "--run-dir", str(run_dir.path)]) == 0
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
@@ -174,7 +221,9 @@ def test_overflows_in_a_row_are_said_and_send_no_run_back(tiny_corpus: Path, tmp
     assert [line["skipped"] for line in lines] == [line["overflowed"] for line in lines]
     assert [line["loss_scale"] for line in lines[:3]] == [TOO_LARGE, TOO_LARGE / 2, TOO_LARGE / 4]
     assert not [event for event in run_dir.read_ledger() if event["event"] == "rewind"]
-    assert all("memory_norm/layer.0" in line for line in lines), "a segment whose gradients overflow is remembered"
+    assert all("memory_norm/layer.0" in line for line in lines), (
+        "a segment whose gradients overflow is remembered"
+    )
 
 
 def test_a_cpu_without_fp16_refuses_a_run_in_one_line(tiny_corpus: Path, tmp_path: Path) -> None:

@@ -16,12 +16,27 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_a_stopped_one_show_their_stacks_and_end(tiny_corpus: Path, tmp_path: Path):
+def test_ranks_that_wait_for_a_stopped_one_show_their_stacks_and_end(
+    tiny_corpus: Path, tmp_path: Path
+):
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     run_dir = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *SETTINGS]
-    command += ["optim.steps=100000", "checkpoint.interval=100000", "engine.watchdog_timeout_seconds=15"]
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+        *SETTINGS,
+    ]
+    command += [
+        "optim.steps=100000",
+        "checkpoint.interval=100000",
+        "engine.watchdog_timeout_seconds=15",
+    ]
     with RankGroup(command, 2, tmp_path / "logs") as group:
         deadline = time.monotonic() + 60
         while not run_dir.read_metrics():

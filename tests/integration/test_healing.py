@@ -60,8 +60,19 @@ recovery: {{spike_threshold: 5.0, window: 40, skip_margin_segments: 30}}
     return path
 
 
-def train(experiment: Path, run_dir: RunDir, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *more]
+def train(
+    experiment: Path, run_dir: RunDir, *more: str, fault: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+        *more,
+    ]
     environment = {**os.environ, VARIABLE: fault}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -76,8 +87,20 @@ def losses_of(run_dir: RunDir) -> list[float]:
 
 def audited(experiment: Path, steps: range) -> list[dict[str, Any]]:
     """What `data-pipeline audit` says about these steps."""
-    command = [sys.executable, "-m", "data_pipeline", "audit", str(experiment.parent / "corpus" / "train"), "--json"]
-    settings = [f"--lanes={LANES}", f"--seed={SEED}", f"--segment-length={LENGTH}", f"--steps={steps[0]}:{steps[-1]}"]
+    command = [
+        sys.executable,
+        "-m",
+        "data_pipeline",
+        "audit",
+        str(experiment.parent / "corpus" / "train"),
+        "--json",
+    ]
+    settings = [
+        f"--lanes={LANES}",
+        f"--seed={SEED}",
+        f"--segment-length={LENGTH}",
+        f"--steps={steps[0]}:{steps[-1]}",
+    ]
     ended = subprocess.run([*command, *settings], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
@@ -86,8 +109,16 @@ def audited(experiment: Path, steps: range) -> list[dict[str, Any]]:
 def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Trained to the end by two ranks under ZeRO-2, with nobody looking."""
     run_dir = RunDir(tmp_path_factory.mktemp("healed") / "run")
-    settings = [str(experiment), "--run-dir", str(run_dir.path), "engine.kind=deepspeed", "engine.zero_stage=2"]
-    with RankGroup([sys.executable, "-m", "pretrain", "train", *settings], 2, run_dir.path.parent / "logs") as group:
+    settings = [
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+        "engine.kind=deepspeed",
+        "engine.zero_stage=2",
+    ]
+    with RankGroup(
+        [sys.executable, "-m", "pretrain", "train", *settings], 2, run_dir.path.parent / "logs"
+    ) as group:
         statuses = group.wait(timeout=240)
     assert not any(statuses), describe_failure(statuses, group.logs)
     return run_dir
@@ -138,7 +169,12 @@ def test_a_run_that_may_not_go_back_again_stops_with_a_report(experiment, tmp_pa
 @pytest.mark.slow
 def test_rewinds_whose_windows_touch_are_counted_one_by_one(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    harmful = ("recovery.skip_grad_norm=1e-9", "recovery.max_rewinds=2", "recovery.spike_steps=2", "metrics.interval=2")
+    harmful = (
+        "recovery.skip_grad_norm=1e-9",
+        "recovery.max_rewinds=2",
+        "recovery.spike_steps=2",
+        "metrics.interval=2",
+    )
     ended = train(experiment, run_dir, *harmful, "optim.steps=30")
     assert ended.returncode == 2
     assert "were all skipped, after 2 rewinds (recovery.max_rewinds=2)" in ended.stderr
@@ -156,7 +192,9 @@ def short(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.slow
-def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(short, experiment, tmp_path):
+def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(
+    short, experiment, tmp_path
+):
     run_dir = RunDir(tmp_path / "run")
     ended = train(experiment, run_dir, *SHORT, fault="oom:1@15")
     assert ended.returncode == 0, ended.stderr
@@ -166,15 +204,31 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(
 
 
 @pytest.mark.slow
-def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one_is_named(short, experiment, tmp_path):
+def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one_is_named(
+    short, experiment, tmp_path
+):
     run_dir = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), "--ranks=2", f"--run-dir={run_dir.path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "local",
+        str(experiment),
+        "--ranks=2",
+        f"--run-dir={run_dir.path}",
+    ]
     oom = subprocess.run(
-        [*command, *SHORT], env={**os.environ, VARIABLE: "oom:1@15"}, capture_output=True, text=True, timeout=240
+        [*command, *SHORT],
+        env={**os.environ, VARIABLE: "oom:1@15"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert oom.returncode == 0, oom.stdout + oom.stderr
     assert "out of memory: on with half the lanes per forward pass" in oom.stdout
-    assert [(event["rank"], event["micro_batch_lanes"]) for event in events_of(run_dir, "out_of_memory")] == [(1, 2)]
+    assert [
+        (event["rank"], event["micro_batch_lanes"]) for event in events_of(run_dir, "out_of_memory")
+    ] == [(1, 2)]
     assert losses_of(run_dir) == pytest.approx(losses_of(short), abs=1e-5)
 
     slow = subprocess.run(

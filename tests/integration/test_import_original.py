@@ -18,7 +18,12 @@ from pretrain.weights.import_original import checked_loss, import_state, read_st
 from pretrain.weights.load_export import load_export
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 
-ADAPTIVE: dict[str, Any] = {"cutoffs": [9, 20], "div_val": 2, "tie_projs": [True] * 3, "untie_r": True}
+ADAPTIVE: dict[str, Any] = {
+    "cutoffs": [9, 20],
+    "div_val": 2,
+    "tie_projs": [True] * 3,
+    "untie_r": True,
+}
 
 
 def original(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -29,7 +34,10 @@ def original(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def as_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    theirs = {name if name.startswith("crit.") else f"transformer.{name}": value for name, value in state.items()}
+    theirs = {
+        name if name.startswith("crit.") else f"transformer.{name}": value
+        for name, value in state.items()
+    }
     for name in ("crit.cluster_weight", "crit.cluster_bias"):
         theirs[name] = theirs[name].flip(0)
     for bias in ("r_w_bias", "r_r_bias"):
@@ -41,7 +49,9 @@ def as_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{}, ADAPTIVE])
 def test_imported_weights_give_the_originals_losses(options: dict[str, Any]) -> None:
     settings, state = original(options)
-    tokens_LB = torch.randint(0, settings["n_token"], (7, 3), generator=torch.Generator().manual_seed(1))
+    tokens_LB = torch.randint(
+        0, settings["n_token"], (7, 3), generator=torch.Generator().manual_seed(1)
+    )
     expected_LB = reference_segment(state, {}, settings, tokens_LB[:-1], tokens_LB[1:], []).nll
     module = import_state(state, config_of_original(settings))
     with torch.no_grad():
@@ -79,7 +89,9 @@ def test_missing_unused_and_untied_tensors_are_named() -> None:
 
 def test_weights_that_are_no_numbers_fail_the_forward_pass() -> None:
     settings, state = original({})
-    state["layers.0.dec_attn.o_net.weight"] = torch.full_like(state["layers.0.dec_attn.o_net.weight"], torch.nan)
+    state["layers.0.dec_attn.o_net.weight"] = torch.full_like(
+        state["layers.0.dec_attn.o_net.weight"], torch.nan
+    )
     with pytest.raises(CheckpointError, match="loss of nan"):
         checked_loss(import_state(state, config_of_original(settings)))
 
@@ -92,7 +104,9 @@ def test_a_pickled_model_is_not_executed(tmp_path: Path) -> None:
         read_state(tmp_path / "absent.pt")
 
 
-def test_the_command_writes_an_export_that_can_be_evaluated(tiny_corpus: Path, tmp_path: Path) -> None:
+def test_the_command_writes_an_export_that_can_be_evaluated(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
     _, state = original({"n_token": Tokenizer.load(tiny_corpus / "tokenizer").vocab_size})
     torch.save(state, tmp_path / "state.pt")
     (tmp_path / "original.yaml").write_text(
@@ -101,19 +115,32 @@ data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 1}}
 """
     )
-    command = ["import-original", str(tmp_path / "state.pt"), "--config", str(tmp_path / "original.yaml")]
+    command = [
+        "import-original",
+        str(tmp_path / "state.pt"),
+        "--config",
+        str(tmp_path / "original.yaml"),
+    ]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     module, config, step = load_export(tmp_path / "out")
     expected = import_state(state, config.model)
     assert step == 0
-    assert all(torch.equal(module.get_parameter(name), value) for name, value in expected.named_parameters())
+    assert all(
+        torch.equal(module.get_parameter(name), value)
+        for name, value in expected.named_parameters()
+    )
     assert main(["evaluate", str(tmp_path / "out"), "--max-tokens", "200"]) == 0
     assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
 
 
 @pytest.mark.parametrize(
     "state",
-    [{1: torch.ones(2)}, {"a": torch.tensor(1.0)}, {"a": torch.ones(2, dtype=torch.complex64)}, [torch.ones(2)]],
+    [
+        {1: torch.ones(2)},
+        {"a": torch.tensor(1.0)},
+        {"a": torch.ones(2, dtype=torch.complex64)},
+        [torch.ones(2)],
+    ],
 )
 def test_what_is_no_state_dict_is_refused(state: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "state.pt")

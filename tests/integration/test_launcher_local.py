@@ -44,7 +44,15 @@ metrics: {{interval: 1}}
 
 
 def launch(experiment: Path, run_dir: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), f"--ranks={RANKS}", f"--run-dir={run_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "local",
+        str(experiment),
+        f"--ranks={RANKS}",
+        f"--run-dir={run_dir}",
+    ]
     return subprocess.Popen(
         [*command, *more],
         stdout=subprocess.PIPE,
@@ -89,7 +97,9 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     assert process.returncode == 0, output
     assert "rank 1 was ended by SIGKILL" in output
     assert not differing_losses(undisturbed, run_dir)
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
+        range(1, STEPS + 1)
+    )
     noticed = {"straggler"}  # on a machine that others keep busy
     events = [event["event"] for event in run_dir.read_ledger() if event["event"] not in noticed]
     assert events == ["start", "attempt_ended", "resume", "finish", "attempt_ended"]
@@ -101,7 +111,9 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
 
 
 def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, tmp_path):
-    process = launch(experiment, tmp_path / "run", "--attempts-without-progress", "2", **{VARIABLE: "sigkill@5"})
+    process = launch(
+        experiment, tmp_path / "run", "--attempts-without-progress", "2", **{VARIABLE: "sigkill@5"}
+    )
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     reason = r"gave up: rank [01] was ended by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0"
@@ -130,7 +142,9 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
     assert f"the same command goes on from step {stopped_after}" in output
     stopped = read_state(run_dir.path)
     assert (stopped.state, stopped.checkpoint) == ("stopped", stopped_after)
-    second = subprocess.run([sys.executable, "-m", "launcher", "resume", str(run_dir.path)], timeout=120)
+    second = subprocess.run(
+        [sys.executable, "-m", "launcher", "resume", str(run_dir.path)], timeout=120
+    )
     assert second.returncode == 0
     assert not differing_losses(undisturbed, run_dir)
 
@@ -151,6 +165,8 @@ def test_the_checkpoint_holds_as_many_bytes_as_describe_promises(undisturbed):
         with safe_open(path, "pt") as file:
             tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     held = sum(
-        tensor.nbytes for (name, key), tensor in tensors.items() if name.startswith("engine-") or "memory" in key
+        tensor.nbytes
+        for (name, key), tensor in tensors.items()
+        if name.startswith("engine-") or "memory" in key
     )
     assert held == checkpoint_bytes(run)

@@ -32,7 +32,10 @@ def settings_of(stage: int, precision: str, micro: int) -> dict[str, Any]:
 
 
 ON_TWO = {
-    f"zero{stage}-{precision}{'-offload' if more else ''}": {**settings_of(stage, precision, micro=2), **more}
+    f"zero{stage}-{precision}{'-offload' if more else ''}": {
+        **settings_of(stage, precision, micro=2),
+        **more,
+    }
     for stage in STAGES
     for precision in PRECISIONS
     for more in ({}, {"offload_optimizer": True})
@@ -43,7 +46,12 @@ PLAIN = {f"torch-{kind}": {"kind": "torch", **settings_of(1, kind, micro=0)} for
 
 
 def lamb_cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return cell(f"lamb-{name}", engine, **LAMB, **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more})
+    return cell(
+        f"lamb-{name}",
+        engine,
+        **LAMB,
+        **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more},
+    )
 
 
 def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
@@ -59,11 +67,17 @@ def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Resu
     """Losses, norms and norms per layer by cell and step."""
     output = tmp_path_factory.mktemp("optimizers")
     on_two = [lamb_cell(name, settings) for name, settings in ON_TWO.items()]
-    on_two.append(lamb_cell("half", ON_TWO["zero1-fp32"], until=HALF, save_at=[HALF], measure_at=[]))
+    on_two.append(
+        lamb_cell("half", ON_TWO["zero1-fp32"], until=HALF, save_at=[HALF], measure_at=[])
+    )
     on_two.append(lamb_cell("resumed-on-two", ON_TWO["zero1-fp32"], resume="lamb-half"))
     on_two += [adamw_cell(name, settings) for name, settings in ON_TWO.items()]
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
-    on_one = [make(name, settings) for make in (lamb_cell, adamw_cell) for name, settings in (ALONE | PLAIN).items()]
+    on_one = [
+        make(name, settings)
+        for make in (lamb_cell, adamw_cell)
+        for name, settings in (ALONE | PLAIN).items()
+    ]
     on_one.append(lamb_cell("resumed-on-one", ALONE["zero3-alone"], resume="lamb-half"))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
@@ -81,9 +95,13 @@ def test_lamb_agrees_with_plain_torch(results: Results, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_lamb_run_goes_on_bitwise(results: Results) -> None:
-    whole, half, resumed = (results[f"lamb-{name}"] for name in ("zero1-fp32", "half", "resumed-on-two"))
+    whole, half, resumed = (
+        results[f"lamb-{name}"] for name in ("zero1-fp32", "half", "resumed-on-two")
+    )
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
-    assert {key: resumed[key] for key in resumed if "/" in key} == {key: whole[key] for key in whole if "/" in key}
+    assert {key: resumed[key] for key in resumed if "/" in key} == {
+        key: whole[key] for key in whole if "/" in key
+    }
 
 
 @pytest.mark.slow
@@ -96,7 +114,9 @@ def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: R
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
-def test_norms_per_layer_are_those_of_all_ranks_together(results: Results, optimizer: str, name: str) -> None:
+def test_norms_per_layer_are_those_of_all_ranks_together(
+    results: Results, optimizer: str, name: str
+) -> None:
     """Their squares add up to the global norm's, their ratios are those of the weights before and after the update."""
     found = results[f"{optimizer}-{name}"]
     step = max(found["losses"])
@@ -108,4 +128,6 @@ def test_norms_per_layer_are_those_of_all_ranks_together(results: Results, optim
         seen = found[f"seen_ratio/{layer}"][step]
         assert found[f"update_ratio/{layer}"][step] == pytest.approx(seen, rel=1e-4)
         for key in (f"grad_norm/{layer}", f"update_ratio/{layer}"):
-            assert found[key][step] == pytest.approx(plain[key][step], rel=1e-4 if precision == "fp32" else 1e-2)
+            assert found[key][step] == pytest.approx(
+                plain[key][step], rel=1e-4 if precision == "fp32" else 1e-2
+            )

@@ -12,19 +12,49 @@ import pytest
 from tests.helpers.models import VARIANTS
 
 RANKS = 3  # no part of a parameter then is as large as another whole one
-DEEP: dict[str, Any] = {"vocab_size": 64, "num_layers": 9, "d_model": 64, "num_heads": 2, "d_inner": 64}
-SHARING = ("untied_embedding", "adaptive_div2", "narrow_embedding", "compressive")  # or not, in each its own way
-TIED: dict[str, Any] = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 8}
+DEEP: dict[str, Any] = {
+    "vocab_size": 64,
+    "num_layers": 9,
+    "d_model": 64,
+    "num_heads": 2,
+    "d_inner": 64,
+}
+SHARING = (
+    "untied_embedding",
+    "adaptive_div2",
+    "narrow_embedding",
+    "compressive",
+)  # or not, in each its own way
+TIED: dict[str, Any] = {
+    "vocab_size": 37,
+    "num_layers": 2,
+    "d_model": 16,
+    "num_heads": 2,
+    "memory_length": 8,
+}
 
 
 def settings(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any]:
     engine = {"zero_stage": stage, "precision": precision}
-    return {"seed": 7, "model": model, "data": {"lanes": RANKS, "segment_length": 4}, "engine": engine}
+    return {
+        "seed": 7,
+        "model": model,
+        "data": {"lanes": RANKS, "segment_length": 4},
+        "engine": engine,
+    }
 
 
 CELLS = {
-    **{f"zero{stage}-{kind}": settings(stage, kind, DEEP) for stage in (2, 3) for kind in ("fp32", "bf16")},
-    **{f"zero{stage}-{kind}": settings(stage, kind, TIED) for stage in (0, 1) for kind in ("fp32", "bf16")},
+    **{
+        f"zero{stage}-{kind}": settings(stage, kind, DEEP)
+        for stage in (2, 3)
+        for kind in ("fp32", "bf16")
+    },
+    **{
+        f"zero{stage}-{kind}": settings(stage, kind, TIED)
+        for stage in (0, 1)
+        for kind in ("fp32", "bf16")
+    },
     **{f"{name}-zero3": settings(3, "bf16", {**TIED, **VARIANTS[name]}) for name in SHARING},
 }
 
@@ -35,15 +65,29 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     output = tmp_path_factory.mktemp("begun")
     path = output / "settings.json"
     path.write_text(json.dumps(CELLS))
-    command = [sys.executable, "-m", "tests.helpers.live_tensors", str(output), str(path), str(RANKS)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.helpers.live_tensors",
+        str(output),
+        str(path),
+        str(RANKS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in output.glob("*.log"))
-    return {name: [json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)] for name in CELLS}
+    assert done.returncode == 0, done.stderr + "".join(
+        log.read_text() for log in output.glob("*.log")
+    )
+    return {
+        name: [json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
+        for name in CELLS
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
-def test_weights_begin_bit_by_bit_as_the_seed_draws_them(begun: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_weights_begin_bit_by_bit_as_the_seed_draws_them(
+    begun: dict[str, list[dict[str, Any]]], name: str
+) -> None:
     assert all(each["as_drawn"] and each["random_state_as_drawn"] for each in begun[name])
 
 
@@ -58,5 +102,7 @@ def test_under_zero_3_no_more_than_a_few_parameters_are_ever_whole_at_a_time(
 
 
 @pytest.mark.slow
-def test_the_same_count_finds_the_whole_model_where_it_is_whole(begun: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_same_count_finds_the_whole_model_where_it_is_whole(
+    begun: dict[str, list[dict[str, Any]]],
+) -> None:
     assert all(each["peak"] > 0.9 * each["whole"] for each in begun["zero2-fp32"])

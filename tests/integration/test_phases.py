@@ -62,9 +62,22 @@ metrics: {{interval: 3, tensorboard: false}}
     return path
 
 
-def train(experiment: Path, run_dir: RunDir, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir.path), *more]
-    return subprocess.run(command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True, timeout=120)
+def train(
+    experiment: Path, run_dir: RunDir, *more: str, fault: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir.path),
+        *more,
+    ]
+    return subprocess.run(
+        command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +101,11 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     for number, (event, data, lanes) in enumerate(
         zip(ends_of_phases(run_dir), (alone, mixture, mixture), (4, 4, 8), strict=True)
     ):
-        assert (event["step"], event["lanes"], event["lane_seed"]) == (6 * (number + 1), lanes, SEED + number)
+        assert (event["step"], event["lanes"], event["lane_seed"]) == (
+            6 * (number + 1),
+            lanes,
+            SEED + number,
+        )
         stream = LaneStream(data, lanes, SEED + number, LENGTH, range(lanes))
         batches = [next(stream) for _ in range(6)]
         assert event["tokens_of_corpora"] == stream.tokens_read(batches[-1].cursor)
@@ -96,11 +113,19 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     tokens = [line["tokens"] for line in measured]
     assert [line["step"] for line in measured] == list(range(1, 19))
     assert all(line["memory_norm/layer.1"] > 0 for line in measured if "seconds" in line)
-    assert sum("documents_started" in line for line in measured) == 8, "at intervals, saves and borders"
-    assert (tokens[5], tokens[11], tokens[17]) == (6 * 4 * LENGTH, 12 * 4 * LENGTH, (12 * 4 + 6 * 8) * LENGTH)
+    assert sum("documents_started" in line for line in measured) == 8, (
+        "at intervals, saves and borders"
+    )
+    assert (tokens[5], tokens[11], tokens[17]) == (
+        6 * 4 * LENGTH,
+        12 * 4 * LENGTH,
+        (12 * 4 + 6 * 8) * LENGTH,
+    )
 
 
-def test_a_run_killed_in_a_later_phase_goes_on_to_the_losses_of_the_undisturbed_run(experiment, undisturbed):
+def test_a_run_killed_in_a_later_phase_goes_on_to_the_losses_of_the_undisturbed_run(
+    experiment, undisturbed
+):
     run_dir = RunDir(experiment.with_name("killed"))
     assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
     ended = train(experiment, run_dir)
@@ -131,7 +156,9 @@ def world():
     destroy_process_group()
 
 
-def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(corpora, experiment, world):
+def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(
+    corpora, experiment, world
+):
     """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses two borders."""
     run_dir = RunDir(experiment.with_name("warm-up"))
     assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9

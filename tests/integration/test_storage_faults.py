@@ -40,18 +40,32 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def command(experiment: Path, run_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir), *SETTINGS]
+    return [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        str(experiment),
+        "--run-dir",
+        str(run_dir),
+        *SETTINGS,
+    ]
 
 
 def can_mount() -> bool:
     """Whether this user may mount file systems in a namespace of its own; containers often forbid it."""
     probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(probe, capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
-def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_room(experiment, tmp_path):
+def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_room(
+    experiment, tmp_path
+):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     environment = {
@@ -61,15 +75,21 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_
         "VERIFY": f"{sys.executable} -m pretrain checkpoint verify {run_dir}",
     }
     namespace = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK]
-    done = subprocess.run(namespace, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
+    done = subprocess.run(
+        namespace, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+    )
     said = {name: (tmp_path / name).read_text() for name in ("full", "room", "read-only")}
     assert re.findall(r"^[a-z-]+: \d+$", done.stdout, re.M) == [
         "full: 2", "verified: 0", "room: 0", "read-only: 2", "untouched: 0",
     ], (done, said)  # fmt: skip
     assert "step 10: good" in done.stdout
-    assert re.fullmatch(r"error: could not save step 20: .* MiB are free, .* MiB are needed; .*\n", said["full"])
+    assert re.fullmatch(
+        r"error: could not save step 20: .* MiB are free, .* MiB are needed; .*\n", said["full"]
+    )
     assert re.fullmatch(r"error: .*Read-only file system.*\n", said["read-only"])
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [*range(1, 21), 20]
 
 

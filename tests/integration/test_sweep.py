@@ -35,7 +35,10 @@ metrics: {{interval: 1, tensorboard: false}}
 """
     )
     overrides = {"narrow": "[model.d_model=16]", "wide": "[]", "other-seed": "[seed=2]"}
-    cells = "".join(f"- {{name: {name}, experiment: tiny.yaml, overrides: {overrides[name]}}}\n" for name in CELLS)
+    cells = "".join(
+        f"- {{name: {name}, experiment: tiny.yaml, overrides: {overrides[name]}}}\n"
+        for name in CELLS
+    )
     (folder / "sweep.yaml").write_text(f"format: 1\nname: tiny\ncells:\n{cells}")
     return folder / "sweep.yaml"
 
@@ -59,7 +62,11 @@ def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(s
     first = submit(sweep, tmp_path / "killed")
     assert first.stdout is not None
     lines = [first.stdout.readline() for _ in range(3)]
-    pids = {match[1]: int(match[2]) for line in lines if (match := re.match(r"(\S+): process (\d+)", line))}
+    pids = {
+        match[1]: int(match[2])
+        for line in lines
+        if (match := re.match(r"(\S+): process (\d+)", line))
+    }
     assert set(pids) == {"wide", "other-seed"}, "the cells with most FLOPs begin"
     alive = dict(pids)
     while alive:

@@ -36,8 +36,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_corpus(tmp_path_factory.mktemp("corpus") / "books", documents=300)
 
 
-def launch(experiment: Path, run_dir: Path, *settings: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), "--ranks=2", f"--run-dir={run_dir}"]
+def launch(
+    experiment: Path, run_dir: Path, *settings: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "local",
+        str(experiment),
+        "--ranks=2",
+        f"--run-dir={run_dir}",
+    ]
     return subprocess.run(
         [*command, "--attempts-without-progress=1", *settings],
         stdout=subprocess.PIPE,
@@ -54,16 +64,25 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
 ):
     url = f"{bucket}/books"
     assert data_pipeline(["upload", str(corpus), url]) == 0
-    assert f"{url} holds train and validation; every file was read back and is the same" in capsys.readouterr().out
+    assert (
+        f"{url} holds train and validation; every file was read back and is the same"
+        in capsys.readouterr().out
+    )
     shards = Corpus.open(corpus / "train").manifest.shards
     limit = 13 * max(shard.size for shard in shards)
     assert limit < sum(shard.size for shard in shards) / 2
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS)
     local, remote = RunDir(tmp_path / "local"), RunDir(tmp_path / "remote")
-    from_bucket = (f"data.path={url}", f"data.cache.directory={tmp_path / 'cache'}", f"data.cache.gib={limit / GIB}")
+    from_bucket = (
+        f"data.path={url}",
+        f"data.cache.directory={tmp_path / 'cache'}",
+        f"data.cache.gib={limit / GIB}",
+    )
 
-    assert pretrain(["train", str(experiment), f"--run-dir={local.path}", f"data.path={corpus}"]) == 0
+    assert (
+        pretrain(["train", str(experiment), f"--run-dir={local.path}", f"data.path={corpus}"]) == 0
+    )
     killed = launch(experiment, remote.path, *from_bucket, **{VARIABLE: f"sigkill@{KILLED_AT}"})
     assert "SIGKILL" in killed.stdout, killed.stdout
     assert sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").iterdir()) <= limit
@@ -75,7 +94,14 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
     assert pretrain(["evaluate", str(remote.path)]) == 0
     assert f"tokens of {url}/validation" in capsys.readouterr().out
     for shard in shards:
-        client(s3_endpoint).delete_object(Bucket=bucket.removeprefix("s3://"), Key=f"books/train/{shard.path}")
-    assert pretrain(["train", str(experiment), f"--run-dir={tmp_path / 'lost'}", *from_bucket, "seed=7"]) == 2
+        client(s3_endpoint).delete_object(
+            Bucket=bucket.removeprefix("s3://"), Key=f"books/train/{shard.path}"
+        )
+    assert (
+        pretrain(
+            ["train", str(experiment), f"--run-dir={tmp_path / 'lost'}", *from_bucket, "seed=7"]
+        )
+        == 2
+    )
     error = capsys.readouterr().err.splitlines()[-1]
     assert "could not be fetched; attempt 1 of 5 ended with: the store answered 404" in error

@@ -14,12 +14,20 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(tiny_corpus: Path, tmp_path: Path, capsys):
+def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(
+    tiny_corpus: Path, tmp_path: Path, capsys
+):
     experiment = tmp_path / "tiny.yaml"
     warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the proof
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")
     settings = [each for each in SETTINGS if not each.startswith(("optim.steps", "engine.kind"))]
-    options = ["--steps=6", "--kill-at=4", "--resume-ranks=1", "--resume-zero=2", f"--work-dir={tmp_path / 'proof'}"]
+    options = [
+        "--steps=6",
+        "--kill-at=4",
+        "--resume-ranks=1",
+        "--resume-zero=2",
+        f"--work-dir={tmp_path / 'proof'}",
+    ]
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "resumed from the checkpoint of step 3" in said
@@ -41,11 +49,17 @@ def written(path: Path, losses: list[float | None]) -> RunDir:
 def test_losses_apart_names_what_rounding_does_not_explain(tmp_path):
     left = written(tmp_path / "left", [5.0, 4.0, 3.0])
     assert losses_apart(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
-    assert losses_apart(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == ["step 1: loss 5.0 against 5.001"]
-    assert losses_apart(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == ["step 3: only in one of the runs"]
+    assert losses_apart(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == [
+        "step 1: loss 5.0 against 5.001"
+    ]
+    assert losses_apart(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == [
+        "step 3: only in one of the runs"
+    ]
 
 
 def test_losses_apart_compares_losses_that_were_no_numbers(tmp_path):
     left = written(tmp_path / "left", [5.0, None])
     assert losses_apart(left, written(tmp_path / "same", [5.0, None]), 1e-5) == []
-    assert losses_apart(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == ["step 2: loss None against 4.0"]
+    assert losses_apart(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == [
+        "step 2: loss None against 4.0"
+    ]

@@ -69,7 +69,9 @@ class SlurmLab:
     def __init__(self, num_nodes: int = 4, accounting: bool = False) -> None:
         self._accounting = accounting
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
-        self.path = Path(tempfile.mkdtemp(prefix="lab", dir="/tmp"))  # short: a socket's path has at most 108 bytes
+        self.path = Path(
+            tempfile.mkdtemp(prefix="lab", dir="/tmp")
+        )  # short: a socket's path has at most 108 bytes
 
     def __enter__(self) -> SlurmLab:
         self._write_files()
@@ -105,10 +107,23 @@ class SlurmLab:
 
     def popen(self, *command: str, **variables: str) -> subprocess.Popen[str]:
         """Start a command on the controller's host."""
-        enter = ["nsenter", "-t", self._first_process(), "-n", "-m", "-p", f"--wdns={os.getcwd()}", "--"]
+        enter = [
+            "nsenter",
+            "-t",
+            self._first_process(),
+            "-n",
+            "-m",
+            "-p",
+            f"--wdns={os.getcwd()}",
+            "--",
+        ]
         environment = {**os.environ, "SLURM_CONF": str(self.path / "slurm.conf"), **variables}
         return subprocess.Popen(
-            [*enter, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*enter, *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def run(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -123,7 +138,9 @@ class SlurmLab:
 
     def run_on(self, node: str, *command: str) -> None:
         """Run a command among a host's processes and mounts."""
-        first = self.run("pgrep", "-P", (self.path / f"{node}.pid").read_text().strip()).stdout.strip()
+        first = self.run(
+            "pgrep", "-P", (self.path / f"{node}.pid").read_text().strip()
+        ).stdout.strip()
         self._checked("nsenter", "-t", first, "-n", "-m", "-p", "-u", "--", *command)
 
     def power_off(self, node: str) -> None:
@@ -159,11 +176,16 @@ class SlurmLab:
         """Until the hosts can take jobs and have none."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            states = [line.split() for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()]
+            states = [
+                line.split()
+                for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
+            ]
             if {node for node, state in states if state == "idle"} >= set(nodes):
                 return
             time.sleep(0.2)
-        raise TimeoutError(f"{nodes} are not idle after {seconds} s: {(self.path / 'out').read_text()[-2000:]}")
+        raise TimeoutError(
+            f"{nodes} are not idle after {seconds} s: {(self.path / 'out').read_text()[-2000:]}"
+        )
 
     def _first_process(self) -> str:
         """The id, seen from outside, of the process that the lab lives and dies with."""
@@ -189,8 +211,12 @@ class SlurmLab:
         (d / "cgroup.conf").write_text("IgnoreSystemd=yes\n")
         (d / "boot.sh").write_text(BOOT)
         hosts = [f"10.206.0.{node[1:]} {node}" for node in self.nodes]
-        (d / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{CONTROLLER} {name}", *hosts]) + "\n")
-        (d / "nsswitch").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")  # no DNS to wait for
+        (d / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", f"{CONTROLLER} {name}", *hosts]) + "\n"
+        )
+        (d / "nsswitch").write_text(
+            "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
+        )  # no DNS to wait for
         (d / "slurm.conf").write_text(slurm_conf(d, self.nodes, self._accounting))
         if self._accounting:
             (d / "accounting.sh").write_text(ACCOUNTING)

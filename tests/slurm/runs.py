@@ -31,7 +31,10 @@ evaluation: {{interval: 0, max_tokens: 500}}
 recovery: {{straggler_ratio: 0}}
 metrics: {{interval: 1, tensorboard: false}}
 """
-NEAR, FAR = {"options": {"nodelist": "n1,n2"}}, {"options": {"nodelist": "n3,n4"}}  # where a run has to stay
+NEAR, FAR = (
+    {"options": {"nodelist": "n1,n2"}},
+    {"options": {"nodelist": "n3,n4"}},
+)  # where a run has to stay
 CLUSTER = {"ranks_per_node": RANKS_PER_NODE, "signal_seconds": 10, "time_limit": "1:00:00"}
 
 
@@ -47,10 +50,23 @@ class Runs:
 
     def command(self, name: str, *more: str, nodes: str = str(NODES), **cluster: Any) -> list[str]:
         """The command line that submits the run `name` to the cluster, with changes to its file."""
-        environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **cluster.pop("environment", {})}
+        environment = {
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            **cluster.pop("environment", {}),
+        }
         file = self.path / f"{name}.cluster.yaml"
-        file.write_text(json.dumps({**CLUSTER, **cluster, "environment": environment}))  # JSON is YAML
-        command = [sys.executable, "-m", "launcher", "submit", str(self.experiment), f"--cluster={file}"]
+        file.write_text(
+            json.dumps({**CLUSTER, **cluster, "environment": environment})
+        )  # JSON is YAML
+        command = [
+            sys.executable,
+            "-m",
+            "launcher",
+            "submit",
+            str(self.experiment),
+            f"--cluster={file}",
+        ]
         return [*command, f"--nodes={nodes}", f"--run-dir={self.path / name}", *more]
 
     def try_submit(self, name: str, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -105,7 +121,11 @@ class SlurmRun:
 
     def begun_at(self) -> list[int]:
         """The step at which each attempt went on."""
-        return [event["step"] for event in self.dir.read_ledger() if event["event"] in ("start", "resume")]
+        return [
+            event["step"]
+            for event in self.dir.read_ledger()
+            if event["event"] in ("start", "resume")
+        ]
 
     def log(self) -> str:
         """What the job's supervisor said, all starts together."""
@@ -174,7 +194,9 @@ class SlurmRun:
         events = self.dir.read_ledger()
         times = [time_of(event) for event in events]
         told = [{key: value for key, value in event.items() if key != "time"} for event in events]
-        return "\n".join(f"{time - times[0]:8.1f}  {event}" for time, event in zip(times, told, strict=True))
+        return "\n".join(
+            f"{time - times[0]:8.1f}  {event}" for time, event in zip(times, told, strict=True)
+        )
 
     def logs(self) -> str:
         """Everything that could explain a failure."""

@@ -43,7 +43,9 @@ def limited(runs: Runs) -> SlurmRun:
         for number in (1, 2):
             run.wait_for_step(80 * number)
             with run.paused():
-                run.until(lambda number=number: run.log().count("asking the ranks to save") == number)
+                run.until(
+                    lambda number=number: run.log().count("asking the ranks to save") == number
+                )
 
     in_background(disturb)
     return run
@@ -61,7 +63,9 @@ def crashing(runs: Runs) -> SlurmRun:
         run.kill_while_saving()
         run.until(lambda: len(run.begun_at()) == 3)
         run.wait_for_step(run.begun_at()[-1] + 10)
-        run.signal_rank(1, signal.SIGKILL)  # on the same host: it would be left, were it not asked for by name
+        run.signal_rank(
+            1, signal.SIGKILL
+        )  # on the same host: it would be left, were it not asked for by name
         run.until(lambda: len(run.begun_at()) == 4)
         run.wait_for_step(2 * INTERVAL + 20)
         run.signal_rank(1, signal.SIGSTOP)
@@ -70,7 +74,9 @@ def crashing(runs: Runs) -> SlurmRun:
     return run
 
 
-def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, reference_begun, limited, crashing):
+def test_a_second_job_on_the_same_run_is_refused(
+    runs: Runs, lab: SlurmLab, reference_begun, limited, crashing
+):
     run = reference_begun
     run.until(lambda: run.events("job_started"))
     assert_status(run, "running", job=run.job, attempts=1)
@@ -78,10 +84,15 @@ def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, refe
     assert second.returncode == 2
     assert f"job {run.job} (running) has the run" in second.stderr
     assert second.stderr.count("\n") == 1
-    by_hand = lab.run("sbatch", "--parsable", str(run.dir.path / "slurm" / "job.sbatch")).stdout.strip()
+    by_hand = lab.run(
+        "sbatch", "--parsable", str(run.dir.path / "slurm" / "job.sbatch")
+    ).stdout.strip()
     run.wait_until_finished()
     assert run.ends() == [f"refused: job {run.job} has the run", "finished"]
-    assert f"job {run.job} (running) has the run" in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
+    assert (
+        f"job {run.job} (running) has the run"
+        in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
+    )
     assert run.attempts() == ["finished"]
     assert_status(run, "done", attempts=1, checkpoint=STEPS, last_failure="")
 
@@ -89,7 +100,11 @@ def test_a_second_job_on_the_same_run_is_refused(runs: Runs, lab: SlurmLab, refe
 @pytest.mark.parametrize(
     ("cluster", "nodes", "words"),
     [
-        ({"partition": "nowhere"}, "2", "partition 'nowhere' is unknown here; this cluster has main, urgent"),
+        (
+            {"partition": "nowhere"},
+            "2",
+            "partition 'nowhere' is unknown here; this cluster has main, urgent",
+        ),
         ({}, "8", "does not divide over 16 ranks"),
         ({"ranks_per_node": 1}, "8", "8 nodes asked for, partition 'main' has 4"),
         ({"cpus_per_rank": 5}, "2", "10 CPUs per node asked for, partition 'main' has 8"),
@@ -103,7 +118,9 @@ def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes,
     assert result.stderr.count("\n") == 1
 
 
-def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: Runs, lab: SlurmLab):
+def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(
+    runs: Runs, lab: SlurmLab
+):
     shim = lab.stop_controller_at_next_sbatch(seconds=9)
     process = lab.popen(*runs.command("cancelled", **NEAR), PATH=f"{shim}:/usr/bin:/bin")
     out, err = process.communicate(timeout=100)
@@ -124,9 +141,21 @@ def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, refere
     for number in (1, 2):
         run.wait_for_step(90 * number)
         with run.paused():
-            urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
+            urgent = [
+                "sbatch",
+                "-p",
+                "urgent",
+                "-N2",
+                "-w",
+                "n1,n2",
+                "--exclusive",
+                "-o",
+                "/dev/null",
+            ]
             assert lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
-            run.until(lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout)
+            run.until(
+                lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout
+            )
         run.wait_for_end("preempted", count=number)
     run.wait_until_finished()
     run.assert_same_as(reference)
@@ -135,7 +164,9 @@ def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, refere
     assert run.begun_at() == [0, *(event["step"] for event in run.events("stop"))]
 
 
-def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(runs, lab: SlurmLab, reference):
+def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(
+    runs, lab: SlurmLab, reference
+):
     run = runs.submit("hosts", options={"exclude": "n4"})
     run.wait_for_step(INTERVAL + 20)
     assert run.hosts() == ["n1", "n2"]
@@ -151,7 +182,9 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(r
     assert run.hosts() == ["n2", "n3"]
     lab.heal("n1")
     run.wait_until_finished()
-    lab.wait_until_idle("n1", seconds=150)  # Slurm asks a host that was down for a sign of life every 100 s
+    lab.wait_until_idle(
+        "n1", seconds=150
+    )  # Slurm asks a host that was down for a sign of life every 100 s
     run.assert_same_as(reference)
     assert_status(run, "done", attempts=3, last_failure="its first host was lost")
     assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
@@ -159,7 +192,9 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(r
 
 
 def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
-    run = runs.submit("loop", "--attempts-without-progress=2", environment={"PRETRAIN_FAULT": "sigkill@1"}, **NEAR)
+    run = runs.submit(
+        "loop", "--attempts-without-progress=2", environment={"PRETRAIN_FAULT": "sigkill@1"}, **NEAR
+    )
     run.until(lambda: run.state() == "FAILED")
     assert run.attempts() == ["retry", "give up"]
     reason = run.events("attempt_ended")[-1]["reason"]
@@ -200,15 +235,24 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
     lab.boot("n2")
     assert [event["world_size"] for event in run.events("resume")] == [2]
     assert_status(run, "done", ranks=2, last_failure="host n2 failed")
-    trained = [[line for line in each.dir.read_metrics() if line["kind"] == "train"] for each in (reference, run)]
+    trained = [
+        [line for line in each.dir.read_metrics() if line["kind"] == "train"]
+        for each in (reference, run)
+    ]
     assert [line["step"] for line in trained[1]] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in trained[1]] == [line["tokens"] for line in trained[0]]
-    assert not [step for step in differing_losses(reference.dir, run.dir) if int(step.split(":")[0][5:]) <= INTERVAL]
+    assert not [
+        step
+        for step in differing_losses(reference.dir, run.dir)
+        if int(step.split(":")[0][5:]) <= INTERVAL
+    ]
     for one, other in zip(*trained, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
-def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(limited: SlurmRun, reference: SlurmRun):
+def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(
+    limited: SlurmRun, reference: SlurmRun
+):
     limited.wait_until_finished()
     limited.assert_same_as(reference)
     assert_status(limited, "done", last_failure="time limit near")

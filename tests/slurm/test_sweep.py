@@ -34,9 +34,14 @@ evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 1, tensorboard: false}}
 """
     )
-    cells = "".join(f"- {{name: {name}, experiment: tiny.yaml, overrides: [seed={CELLS[name]}]}}\n" for name in CELLS)
+    cells = "".join(
+        f"- {{name: {name}, experiment: tiny.yaml, overrides: [seed={CELLS[name]}]}}\n"
+        for name in CELLS
+    )
     (folder / "sweep.yaml").write_text(f"format: 1\nname: six\ncells:\n{cells}")
-    (folder / "cluster.yaml").write_text("ranks_per_node: 1\nenvironment: {GLOO_SOCKET_IFNAME: eth0}\n")
+    (folder / "cluster.yaml").write_text(
+        "ranks_per_node: 1\nenvironment: {GLOO_SOCKET_IFNAME: eth0}\n"
+    )
     return folder
 
 
@@ -48,7 +53,11 @@ def until(condition: Callable[[], object], seconds: float = 300) -> None:
 
 
 def losses(folder: Path, cell: str) -> list[float]:
-    return [line["loss"] for line in RunDir(folder / "runs" / cell).read_metrics() if line["kind"] == "train"]
+    return [
+        line["loss"]
+        for line in RunDir(folder / "runs" / cell).read_metrics()
+        if line["kind"] == "train"
+    ]
 
 
 def sweep(lab: SlurmLab, folder: Path, action: str, *more: str) -> str:
@@ -68,7 +77,9 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
     waiting = set(KILLED)
     while waiting:
         for cell in [cell for cell in waiting if len(losses(folder, cell)) >= 20]:
-            supervisor = lab.run("pgrep", "-f", f"launcher batch {folder}/runs/{cell} ").stdout.split()
+            supervisor = lab.run(
+                "pgrep", "-f", f"launcher batch {folder}/runs/{cell} "
+            ).stdout.split()
             lab.run("kill", "-9", *supervisor)
             waiting.remove(cell)
         time.sleep(0.05)
@@ -82,7 +93,16 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
         assert len(losses(folder, cell)) == STEPS
     for cell in KILLED:
         assert losses(folder, cell) == losses(folder, f"{cell}-again")
-        assert len([event for event in RunDir(folder / "runs" / cell).read_ledger() if event["event"] == "resume"]) == 1
+        assert (
+            len(
+                [
+                    event
+                    for event in RunDir(folder / "runs" / cell).read_ledger()
+                    if event["event"] == "resume"
+                ]
+            )
+            == 1
+        )
 
 
 def test_a_cancelled_run_stays_cancelled_until_it_is_resumed(lab: SlurmLab, folder: Path):
@@ -96,7 +116,11 @@ def test_a_cancelled_run_stays_cancelled_until_it_is_resumed(lab: SlurmLab, fold
     def state() -> str:
         return json.loads(launcher("status", str(run), "--json"))["state"]
 
-    options = [f"--cluster={folder / 'cluster.yaml'}", f"--run-dir={run}", f"optim.steps={5 * STEPS}"]
+    options = [
+        f"--cluster={folder / 'cluster.yaml'}",
+        f"--run-dir={run}",
+        f"optim.steps={5 * STEPS}",
+    ]
     launcher("submit", str(folder / "tiny.yaml"), *options)
     until(lambda: len(losses(folder, "alone")) >= 20)
     assert "is cancelled" in launcher("cancel", str(run))
@@ -114,11 +138,30 @@ def test_preflight_names_the_slow_node_and_the_stray_process(lab: SlurmLab, fold
 
     first = (lab.path / "n2.pid").read_text().strip()
     child = lab.run("cat", f"/proc/{first}/task/{first}/children").stdout.split()[0]
-    slow = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "80mbit", "burst", "32kbit", "latency", "400ms"]
+    slow = [
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "80mbit",
+        "burst",
+        "32kbit",
+        "latency",
+        "400ms",
+    ]
     assert lab.run(*inside("n3", *slow)).returncode == 0
     stray = lab.popen("nsenter", "-t", child, "-m", "-p", "--", "bash", "-c", "while :; do :; done")
     try:
-        options = [f"--cluster={folder / 'cluster.yaml'}", "--nodes=3", f"--directory={folder}", "--json"]
+        options = [
+            f"--cluster={folder / 'cluster.yaml'}",
+            "--nodes=3",
+            f"--directory={folder}",
+            "--json",
+        ]
         result = lab.run(sys.executable, "-m", "launcher", "preflight", *options, timeout=200)
     finally:
         stray.kill()
@@ -129,5 +172,9 @@ def test_preflight_names_the_slow_node_and_the_stray_process(lab: SlurmLab, fold
     assert nodes["n3"]["verdict"] == "slow"
     assert any("of the others' rate at best" in word for word in nodes["n3"]["words"])
     assert any("bash" in word and "keeps a core busy" in word for word in nodes["n2"]["words"])
-    assert not any("of the others' rate at best" in word for host in ("n1", "n2") for word in nodes[host]["words"])
+    assert not any(
+        "of the others' rate at best" in word
+        for host in ("n1", "n2")
+        for word in nodes[host]["words"]
+    )
     assert not list(folder.glob(".preflight-*"))

@@ -70,10 +70,12 @@ def test_a_torch_free_package_imports_no_torch_by_detours_either(package):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in MODULES
-        if path.parts[len(ROOT.parts)] == package and path.name not in ("__init__.py", "__main__.py")
+        if path.parts[len(ROOT.parts)] == package
+        and path.name not in ("__init__.py", "__main__.py")
     ]
     code = (
-        f"import importlib as i, sys\nfor name in {modules!r}: i.import_module(name)\nsys.exit('torch' in sys.modules)"
+        f"import importlib as i, sys\nfor name in {modules!r}: i.import_module(name)\n"
+        "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -56,7 +56,9 @@ def relative_attention(
     first = first_keys(L, K, max_distance, documents_BK)
     plan = groups(H, G, B, L, K, first, tiling, query_BLHD.dtype)
     inputs = (query_BLHD, position_KHX, content_bias_HD, position_bias_HD, *key_value_parts)
-    return _RelativeAttention.apply(plan, 1.0 / keep_probability, torch.is_grad_enabled(), keep_HBLK, *inputs)
+    return _RelativeAttention.apply(
+        plan, 1.0 / keep_probability, torch.is_grad_enabled(), keep_HBLK, *inputs
+    )
 
 
 class _RelativeAttention(torch.autograd.Function):
@@ -64,7 +66,12 @@ class _RelativeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: list[Group], keep_scale: float, saves: bool, keep_HBLK: Tensor | None, *inputs: Any
+        ctx: Any,
+        plan: list[Group],
+        keep_scale: float,
+        saves: bool,
+        keep_HBLK: Tensor | None,
+        *inputs: Any,
     ) -> Tensor:
         scratch = Scratch(inputs[0])
         output_BLHD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
@@ -96,15 +103,21 @@ class _RelativeAttention(torch.autograd.Function):
         for group in ctx.plan:
             operands = Operands.read(group, inputs, scratch)
             output = output_HBLD[group.heads, group.lanes]
-            output = torch.mul(output, ctx.keep_scale, out=scratch.take("output gradient", *output.shape)).flatten(0, 1)
+            output = torch.mul(
+                output, ctx.keep_scale, out=scratch.take("output gradient", *output.shape)
+            ).flatten(0, 1)
             blocks = list(zip(group.blocks, weights, strict=False))
             weights = weights[len(blocks) :]
             # From the last rows, which see the most keys: their products can start the sums instead of adding to zeros.
             for block, weights_PRC in reversed(blocks):
-                gradients.add_tile(operands, group, block, weights_PRC, _keep_of(keep_HBLK, group, block), output)
+                gradients.add_tile(
+                    operands, group, block, weights_PRC, _keep_of(keep_HBLK, group, block), output
+                )
             gradients.store_keys(group)
         return (None, None, None, None, *gradients.of_inputs())
 
 
 def _keep_of(keep_HBLK: Tensor | None, group: Group, block: Block) -> Tensor | None:
-    return None if keep_HBLK is None else keep_HBLK[group.heads, group.lanes, block.rows, block.keys]
+    return (
+        None if keep_HBLK is None else keep_HBLK[group.heads, group.lanes, block.rows, block.keys]
+    )

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.kernels.cpu.tile_math import Operands, Scratch, dropped, group_parts, row_ranges, unshift_
+from pretrain.kernels.cpu.tile_math import (
+    Operands,
+    Scratch,
+    dropped,
+    group_parts,
+    row_ranges,
+    unshift_,
+)
 from pretrain.kernels.cpu.tiles import Block, Group
 
 
@@ -25,10 +32,13 @@ class Gradients:
         if position_KHX is not None and (wants_positions or position_bias_HD is not None):
             self._position_HXK = position_KHX.new_zeros(position_KHX.permute(1, 2, 0).shape)
         self._content_bias_HD, self._position_bias_HD = (
-            None if bias_HD is None else torch.zeros_like(bias_HD) for bias_HD in (content_bias_HD, position_bias_HD)
+            None if bias_HD is None else torch.zeros_like(bias_HD)
+            for bias_HD in (content_bias_HD, position_bias_HD)
         )
         self._sums: dict[str, Tensor] = {}  # of the group at hand
-        self._parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+        self._parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts
+        ]
 
     def of_inputs(self) -> tuple[Tensor | None, ...]:
         """The finished gradients in the order of the inputs."""
@@ -59,10 +69,16 @@ class Gradients:
         if keep is not None:
             dropped(work_PRC, keep, out=work_PRC)
         scores_PRC = take("score gradient", *weights_PRC.shape)
-        torch.ops.aten._softmax_backward_data.out(work_PRC, weights_PRC, -1, weights_PRC.dtype, grad_input=scores_PRC)
+        torch.ops.aten._softmax_backward_data.out(
+            work_PRC, weights_PRC, -1, weights_PRC.dtype, grad_input=scores_PRC
+        )
         content_query_PRD = operands.content_query_PLD[:, block.rows]
-        self._add_to_keys("key gradient", operands.key_PKD.shape, block, scores_PRC, content_query_PRD)
-        content_PRD = torch.bmm(scores_PRC, operands.key_PKD[:, block.keys], out=take("read", *output_PRD.shape))
+        self._add_to_keys(
+            "key gradient", operands.key_PKD.shape, block, scores_PRC, content_query_PRD
+        )
+        content_PRD = torch.bmm(
+            scores_PRC, operands.key_PKD[:, block.keys], out=take("read", *output_PRD.shape)
+        )
         self._add_to_bias(group, self._content_bias_HD, content_PRD)
         read_PRD = self._position_read(operands, group, block, scores_PRC, work_PRC)
         if read_PRD is not None:
@@ -84,11 +100,17 @@ class Gradients:
         self._position_HXK[group.heads, :, -block.num_keys :].baddbmm_(
             position_query_hYX.transpose(1, 2), distances_hYC
         )
-        return None if self._position_bias_HD is None else self._position_product(work_PRC, position_hCX)
+        return (
+            None
+            if self._position_bias_HD is None
+            else self._position_product(work_PRC, position_hCX)
+        )
 
     def store_keys(self, group: Group) -> None:
         """Hand the sums of the group's keys and values over to the gradients of the parts."""
-        for gradient, rows in zip(group_parts(group, self._parts), row_ranges(self._parts), strict=True):
+        for gradient, rows in zip(
+            group_parts(group, self._parts), row_ranges(self._parts), strict=True
+        ):
             for target, name in zip(gradient, ("key gradient", "value gradient"), strict=True):
                 total = self._sums[name].view(*target.shape[:2], -1, target.shape[3])[:, :, rows]
                 if group.starts_key_heads:
@@ -96,7 +118,9 @@ class Gradients:
                 else:
                     target.add_(total)
 
-    def _add_to_keys(self, name: str, shape: torch.Size, block: Block, left_PRC: Tensor, right_PRD: Tensor) -> None:
+    def _add_to_keys(
+        self, name: str, shape: torch.Size, block: Block, left_PRC: Tensor, right_PRD: Tensor
+    ) -> None:
         left_PCR = left_PRC.transpose(1, 2)
         if block.keys.stop == shape[1]:  # the first block that is met
             self._sums[name] = total_PKD = self._scratch.take(name, *shape)

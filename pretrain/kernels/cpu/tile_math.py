@@ -55,21 +55,29 @@ class Operands:
         query = query_BLHD.permute(2, 0, 1, 3)[group.heads, group.lanes]
         heads, lanes, _, width = query.shape
         views = group_parts(group, parts)
-        if len(views) == 1 and views[0].stride(-2) == width:  # a cache, which lies heads first already
+        if (
+            len(views) == 1 and views[0].stride(-2) == width
+        ):  # a cache, which lies heads first already
             key_value = views[0]
         else:
-            key_value = scratch.take("key and value", 2, heads, lanes, sum(part.shape[1] for part in parts), width)
+            key_value = scratch.take(
+                "key and value", 2, heads, lanes, sum(part.shape[1] for part in parts), width
+            )
             for part, rows in zip(views, row_ranges(parts), strict=True):
                 key_value[:, :, :, rows] = part
         key_PKD, value_PKD = key_value.flatten(1, 2)
-        content = _scaled(query, content_bias_HD, group, scratch.take("content query", *query.shape))
+        content = _scaled(
+            query, content_bias_HD, group, scratch.take("content query", *query.shape)
+        )
         operands = (heads, content.flatten(0, 1), key_PKD, value_PKD)
         if position_KHX is None:
             return cls(*operands, None, None)
         if position_bias_HD is None:
             position_query = query.new_ones(()).expand(*query.shape[:3], 1)
         else:
-            position_query = _scaled(query, position_bias_HD, group, scratch.take("position query", *query.shape))
+            position_query = _scaled(
+                query, position_bias_HD, group, scratch.take("position query", *query.shape)
+            )
         position_hKX = position_KHX.transpose(0, 1)[group.heads]
         if position_hKX.stride(1) != position_hKX.shape[2]:
             position_hKX = scratch.take("position", *position_hKX.shape).copy_(position_hKX)
@@ -80,7 +88,9 @@ class Operands:
         if self.position_query_hBLX is None or self.position_hKX is None:
             return None
         # Distances count from the block's last row: its keys end where the positions end.
-        return self.position_query_hBLX[:, :, block.rows].flatten(1, 2), self.position_hKX[:, -block.num_keys :]
+        return self.position_query_hBLX[:, :, block.rows].flatten(1, 2), self.position_hKX[
+            :, -block.num_keys :
+        ]
 
 
 def _scaled(query: Tensor, bias_HD: Tensor | None, group: Group, out: Tensor) -> Tensor:
@@ -129,15 +139,23 @@ def attend(
     positions = operands.positions(block)
     if positions is not None:
         position_query_hYX, position_hCX = positions
-        torch.bmm(position_query_hYX, position_hCX.transpose(1, 2), out=scores.view(len(position_hCX), -1, shape[2]))
+        torch.bmm(
+            position_query_hYX,
+            position_hCX.transpose(1, 2),
+            out=scores.view(len(position_hCX), -1, shape[2]),
+        )
     weights_PRC = scratch.take("weights", *shape) if reuse else scores.new_empty(shape)
     torch.bmm(content_query_PRD, operands.key_PKD[:, block.keys].transpose(1, 2), out=weights_PRC)
     if positions is not None:
         weights_PRC.add_(shifted(scores))
-    weights_PRC.view(operands.num_heads, -1, R, block.num_keys)[..., -block.mask.shape[-1] :].add_(block.mask)
+    weights_PRC.view(operands.num_heads, -1, R, block.num_keys)[..., -block.mask.shape[-1] :].add_(
+        block.mask
+    )
     torch.softmax(weights_PRC, dim=-1, out=weights_PRC)
     kept_PRC = weights_PRC if keep is None else dropped(weights_PRC, keep, out=scores)
-    read_PRD = torch.bmm(kept_PRC, operands.value_PKD[:, block.keys], out=scratch.take("read", P, R, D))
+    read_PRD = torch.bmm(
+        kept_PRC, operands.value_PKD[:, block.keys], out=scratch.take("read", P, R, D)
+    )
     return weights_PRC, read_PRD
 
 

@@ -53,13 +53,18 @@ class Group:
 
 
 def first_keys(
-    num_queries: int, num_keys: int, max_distance: int | None = None, documents_BK: Tensor | None = None
+    num_queries: int,
+    num_keys: int,
+    max_distance: int | None = None,
+    documents_BK: Tensor | None = None,
 ) -> Tensor | None:
     """The first key each query sees, [1 or B, L]; None if all see from key 0 on."""
     first = None
     if max_distance is not None:
         assert max_distance > 0, max_distance
-        first = (torch.arange(num_keys - num_queries, num_keys) - max_distance + 1).clamp_(min=0)[None]
+        first = (torch.arange(num_keys - num_queries, num_keys) - max_distance + 1).clamp_(min=0)[
+            None
+        ]
     if documents_BK is not None:
         # Documents are numbered in order, so a document's first key is where its number would be inserted.
         documents_BK = documents_BK.contiguous()
@@ -89,7 +94,9 @@ def groups(
     heads_per_tile = max(1, pairs // most_lanes) if per_key == 1 else 1
     corner = torch.full((rows[0].stop, rows[0].stop), float("-inf"), dtype=dtype).triu_(1)
     blocks = [
-        tuple(_block(part, num_keys - num_queries, _of_lanes(first, lanes), corner) for part in rows)
+        tuple(
+            _block(part, num_keys - num_queries, _of_lanes(first, lanes), corner) for part in rows
+        )
         for lanes in lanes_list
     ]
     return [

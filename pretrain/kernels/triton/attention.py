@@ -124,14 +124,18 @@ def _check(inputs: Inputs) -> None:
     assert position is None or position.dtype == query.dtype, (query.dtype, position.dtype)
 
 
-def _document_bounds(documents_BK: Tensor | None, num_queries: int) -> tuple[Tensor | None, Tensor | None]:
+def _document_bounds(
+    documents_BK: Tensor | None, num_queries: int
+) -> tuple[Tensor | None, Tensor | None]:
     """The first key each query sees [B, L] and one past the last query that sees each key [B, K]."""
     if documents_BK is None:
         return None, None
     documents_BK = documents_BK.contiguous()
     of_queries_BL = documents_BK[:, -num_queries:].contiguous()
     first_keys_BL = torch.searchsorted(documents_BK, of_queries_BL, out_int32=True)
-    return first_keys_BL, torch.searchsorted(of_queries_BL, documents_BK, right=True, out_int32=True)
+    return first_keys_BL, torch.searchsorted(
+        of_queries_BL, documents_BK, right=True, out_int32=True
+    )
 
 
 def _laid_out(inputs: Inputs) -> Inputs:

@@ -42,10 +42,20 @@ def key_gradient_kernel(
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
     key_tile = load_rows(
-        keys + lane * key_lane + group * VARIANT.key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT
+        keys + lane * key_lane + group * VARIANT.key_head,
+        j0,
+        num_keys,
+        VARIANT.key_row,
+        COLUMNS,
+        VARIANT,
     )
     value_tile = load_rows(
-        values + lane * value_lane + group * VARIANT.value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT
+        values + lane * value_lane + group * VARIANT.value_head,
+        j0,
+        num_keys,
+        VARIANT.value_row,
+        COLUMNS,
+        VARIANT,
     )
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
@@ -53,7 +63,9 @@ def key_gradient_kernel(
     first = tl.maximum(j0 - M, 0) // ROWS * ROWS
     last = tl.minimum(L, j0 + COLUMNS - 1 + window - M)
     if VARIANT.has_starts:
-        last = tl.minimum(last, tl.load(query_ends + lane * num_keys + tl.minimum(j0 + COLUMNS, num_keys) - 1))
+        last = tl.minimum(
+            last, tl.load(query_ends + lane * num_keys + tl.minimum(j0 + COLUMNS, num_keys) - 1)
+        )
     key_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     value_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     for member in range(VARIANT.heads_per_group):
@@ -66,14 +78,22 @@ def key_gradient_kernel(
             in_segment = queries < L
             content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
             if VARIANT.has_position:
-                position_query = tl.trans(load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT))
+                position_query = tl.trans(
+                    load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
+                )
                 row0 = j0 - i0 + L
-                tile = load_positions(positions + head * VARIANT.head_width, row0 - COLUMNS, num_keys, VARIANT)
+                tile = load_positions(
+                    positions + head * VARIANT.head_width, row0 - COLUMNS, num_keys, VARIANT
+                )
                 far = tl.dot(tile, position_query, input_precision=PRECISION)
-                tile = load_positions(positions + head * VARIANT.head_width, row0, num_keys, VARIANT)
+                tile = load_positions(
+                    positions + head * VARIANT.head_width, row0, num_keys, VARIANT
+                )
                 near = tl.dot(tile, position_query, input_precision=PRECISION)
                 scores = window_of_rows(far, near, COLUMNS - 1 - tl.arange(0, ROWS), COLUMNS, ROWS)
-                scores = tl.dot(key_tile, tl.trans(content_query), scores, input_precision=PRECISION)
+                scores = tl.dot(
+                    key_tile, tl.trans(content_query), scores, input_precision=PRECISION
+                )
             else:
                 scores = tl.dot(key_tile, tl.trans(content_query), input_precision=PRECISION)
             scores = biased_scores(
@@ -86,29 +106,49 @@ def key_gradient_kernel(
                 first_key = tl.load(first_keys + lane * L + queries, mask=in_segment, other=0)
             lowest, highest = visible_keys(queries, first_key, L, M, window)
             visible = (columns[:, None] >= lowest[None, :]) & (columns[:, None] <= highest[None, :])
-            weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0)
+            weights = tl.where(
+                visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0
+            )
             output_gradient = load_rows(output_gradients + offset, i0, L, ROW, ROWS, VARIANT)
-            weight_gradient = tl.dot(value_tile, tl.trans(output_gradient), input_precision=PRECISION)
+            weight_gradient = tl.dot(
+                value_tile, tl.trans(output_gradient), input_precision=PRECISION
+            )
             kept_weights = weights
             if VARIANT.drop_threshold:
                 a = tl.arange(0, ROWS)[None, :]
-                kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[:, None], VARIANT)
+                kept = kept_pairs(
+                    dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[:, None], VARIANT
+                )
                 kept_weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
                 weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
             value_gradient = tl.dot(
-                kept_weights.to(output_gradient.dtype), output_gradient, value_gradient, input_precision=PRECISION
+                kept_weights.to(output_gradient.dtype),
+                output_gradient,
+                value_gradient,
+                input_precision=PRECISION,
             )
             delta = tl.load(deltas + lane_head * L + queries, mask=in_segment, other=0.0)
             score_gradient = weights * (weight_gradient - delta[None, :])
             score_sum += tl.sum(score_gradient, 1)
             key_gradient = tl.dot(
-                score_gradient.to(content_query.dtype), content_query, key_gradient, input_precision=PRECISION
+                score_gradient.to(content_query.dtype),
+                content_query,
+                key_gradient,
+                input_precision=PRECISION,
             )
         if VARIANT.has_position or VARIANT.has_key_bias:
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)
     offset = (lane * num_keys * VARIANT.num_groups + group) * VARIANT.head_width
     KEY_ROW: tl.constexpr = VARIANT.num_groups * VARIANT.head_width
-    store_rows(key_gradients + offset, j0, num_keys, KEY_ROW, key_gradient * VARIANT.scale, COLUMNS, VARIANT)
+    store_rows(
+        key_gradients + offset,
+        j0,
+        num_keys,
+        KEY_ROW,
+        key_gradient * VARIANT.scale,
+        COLUMNS,
+        VARIANT,
+    )
     store_rows(value_gradients + offset, j0, num_keys, KEY_ROW, value_gradient, COLUMNS, VARIANT)
 
 
@@ -128,6 +168,10 @@ def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARI
     columns = j0 + tl.arange(0, COLUMNS)
     keys += lane_head // VARIANT.num_heads * key_lane + group * VARIANT.key_head
     tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-    score_sum = tl.load(score_sums + lane_head * num_keys + columns, mask=columns < num_keys, other=0.0)
+    score_sum = tl.load(
+        score_sums + lane_head * num_keys + columns, mask=columns < num_keys, other=0.0
+    )
     total = tl.sum(score_sum[:, None] * tile.to(tl.float32), 0) * VARIANT.scale
-    tl.store(content_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), total)
+    tl.store(
+        content_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), total
+    )

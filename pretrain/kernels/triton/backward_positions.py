@@ -48,7 +48,9 @@ def _score_gradient(
     j0 = p0 - (L - 1) + i0
     scores = _skewed_product(keys, j0, VARIANT.key_row, num_keys, tl.trans(content_query), VARIANT)
     if VARIANT.has_position:
-        scores = tl.dot(position_tile, tl.trans(position_query), scores, input_precision=VARIANT.precision)
+        scores = tl.dot(
+            position_tile, tl.trans(position_query), scores, input_precision=VARIANT.precision
+        )
     columns = j0 + tl.arange(0, VARIANT.columns)[:, None] + tl.arange(0, VARIANT.rows)[None, :]
     scores = biased_scores(
         scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys, queries[None, :], columns, L,
@@ -58,7 +60,9 @@ def _score_gradient(
     lowest, highest = visible_keys(queries, first_key, L, M, window)
     visible = (columns >= lowest[None, :]) & (columns <= highest[None, :])
     weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0)
-    weight_gradient = _skewed_product(values, j0, VARIANT.value_row, num_keys, tl.trans(output_gradient), VARIANT)
+    weight_gradient = _skewed_product(
+        values, j0, VARIANT.value_row, num_keys, tl.trans(output_gradient), VARIANT
+    )
     if VARIANT.drop_threshold:
         rows = tl.arange(0, VARIANT.rows)[None, :]
         kept = kept_pairs(dropout_key, head, i0, rows, 0, columns, VARIANT)

@@ -25,7 +25,15 @@ from pretrain.kernels.triton.tiles import (
 
 @triton.jit
 def _add_position_part(
-    query_gradient, left, right, position_query, positions, position_gradients, first, num_keys, VARIANT: tl.constexpr
+    query_gradient,
+    left,
+    right,
+    position_query,
+    positions,
+    position_gradients,
+    first,
+    num_keys,
+    VARIANT: tl.constexpr,
 ):
     """The query gradient with the part of one tile of position rows; with adds_positions their own goes out."""
     ROWS: tl.constexpr = VARIANT.rows
@@ -37,12 +45,17 @@ def _add_position_part(
     query_gradient = tl.dot(score_gradient, tile, query_gradient, input_precision=PRECISION)
     if VARIANT.adds_positions:
         # Transposed, the product reads both factors from shared memory and leaves registers alone.
-        added = tl.dot(tl.trans(position_query), score_gradient, input_precision=PRECISION) * VARIANT.scale
+        added = (
+            tl.dot(tl.trans(position_query), score_gradient, input_precision=PRECISION)
+            * VARIANT.scale
+        )
         ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
         r = tl.arange(0, COLUMNS)[None, :]
         d = tl.arange(0, VARIANT.padded_width)[:, None]
         mask = (r < num_keys - first) & (r >= -first) & (d < VARIANT.head_width)
-        tl.atomic_add(position_gradients + first * ROW + (r * ROW + d), added, mask=mask, sem="relaxed")
+        tl.atomic_add(
+            position_gradients + first * ROW + (r * ROW + d), added, mask=mask, sem="relaxed"
+        )
     return query_gradient
 
 
@@ -110,14 +123,23 @@ def query_gradient_kernel(
             tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
             right = lower_half_of(before, near, VARIANT)
-            scores = window_of_columns(left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS)
+            scores = window_of_columns(
+                left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS
+            )
             left = right
             before = near
             scores = tl.dot(content_query, tl.trans(key_tile), scores, input_precision=PRECISION)
         else:
             scores = tl.dot(content_query, tl.trans(key_tile), input_precision=PRECISION)
         scores = biased_scores(
-            scores, key_biases, distance_biases, queries[:, None], columns[None, :], L, num_keys, VARIANT
+            scores,
+            key_biases,
+            distance_biases,
+            queries[:, None],
+            columns[None, :],
+            L,
+            num_keys,
+            VARIANT,
         )
         visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
         weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[:, None]), 0.0)
@@ -128,7 +150,9 @@ def query_gradient_kernel(
             kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
         score_gradient = weights * (weight_gradient - delta[:, None])
-        query_gradient = tl.dot(score_gradient.to(key_tile.dtype), key_tile, query_gradient, input_precision=PRECISION)
+        query_gradient = tl.dot(
+            score_gradient.to(key_tile.dtype), key_tile, query_gradient, input_precision=PRECISION
+        )
         if VARIANT.has_position:
             # The upper half of twice as many queries as keys is ahead, and waits for the lower one.
             gradient_right = score_gradient
@@ -165,5 +189,6 @@ def query_gradient_kernel(
     query_gradient *= VARIANT.scale
     store_rows(query_gradients + offset, i0, L, ROW, query_gradient, ROWS, VARIANT)
     tl.store(
-        query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), tl.sum(query_gradient, 0)
+        query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED),
+        tl.sum(query_gradient, 0),
     )

@@ -21,13 +21,17 @@ from pretrain.kernels.triton.tiles import (
 
 
 @triton.jit
-def biased_scores(scores, key_biases, distance_biases, queries, keys, num_queries, num_keys, VARIANT: tl.constexpr):
+def biased_scores(
+    scores, key_biases, distance_biases, queries, keys, num_queries, num_keys, VARIANT: tl.constexpr
+):
     """Scores with the biases of keys and distances added; queries and keys broadcast to the tile's shape."""
     if VARIANT.has_key_bias:
         scores += tl.load(key_biases + keys, mask=(keys >= 0) & (keys < num_keys), other=0.0)
     if VARIANT.has_distance_bias:
         columns = keys + (num_queries - 1 - queries)
-        scores += tl.load(distance_biases + columns, mask=(columns >= 0) & (columns < num_keys), other=0.0)
+        scores += tl.load(
+            distance_biases + columns, mask=(columns >= 0) & (columns < num_keys), other=0.0
+        )
     return scores
 
 
@@ -75,14 +79,23 @@ def _visit_keys(
             tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
             near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
             right = lower_half_of(before, near, VARIANT)
-            scores = window_of_columns(left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS)
+            scores = window_of_columns(
+                left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS
+            )
             left = right
             before = near
             scores = tl.dot(content_query, tl.trans(key_tile), scores, input_precision=PRECISION)
         else:
             scores = tl.dot(content_query, tl.trans(key_tile), input_precision=PRECISION)
         scores = biased_scores(
-            scores, key_biases, distance_biases, queries[:, None], columns[None, :], L, num_keys, VARIANT
+            scores,
+            key_biases,
+            distance_biases,
+            queries[:, None],
+            columns[None, :],
+            L,
+            num_keys,
+            VARIANT,
         )
         if IS_MASKED:
             visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
@@ -101,7 +114,12 @@ def _visit_keys(
             kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
         value_tile = load_rows(values, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
-        output = tl.dot(weights.to(value_tile.dtype), value_tile, output * decay[:, None], input_precision=PRECISION)
+        output = tl.dot(
+            weights.to(value_tile.dtype),
+            value_tile,
+            output * decay[:, None],
+            input_precision=PRECISION,
+        )
     return output, total, maximum, left, before
 
 
@@ -144,7 +162,9 @@ def forward_kernel(
     # Key tiles [first, whole) need the mask, [whole, ragged) are seen by every query, [ragged, last) need it again.
     first = tl.maximum(tl.maximum(i0 + M - window + 1, lowest_first), 0) // COLUMNS * COLUMNS
     last = tl.cdiv(tl.minimum(num_keys, i0 + ROWS + M), COLUMNS) * COLUMNS
-    whole = tl.cdiv(tl.maximum(tl.maximum(i0 + ROWS + M - window, highest_first), 0), COLUMNS) * COLUMNS
+    whole = (
+        tl.cdiv(tl.maximum(tl.maximum(i0 + ROWS + M - window, highest_first), 0), COLUMNS) * COLUMNS
+    )
     whole = tl.minimum(tl.maximum(whole, first), last)
     ragged = tl.maximum(tl.minimum(i0 + M + 1, num_keys) // COLUMNS * COLUMNS, whole)
 

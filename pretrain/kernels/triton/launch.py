@@ -72,9 +72,15 @@ class Call:
             "positions": absent if position is None else position,
             # The kernels add biases before they scale.
             "key_biases": absent if key_bias is None else (key_bias.float() / scale).contiguous(),
-            "distance_biases": absent if distance_bias is None else (distance_bias.float().T / scale).contiguous(),
-            "first_keys": absent if self.options.first_keys_BL is None else self.options.first_keys_BL,
-            "dropout_keys": absent if self.options.dropout_keys_B is None else self.options.dropout_keys_B,
+            "distance_biases": absent
+            if distance_bias is None
+            else (distance_bias.float().T / scale).contiguous(),
+            "first_keys": absent
+            if self.options.first_keys_BL is None
+            else self.options.first_keys_BL,
+            "dropout_keys": absent
+            if self.options.dropout_keys_B is None
+            else self.options.dropout_keys_B,
             "key_lane": key.stride(0),
             "value_lane": value.stride(0),
             "L": self.L,
@@ -102,7 +108,15 @@ class Call:
             precision="ieee" if self.inputs.query_BLHD.dtype == torch.float32 else "tf32",
         )
 
-    def launch(self, kernel: Any, programs: int, tile: Tile, *, adds_positions: bool = False, **outputs: Any) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: Tile,
+        *,
+        adds_positions: bool = False,
+        **outputs: Any,
+    ) -> None:
         """Runs `kernel` on the arguments all share and those of its own."""
         with self._device():
             kernel[(programs,)](
@@ -120,7 +134,12 @@ class Call:
         key = self.inputs.key_BKGD
         with self._device():
             content_bias_kernel[(num_tiles * self.B * self.H,)](
-                key, score_sums_BHK, sums_BHTP, key.stride(0), self.K, VARIANT=self.variant(SUM_TILE)
+                key,
+                score_sums_BHK,
+                sums_BHTP,
+                key.stride(0),
+                self.K,
+                VARIANT=self.variant(SUM_TILE),
             )
         return sums_BHTP.sum((0, 2))[:, : self.D]
 
@@ -157,10 +176,14 @@ def launch_backward(
     """The gradients of all inputs, those of positions and distance biases only where needed."""
     call = Call(inputs, options)
     call.arguments.update(
-        output_gradients=output_gradient_BLHD, log_sums=log_sums_BHL, deltas=torch.empty_like(log_sums_BHL)
+        output_gradients=output_gradient_BLHD,
+        log_sums=log_sums_BHL,
+        deltas=torch.empty_like(log_sums_BHL),
     )
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
-    query_gradient, query_sum_HD, position_gradient = _launch_queries(call, output_BLHD, adds_positions)
+    query_gradient, query_sum_HD, position_gradient = _launch_queries(
+        call, output_BLHD, adds_positions
+    )
     key_gradient, value_gradient, score_sums_BHK = _launch_keys(call)
     distance_bias_gradient = None
     if needs_distance_bias or (needs_position and not adds_positions):
@@ -168,7 +191,9 @@ def launch_backward(
     u_gradient = v_gradient = None
     if inputs.content_bias_HD is not None:
         u_gradient = call.sum_keys(score_sums_BHK)
-        v_gradient = query_sum_HD - u_gradient  # queries hear through keys and positions: what is not u's is v's
+        v_gradient = (
+            query_sum_HD - u_gradient
+        )  # queries hear through keys and positions: what is not u's is v's
     gradients = Inputs(
         query_gradient,
         key_gradient,
@@ -179,10 +204,14 @@ def launch_backward(
         score_sums_BHK,
         distance_bias_gradient,
     )
-    return Inputs(*(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True)))
+    return Inputs(
+        *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
+    )
 
 
-def _launch_queries(call: Call, output_BLHD: Tensor, adds_positions: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _launch_queries(
+    call: Call, output_BLHD: Tensor, adds_positions: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of the queries, their sum [H, D] and, if they are added up on the way, of the positions."""
     tile = call.options.tiles.query_gradient
     num_tiles = cdiv(call.L, tile.rows)

@@ -9,7 +9,11 @@ import torch
 
 LARGEST_HEAD = 128
 DTYPES = (torch.bfloat16, torch.float16)
-CAPABILITIES = ((8, 0), (9, 0), (10, 0))  # whose shared memory holds the tiles; compiled offline for the first two
+CAPABILITIES = (
+    (8, 0),
+    (9, 0),
+    (10, 0),
+)  # whose shared memory holds the tiles; compiled offline for the first two
 
 
 def interprets_kernels() -> bool:
@@ -24,7 +28,9 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interprets_kernels():
-        return None if dtype in (*DTYPES, torch.float32) else f"the interpreter does not take {dtype}"
+        return (
+            None if dtype in (*DTYPES, torch.float32) else f"the interpreter does not take {dtype}"
+        )
     if device.type != "cuda" or torch.version.hip:
         return f"the fused kernel needs an NVIDIA GPU; the tensors are on '{device}'"
     if dtype not in DTYPES:
@@ -32,7 +38,6 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int
     capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}; the kernel's tiles are chosen for {known}"
-        )
+        major, minor = capability
+        return f"the GPU has compute capability {major}.{minor}; the kernel's tiles are chosen for {known}"
     return None

@@ -29,7 +29,9 @@ def load_rows(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT:
 
 
 @triton.jit
-def load_rows_around(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+def load_rows_around(
+    pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr
+):
     """As `load_rows` where `first` may be negative; rows before 0 are zero too."""
     r = tl.arange(0, SIZE)
     return _load(pointer, first, (r < num_rows - first) & (r >= -first), row_stride, SIZE, VARIANT)
@@ -43,7 +45,9 @@ def _load(pointer, first, valid, row_stride, SIZE: tl.constexpr, VARIANT: tl.con
     mask = valid[:, None]
     if VARIANT.head_width != VARIANT.padded_width:
         mask = mask & (columns[None, :] < VARIANT.head_width)
-    addresses = pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    addresses = (
+        pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    )
     return tl.load(addresses, mask=mask, other=0.0)
 
 
@@ -55,14 +59,18 @@ def load_positions(positions, first, num_keys, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def store_rows(pointer, first, num_rows, row_stride, tile, SIZE: tl.constexpr, VARIANT: tl.constexpr):
+def store_rows(
+    pointer, first, num_rows, row_stride, tile, SIZE: tl.constexpr, VARIANT: tl.constexpr
+):
     """A tile without its padding to rows first, ..., first + SIZE - 1, rounded to the type of the destination."""
     PADDED: tl.constexpr = VARIANT.padded_width
     columns = tl.arange(0, PADDED)
     mask = (tl.arange(0, SIZE) < num_rows - first)[:, None]
     if VARIANT.head_width != VARIANT.padded_width:
         mask = mask & (columns[None, :] < VARIANT.head_width)
-    addresses = pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    addresses = (
+        pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+    )
     tl.store(addresses, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
@@ -87,7 +95,12 @@ def window_of_columns(left, right, shifts, ROWS: tl.constexpr, COLUMNS: tl.const
     window = tl.reshape(tl.permute(split, (0, 5, 2, 4, 1, 3)), [2 * ROWS * COLUMNS])
     # Eights apart from the rest: the same for all lanes of a warp, they become the constants of the addresses.
     low = (c & 7)[None, :] + shifts[:, None]
-    base = ((a >> 3) * (16 * COLUMNS) + (a & 7) * 4)[:, None] + (low >> 3) * 64 + (low & 1) * 32 + ((low >> 1) & 3)
+    base = (
+        ((a >> 3) * (16 * COLUMNS) + (a & 7) * 4)[:, None]
+        + (low >> 3) * 64
+        + (low & 1) * 32
+        + ((low >> 1) & 3)
+    )
     addresses = base + ((c >> 3) * 64)[None, :]
     return _unflat(tl.gather(window, _flat(addresses, ROWS, COLUMNS), 0), ROWS, COLUMNS)
 
@@ -100,7 +113,11 @@ def window_of_rows(upper, lower, shifts, ROWS: tl.constexpr, COLUMNS: tl.constex
     split = tl.reshape(tl.join(upper, lower), [ROWS // 8, 8, COLUMNS // 8, 4, 2, 2])
     window = tl.reshape(tl.permute(split, (5, 0, 2, 4, 1, 3)), [2 * ROWS * COLUMNS])
     low = (r & 7)[:, None] + shifts[None, :]
-    base = ((c >> 3) * 64 + (c & 1) * 32 + ((c >> 1) & 3))[None, :] + (low >> 3) * (8 * COLUMNS) + (low & 7) * 4
+    base = (
+        ((c >> 3) * 64 + (c & 1) * 32 + ((c >> 1) & 3))[None, :]
+        + (low >> 3) * (8 * COLUMNS)
+        + (low & 7) * 4
+    )
     addresses = base + ((r >> 3) * (8 * COLUMNS))[:, None]
     return _unflat(tl.gather(window, _flat(addresses, ROWS, COLUMNS), 0), ROWS, COLUMNS)
 
@@ -123,8 +140,12 @@ def kept_pairs(key, head, i0, rows, j0, columns, VARIANT: tl.constexpr):
     """
     query = (i0 & ~8) + (rows & ~8) + columns * 0
     column = (j0 & ~24) + (columns & ~24) + rows * 0
-    word0, word1, word2, word3 = tl.philox(key, column, query, query * 0 + head, query * 0, n_rounds=PHILOX_ROUNDS)
+    word0, word1, word2, word3 = tl.philox(
+        key, column, query, query * 0 + head, query * 0, n_rounds=PHILOX_ROUNDS
+    )
     is_odd = ((j0 | columns) & 8) != 0
-    word = tl.where(((j0 | columns) & 16) != 0, tl.where(is_odd, word3, word2), tl.where(is_odd, word1, word0))
+    word = tl.where(
+        ((j0 | columns) & 16) != 0, tl.where(is_odd, word3, word2), tl.where(is_odd, word1, word0)
+    )
     bits = tl.where(((i0 | rows) & 8) != 0, word >> 16, word & 0xFFFF)
     return bits.to(tl.int32) >= VARIANT.drop_threshold

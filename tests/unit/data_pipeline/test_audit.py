@@ -24,13 +24,24 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 def audited(capsys, corpus, *extra):
-    command = ["audit", str(corpus.directory), f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}", "--json", *extra]
+    command = [
+        "audit",
+        str(corpus.directory),
+        f"--lanes={NUM_LANES}",
+        f"--segment-length={LENGTH}",
+        "--json",
+        *extra,
+    ]
     assert main(command) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within_one_lane(corpus, capsys):
-    read: dict[tuple, list] = defaultdict(list)  # (epoch, shard, document) -> what was read, in order
+def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within_one_lane(
+    corpus, capsys
+):
+    read: dict[tuple, list] = defaultdict(
+        list
+    )  # (epoch, shard, document) -> what was read, in order
     last_step = STEPS * 6
     for piece in audited(capsys, corpus, f"--steps=0:{last_step}"):
         read[piece["epoch"], piece["shard"], piece["index"]].append(piece)
@@ -47,7 +58,9 @@ def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within
             steps = [piece["step"] for piece in pieces]
             assert steps == list(range(steps[0], steps[0] + len(steps))), "in consecutive steps"
             ends = np.cumsum([piece["tokens"] for piece in pieces])
-            assert [piece["offset"] for piece in pieces] == [0, *ends[:-1].tolist()], "from its begin, without a gap"
+            assert [piece["offset"] for piece in pieces] == [0, *ends[:-1].tolist()], (
+                "from its begin, without a gap"
+            )
             assert ends[-1] == length, "to its end"
 
 
@@ -57,9 +70,13 @@ def test_its_lines_are_what_the_ranks_really_read(corpus, capsys, world_size):
     numbers = {shard.path: number for number, shard in enumerate(corpus.manifest.shards)}
     expected: dict[tuple[int, int], list[int]] = defaultdict(list)
     for piece in lines:
-        tokens = corpus.shard(numbers[piece["shard"]]).tokens(piece["index"], piece["offset"], piece["tokens"])
+        tokens = corpus.shard(numbers[piece["shard"]]).tokens(
+            piece["index"], piece["offset"], piece["tokens"]
+        )
         expected[piece["step"], piece["lane"]] += tokens.tolist()
-        assert piece["document"] == corpus.shard(numbers[piece["shard"]]).document_id(piece["index"])
+        assert piece["document"] == corpus.shard(numbers[piece["shard"]]).document_id(
+            piece["index"]
+        )
     per_rank = NUM_LANES // world_size
     for rank in range(world_size):
         lanes = range(rank * per_rank, (rank + 1) * per_rank)
@@ -73,7 +90,9 @@ def test_its_lines_are_what_the_ranks_really_read(corpus, capsys, world_size):
 
 def test_later_steps_alone_are_the_end_of_the_whole_list(corpus, capsys):
     whole = audited(capsys, corpus, "--steps=0:500")
-    assert audited(capsys, corpus, "--steps=490:500") == [piece for piece in whole if piece["step"] >= 490]
+    assert audited(capsys, corpus, "--steps=490:500") == [
+        piece for piece in whole if piece["step"] >= 490
+    ]
 
 
 def test_it_reads_no_tokens(corpus, tmp_path, capsys):
@@ -84,14 +103,28 @@ def test_it_reads_no_tokens(corpus, tmp_path, capsys):
     for number, shard in enumerate(copy.manifest.shards):
         reader = copy.shard(number)
         content = bytearray((tmp_path / shard.path).read_bytes())
-        for begin, length in zip(reader.token_begins.tolist(), reader.lengths.tolist(), strict=True):
+        for begin, length in zip(
+            reader.token_begins.tolist(), reader.lengths.tolist(), strict=True
+        ):
             content[begin : begin + 4 * length] = bytes(4 * length)
         (tmp_path / shard.path).write_bytes(content)
     assert audited(capsys, copy, "--steps=0:50") == lines
 
 
 def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
-    assert main(["audit", str(corpus.directory), "--lanes=2", "--segment-length=4", "--steps=3:5", "--ranks=2"]) == 0
+    assert (
+        main(
+            [
+                "audit",
+                str(corpus.directory),
+                "--lanes=2",
+                "--segment-length=4",
+                "--steps=3:5",
+                "--ranks=2",
+            ]
+        )
+        == 0
+    )
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split("\t") == ["step", "lane", "document", "offset", "tokens", "epoch", "rank"]
     assert {line.split("\t")[0] for line in lines} == {"3", "4"}
@@ -100,13 +133,17 @@ def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
 
 def test_one_lane_alone_is_that_lane_of_the_whole_list(corpus, capsys):
     whole = audited(capsys, corpus, "--steps=30:60")
-    assert audited(capsys, corpus, "--steps=30:60", "--lane=3") == [piece for piece in whole if piece["lane"] == 3]
+    assert audited(capsys, corpus, "--steps=30:60", "--lane=3") == [
+        piece for piece in whole if piece["lane"] == 3
+    ]
     assert main(["audit", str(corpus.directory), "--lanes=4", "--lane=4"]) == 2
     assert "not among the 4 lanes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_document_is_found_at_the_steps_at_which_the_whole_list_has_it(corpus, tmp_path, capsys, mixed):
+def test_a_document_is_found_at_the_steps_at_which_the_whole_list_has_it(
+    corpus, tmp_path, capsys, mixed
+):
     extra = ["--repeat=1.5"] if mixed else []
     if mixed:
         other = write_numbered_corpus(tmp_path, [[30, 7, 40], [12, 50]])
@@ -135,12 +172,16 @@ def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
     name = since_phase[0]["document"]
     found = audited(capsys, corpus, f"--document={name}", "--seed=8", "--first-step=100")
     assert since_phase[0]["step"] + 100 in {piece["step"] for piece in found}
-    assert main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
+    assert (
+        main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
+    )
     assert "--steps begin at 5, before the lanes did at --first-step=100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [range(40, 90), range(300)])
-def test_a_document_is_looked_for_in_the_steps_that_are_asked_for_whatever_the_epochs(corpus, capsys, steps):
+def test_a_document_is_looked_for_in_the_steps_that_are_asked_for_whatever_the_epochs(
+    corpus, capsys, steps
+):
     window = f"--steps={steps.start}:{steps.stop}"
     whole = audited(capsys, corpus, window)
     name = whole[0]["document"]
@@ -149,7 +190,11 @@ def test_a_document_is_looked_for_in_the_steps_that_are_asked_for_whatever_the_e
     assert sorted(found, key=key) == [piece for piece in whole if piece["document"] == name]
     assert len({piece["epoch"] for piece in found}) > 1
     shifted = audited(
-        capsys, corpus, f"--document={name}", f"--steps={steps.start + 7}:{steps.stop + 7}", "--first-step=7"
+        capsys,
+        corpus,
+        f"--document={name}",
+        f"--steps={steps.start + 7}:{steps.stop + 7}",
+        "--first-step=7",
     )
     assert shifted == [{**piece, "step": piece["step"] + 7} for piece in found]
 
@@ -159,13 +204,22 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     (tmp_path / "a").mkdir()
     shutil.copytree(corpus.directory, tmp_path / "a" / "train")
     write_numbered_corpus(tmp_path / "b" / "train", [[30, 7, 40], [12, 50]])
-    parts = [MixturePart(path=tmp_path / "a", weight=5), MixturePart(path=tmp_path / "b", weight=1.0)]
+    parts = [
+        MixturePart(path=tmp_path / "a", weight=5),
+        MixturePart(path=tmp_path / "b", weight=1.0),
+    ]
     mixture = open_mixture(parts)
     assert mixture.repeats[0] == 1
     assert mixture.repeats[1] > 1
     stream = LaneStream(mixture, NUM_LANES, 1, LENGTH, range(NUM_LANES))
     mix = ["--repeat=5", f"--mix={tmp_path / 'b'}=1", "--weights"]
-    arguments = [f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}", "--json", "--steps=0:100", *mix]
+    arguments = [
+        f"--lanes={NUM_LANES}",
+        f"--segment-length={LENGTH}",
+        "--json",
+        "--steps=0:100",
+        *mix,
+    ]
     assert main(["audit", str(tmp_path / "a"), *arguments]) == 0
     pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     units = {shard.path: unit for unit, shard in enumerate(mixture.manifest.shards)}
@@ -173,7 +227,9 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
         read: dict[int, list[int]] = defaultdict(list)
         for piece in (piece for piece in pieces if piece["step"] == step):
             shard = mixture.shard(units[piece["shard"]])
-            read[piece["lane"]] += shard.tokens(piece["index"], piece["offset"], piece["tokens"]).tolist()
+            read[piece["lane"]] += shard.tokens(
+                piece["index"], piece["offset"], piece["tokens"]
+            ).tolist()
         assert [read[lane] for lane in range(NUM_LANES)] == next(stream).tokens_BL.tolist()
     assert main(["audit", str(tmp_path / "a"), *arguments, "--repeat=0"]) == 2
     assert "found a weight of 0" in capsys.readouterr().err
@@ -184,7 +240,11 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
 def test_segments_that_grow_on_the_way_are_those_that_the_lanes_read(corpus, capsys):
     grown = ["--steps=100:150", "--first-step=100", "--then=120=32", "--then=140=64"]
     pieces = audited(capsys, corpus, *grown)
-    read = [piece for piece in audited(capsys, corpus, "--steps=0:200") if piece["step"] < (20 + 40 + 40)]
+    read = [
+        piece
+        for piece in audited(capsys, corpus, "--steps=0:200")
+        if piece["step"] < (20 + 40 + 40)
+    ]
     by_lane = [
         [
             (piece["lane"], piece["document"], piece["offset"] + token)

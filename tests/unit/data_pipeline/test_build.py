@@ -22,7 +22,10 @@ def test_every_document_is_in_one_split_whole_and_chosen_by_its_id(tmp_path, kin
     texts = some_texts()
     config = config_of(tmp_path, texts, tokenizer=TokenizerConfig(kind=kind, vocab_size=320))
     result = build_corpus(config)
-    train, validation = documents_of(config.output / "train"), documents_of(config.output / "validation")
+    train, validation = (
+        documents_of(config.output / "train"),
+        documents_of(config.output / "validation"),
+    )
     assert {**train, **validation} == {f"d{number}": text for number, text in enumerate(texts)}
     assert set(validation) == {f"d{n}" for n in range(len(texts)) if fraction_of(f"d{n}") < 0.2}
     assert not set(train) & set(validation)
@@ -30,7 +33,9 @@ def test_every_document_is_in_one_split_whole_and_chosen_by_its_id(tmp_path, kin
     assert manifest.documents == len(train)
     assert manifest.text_bytes == sum(len(text.encode()) for text in train.values())
     assert manifest.characters == sum(map(len, train.values()))
-    assert manifest.longest_document == max(int(length.max()) for length in lengths_of(config.output / "train"))
+    assert manifest.longest_document == max(
+        int(length.max()) for length in lengths_of(config.output / "train")
+    )
     assert not (config.output / ".build").exists()
 
 
@@ -53,7 +58,10 @@ def test_the_same_text_gives_the_same_bytes_anywhere(tmp_path, kind, threads):
     made = []
     for place, count in (("a", 1), ("b", threads)):
         config = config_of(
-            tmp_path / place, some_texts(), threads=count, tokenizer=TokenizerConfig(kind=kind, vocab_size=320)
+            tmp_path / place,
+            some_texts(),
+            threads=count,
+            tokenizer=TokenizerConfig(kind=kind, vocab_size=320),
         )
         build_corpus(config)
         made.append(contents(config.output))
@@ -75,18 +83,24 @@ def test_no_validation_split_is_made_when_none_is_wanted(tmp_path):
     assert not (config.output / "validation").exists()
 
 
-def test_the_sample_for_training_a_tokenizer_is_capped_and_from_all_over_the_training_split(tmp_path):
+def test_the_sample_for_training_a_tokenizer_is_capped_and_from_all_over_the_training_split(
+    tmp_path,
+):
     from data_pipeline.builder.sources import list_sources
     from data_pipeline.builder.train_tokenizer import training_sample
 
     texts = [f"{number} " * 30 + "\n\n" + f"{number} " * 30 for number in range(300)]
-    config = config_of(tmp_path, texts, tokenizer=TokenizerConfig(training_bytes=8000, vocab_size=300))
+    config = config_of(
+        tmp_path, texts, tokenizer=TokenizerConfig(training_bytes=8000, vocab_size=300)
+    )
     sample = list(training_sample(list_sources(config.input, config), config))
     assert 4000 < sum(map(len, sample)) <= 8000
     numbers = [int(text.split()[0]) for text in sample]
     assert min(numbers) < 60
     assert max(numbers) > 240
-    assert not {f"d{number}" for number in numbers} & {f"d{n}" for n in range(300) if fraction_of(f"d{n}") < 0.2}
+    assert not {f"d{number}" for number in numbers} & {
+        f"d{n}" for n in range(300) if fraction_of(f"d{n}") < 0.2
+    }
 
 
 def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpus(tmp_path):
@@ -94,15 +108,21 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
     with open(config.input[0], "ab") as file:
         file.write(b'{"text": 3}\nnonsense\n{"text": "good"}\n')
     with pytest.raises(
-        DataError, match=r"more than max_rejects=1 unusable records, the last one x.jsonl:42: invalid J"
+        DataError,
+        match=r"more than max_rejects=1 unusable records, the last one x.jsonl:42: invalid J",
     ):
         build_corpus(replace(config, max_rejects=1))
     assert not list(config.output.rglob(MANIFEST_NAME))
     result = build_corpus(replace(config, max_rejects=2))
     assert result.rejects == 2
-    listed = [json.loads(line) for line in (config.output / "rejects.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (config.output / "rejects.jsonl").read_text().splitlines()
+    ]
     assert [reject["source"] for reject in listed] == ["x.jsonl:41", "x.jsonl:42"]
-    assert "x.jsonl:43" in {**documents_of(config.output / "train"), **documents_of(config.output / "validation")}
+    assert "x.jsonl:43" in {
+        **documents_of(config.output / "train"),
+        **documents_of(config.output / "validation"),
+    }
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -110,7 +130,9 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
 def test_an_empty_corpus_is_refused(tmp_path, kind, content):
     config = config_of(tmp_path, [], tokenizer=TokenizerConfig(kind=kind, vocab_size=300))
     config.input[0].write_text(content)
-    with pytest.raises(DataError, match=r"no (documents|usable text) for the training split|holds no usable text"):
+    with pytest.raises(
+        DataError, match=r"no (documents|usable text) for the training split|holds no usable text"
+    ):
         build_corpus(config)
     assert not list(config.output.rglob(MANIFEST_NAME))
 

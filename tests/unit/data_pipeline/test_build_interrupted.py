@@ -30,7 +30,12 @@ def processes():
     """Starts processes that have imported streaming already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["streaming", "webdataset.writer", "data_pipeline.builder.build_corpus", "data_pipeline.cli"]
+        [
+            "streaming",
+            "webdataset.writer",
+            "data_pipeline.builder.build_corpus",
+            "data_pipeline.cli",
+        ]
     )
     return context
 
@@ -42,7 +47,9 @@ def many_texts() -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "shard_format", "shard_bytes"), [("bytes", "mds", 5000), ("bpe", "webdataset", 16000)]
 )
-def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, processes, kind, shard_format, shard_bytes):
+def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(
+    tmp_path, processes, kind, shard_format, shard_bytes
+):
     tokenizer = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bytes" else 350)
     sizes = {"shard_format": shard_format, "shard_bytes": shard_bytes}
     whole = config_of(tmp_path / "whole", many_texts(), tokenizer=tokenizer, **sizes)
@@ -51,7 +58,14 @@ def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(tmp_path, proce
     generator = random.Random(kind)
     num_shards = len(list(whole.output.glob("*/shard.*")))
     kills = 0
-    for target in (0, 2, num_shards // 4, num_shards // 2, num_shards // 2 + 1, num_shards * 3 // 4):
+    for target in (
+        0,
+        2,
+        num_shards // 4,
+        num_shards // 2,
+        num_shards // 2 + 1,
+        num_shards * 3 // 4,
+    ):
         process = processes.Process(target=build_corpus, args=(config,))
         process.start()
         while process.is_alive() and len(list(config.output.glob("*/shard.*"))) < target:
@@ -124,14 +138,25 @@ def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> No
 
 
 @pytest.mark.parametrize("limit", [20_000, 1_000])  # in the middle of a shard; in the journal
-def test_a_write_that_the_disk_refuses_gives_one_line_and_the_same_command_goes_on(tmp_path, processes, limit):
+def test_a_write_that_the_disk_refuses_gives_one_line_and_the_same_command_goes_on(
+    tmp_path, processes, limit
+):
     config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.1)
-    arguments = ["build", f"--input={config.input[0]}", f"--output={config.output}", "--tokenizer=bytes"]
+    arguments = [
+        "build",
+        f"--input={config.input[0]}",
+        f"--output={config.output}",
+        "--tokenizer=bytes",
+    ]
     arguments += ["--shard-bytes=50000", "--validation-fraction=0.1"]
-    process = processes.Process(target=build_with_little_room, args=(arguments, limit, tmp_path / "errors"))
+    process = processes.Process(
+        target=build_with_little_room, args=(arguments, limit, tmp_path / "errors")
+    )
     process.start()
     process.join()
-    lines = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error")]
+    lines = [
+        line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error")
+    ]
     assert process.exitcode == 2
     assert len(lines) == 1
     assert "File too large" in lines[0]
@@ -169,18 +194,31 @@ def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_p
     build_corpus(config)
     (tmp_path / "small").mkdir()
     errors = tmp_path / "errors"
-    command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", tmp_path / "small", sys.executable]
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        FULL_DISK,
+        "sh",
+        tmp_path / "small",
+        sys.executable,
+    ]
     done = subprocess.run([*command, config.input[0], errors], capture_output=True, text=True)
     lines = [line for line in errors.read_text().splitlines() if "batch" not in line]
     assert [line for line in lines if line.startswith("error")] == lines[-1:]
     assert "No space left on device; free some space and run the same command again" in lines[-1]
-    first, second, checksum = [line for line in done.stdout.splitlines() if line.startswith("status") or " /" in line]
+    first, second, checksum = [
+        line for line in done.stdout.splitlines() if line.startswith("status") or " /" in line
+    ]
     assert (first, second) == ("status 2", "status 0"), "and no manifest in between"
     assert checksum.split()[0] == sha256_of(config.output / "train" / MANIFEST_NAME)
 
 
 @pytest.mark.parametrize("moment", ["the index", "the manifests", "the recipe", "cleaning up"])
-def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(tmp_path, monkeypatch, moment):
+def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(
+    tmp_path, monkeypatch, moment
+):
     class Stopped(BaseException):
         """Like a kill: nothing in the code handles it."""
 
@@ -199,7 +237,10 @@ def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(tmp_p
         # Only the last call: shards are written by way of rmtree too.
         if moment == "cleaning up":
             real = shutil.rmtree
-            patched.setattr(steps[moment], lambda path, **k: stop() if path.name == ".build-done" else real(path, **k))
+            patched.setattr(
+                steps[moment],
+                lambda path, **k: stop() if path.name == ".build-done" else real(path, **k),
+            )
         else:
             patched.setattr(steps[moment], stop)
         with pytest.raises(Stopped):

@@ -30,14 +30,22 @@ def folder_config(tmp_path: Path, **settings) -> CorpusConfig:
     folder.mkdir(parents=True, exist_ok=True)
     for number, text in enumerate(some_texts(300, seed=4)):
         (folder / f"{number:04d}.txt").write_text(text)
-    settings = {"validation_fraction": 0.2, "shard_bytes": 5000, "tokenizer": TokenizerConfig(kind="bytes")} | settings
+    settings = {
+        "validation_fraction": 0.2,
+        "shard_bytes": 5000,
+        "tokenizer": TokenizerConfig(kind="bytes"),
+    } | settings
     return CorpusConfig(input=(folder,), output=tmp_path / "out", threads=1, **settings)
 
 
 def stored(directory: Path) -> list[tuple[str, list[int]]]:
     corpus = Corpus.open(directory)
     readers = [corpus.shard(number) for number in range(len(corpus.manifest.shards))]
-    return [(reader.document_id(i), reader.tokens(i).tolist()) for reader in readers for i in range(len(reader))]
+    return [
+        (reader.document_id(i), reader.tokens(i).tolist())
+        for reader in readers
+        for i in range(len(reader))
+    ]
 
 
 def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_path):
@@ -62,7 +70,9 @@ def test_processes_killed_in_the_middle_go_on_to_the_bytes_of_the_undisturbed_bu
     assert "300 documents" in str(told[-2])
     assert "100% of the files" in str(told[-2])
     killed = replace(config, output=tmp_path / "killed")
-    process = multiprocessing.get_context("forkserver").Process(target=build_in_processes, args=(killed, 2))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=build_in_processes, args=(killed, 2)
+    )
     process.start()
     while process.is_alive() and len(list(parts_directory(killed).glob("*/train/*.mds"))) < 5:
         time.sleep(0.001)
@@ -89,7 +99,9 @@ def all_locks_are_free(parts: Path) -> bool:
 def test_what_is_wrong_in_one_process_ends_all_with_its_words(tmp_path):
     config = folder_config(tmp_path, max_rejects=0)
     (tmp_path / "in" / "0299.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"max_rejects=0 unusable records, the last one 0299.txt: invalid UTF-8"):
+    with pytest.raises(
+        DataError, match=r"max_rejects=0 unusable records, the last one 0299.txt: invalid UTF-8"
+    ):
         build_in_processes(config, 2)
     assert not multiprocessing.active_children()
     (tmp_path / "in" / "0299.txt").write_bytes(b"")
@@ -130,7 +142,14 @@ def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
     build_part(config, 1, 2)
     with pytest.raises(DataError, match="part 2 of 2 is not finished"):
         merge_parts(config, 2)
-    flags = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out2"), "--tokenizer", "bytes"]
+    flags = [
+        "--input",
+        str(tmp_path / "in"),
+        "--output",
+        str(tmp_path / "out2"),
+        "--tokenizer",
+        "bytes",
+    ]
     for part in (1, 2):
         assert main(["build", *flags, f"--part={part}/2"]) == 0
     assert main(["merge", *flags, "--parts=2"]) == 0
@@ -152,7 +171,9 @@ def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_pat
         with pytest.raises(Stopped):  # the tokenizer is trained, no part has begun
             build_in_processes(config, 2)
     with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
-        build_in_processes(replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400)), 2)
+        build_in_processes(
+            replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400)), 2
+        )
     assert build_in_processes(config, 2).manifests["train"].vocab_size == 350
 
 
@@ -195,7 +216,10 @@ def test_a_build_takes_nothing_that_it_writes_for_text(tmp_path, monkeypatch):
 
 def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_are_built(tmp_path):
     config = folder_config(tmp_path)
-    for build in (lambda config: build_in_processes(config, 2), lambda config: build_part(config, 1, 2)):
+    for build in (
+        lambda config: build_in_processes(config, 2),
+        lambda config: build_part(config, 1, 2),
+    ):
         (tmp_path / "other").mkdir(exist_ok=True)
         (tmp_path / "other" / "file").touch()
         with pytest.raises(ConfigError, match="is a file; give a directory"):
@@ -203,9 +227,13 @@ def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_ar
         with pytest.raises(ConfigError, match="holds no corpus; choose a new directory"):
             build(replace(config, output=tmp_path / "other"))
         begun = replace(config, output=tmp_path / "begun")
-        with pytest.raises(DataError, match=r"max_rejects=0"):  # a build by one process, which is not finished
+        with pytest.raises(
+            DataError, match=r"max_rejects=0"
+        ):  # a build by one process, which is not finished
             build_corpus(replace(begun, max_document_bytes=100, max_rejects=0, tokenizer=BPE))
-        with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
+        with pytest.raises(
+            ConfigError, match="holds an unfinished build from other text or settings"
+        ):
             build(begun)
     assert not list(tmp_path.glob("*.parts"))
 
@@ -222,14 +250,20 @@ def test_a_part_that_is_begun_again_after_the_merge_finds_everything_done(tmp_pa
 def test_a_split_that_is_empty_in_all_parts_is_refused_with_what_to_change(tmp_path):
     config = folder_config(tmp_path, validation_fraction=0.0001)
     with pytest.raises(
-        DataError, match=r"validation_fraction=0.0001 of 300 documents; raise it, .* and remove .*/out.parts, which"
+        DataError,
+        match=r"validation_fraction=0.0001 of 300 documents; raise it, .* and remove .*/out.parts, which",
     ):
         build_in_processes(config, 2)
 
 
 def test_ctrl_c_ends_all_processes_in_one_word_and_the_same_command_goes_on(tmp_path):
     config = folder_config(tmp_path)
-    flags = [f"--input={config.input[0]}", f"--output={config.output}", "--tokenizer=bytes", "--processes=2"]
+    flags = [
+        f"--input={config.input[0]}",
+        f"--output={config.output}",
+        "--tokenizer=bytes",
+        "--processes=2",
+    ]
     command = [sys.executable, "-m", "data_pipeline", "build", *flags]
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
@@ -245,7 +279,9 @@ def test_ctrl_c_ends_all_processes_in_one_word_and_the_same_command_goes_on(tmp_
 @pytest.mark.parametrize("processes", [1, 3])
 def test_processes_drop_the_duplicates_that_one_process_would_drop(tmp_path, processes):
     config = folder_config(tmp_path, drop_duplicates=True)
-    for number in range(0, 300, 7):  # copies behind their text and before it, in the same part and in others
+    for number in range(
+        0, 300, 7
+    ):  # copies behind their text and before it, in the same part and in others
         (tmp_path / "in" / f"{(number * 31) % 300:04d}.txt").write_text(f"text {number % 5}")
     alone = build_corpus(replace(config, output=tmp_path / "alone"))
     result = build_in_processes(config, processes)

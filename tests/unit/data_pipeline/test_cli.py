@@ -24,8 +24,12 @@ def run(capsys, *arguments):
 
 def test_a_config_file_its_overrides_and_flags_are_laid_over_each_other(tmp_path, capsys):
     source = write_jsonl(tmp_path / "x.jsonl", some_texts())
-    (tmp_path / "base.yaml").write_text("shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n")
-    (tmp_path / "c.yaml").write_text(f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n")
+    (tmp_path / "base.yaml").write_text(
+        "shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n"
+    )
+    (tmp_path / "c.yaml").write_text(
+        f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n"
+    )
     output = tmp_path / "out"
     status, out, _ = run(
         capsys, "build", tmp_path / "c.yaml", "shard_bytes=2000", "--output", output,
@@ -46,7 +50,12 @@ def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path,
     build = ["build", "--input", tmp_path / "in", "--suffixes", ".md", "--validation-fraction=0"]
     trained = [*build, "--output", tmp_path / "a", "--tokenizer=bpe", "--vocab-size=320"]
     assert run(capsys, *trained)[0] == 0
-    assert run(capsys, *build, "--output", tmp_path / "b", "--tokenizer", tmp_path / "a" / "tokenizer")[0] == 0
+    assert (
+        run(
+            capsys, *build, "--output", tmp_path / "b", "--tokenizer", tmp_path / "a" / "tokenizer"
+        )[0]
+        == 0
+    )
     assert contents(tmp_path / "a" / "train") == contents(tmp_path / "b" / "train")
 
 
@@ -54,12 +63,18 @@ def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path,
     ("arguments", "message"),
     [
         (["build", "--output=o"], "input"),
-        (["build", "--input=nowhere", "--output=o"], "input nowhere does not exist; give a file or folder of text"),
+        (
+            ["build", "--input=nowhere", "--output=o"],
+            "input nowhere does not exist; give a file or folder of text",
+        ),
         (["build", "nowhere.yaml"], "nowhere.yaml"),
         (["build", "--input=i", "--output=o", "shard_byte=3"], "did you mean"),
         (["build", "--input=i", "--output=o", "--threads=many"], "threads"),
         (["build", "--input=i", "--output=o", "--tokenizer=bpx"], "bpx is no tokenizer"),
-        (["build", "--input=i", "--output=o", "--validation-fraction=2"], "must be at least 0 and below 1"),
+        (
+            ["build", "--input=i", "--output=o", "--validation-fraction=2"],
+            "must be at least 0 and below 1",
+        ),
         (["verify", "nowhere"], "nowhere does not exist; build the corpus"),
         (["inspect", "i"], "has no manifest.json"),
         (["audit", "nowhere", "--lanes=4"], "nowhere does not exist"),
@@ -95,7 +110,8 @@ def test_lanes_that_cannot_be_are_refused(corpus, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [("all", "found 'all', expected FIRST:END"), ("7:7", "found '7:7', which holds no step")]
+    ("steps", "message"),
+    [("all", "found 'all', expected FIRST:END"), ("7:7", "found '7:7', which holds no step")],
 )
 def test_steps_that_are_no_range_are_refused(corpus, capsys, steps, message):
     with pytest.raises(SystemExit) as caught:
@@ -131,10 +147,18 @@ def test_verify_passes_a_sound_corpus_and_its_splits(corpus, capsys):
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("train/shard.00001.mds", lambda c: c[:-1] + bytes([c[-1] ^ 1]), "shard.00001.mds is damaged: its SHA-256"),
+        (
+            "train/shard.00001.mds",
+            lambda c: c[:-1] + bytes([c[-1] ^ 1]),
+            "shard.00001.mds is damaged: its SHA-256",
+        ),
         ("train/shard.00000.mds", lambda c: c[:-3], "shard.00000.mds is damaged: it has"),
         ("validation/shard.00000.mds", None, "shard.00000.mds is missing"),
-        ("train/manifest.json", lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1), "was changed after"),
+        (
+            "train/manifest.json",
+            lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1),
+            "was changed after",
+        ),
         ("tokenizer/tokenizer.json", None, "is no tokenizer"),
         ("tokenizer/tokenizer.json", lambda c: c.replace(b"bytes", b"bpe"), "missing"),
     ],
@@ -158,7 +182,11 @@ def test_verify_lists_every_damaged_shard(tmp_path, capsys):
         path = corpus / "train" / f"shard.{number:05d}.mds"
         path.write_bytes(path.read_bytes()[:-1])
     _, out, err = run(capsys, "verify", corpus)
-    assert [number for number in range(6) if f"shard.{number:05d}.mds is damaged" in out + err] == [0, 2, 3]
+    assert [number for number in range(6) if f"shard.{number:05d}.mds is damaged" in out + err] == [
+        0,
+        2,
+        3,
+    ]
 
 
 def test_the_command_starts_at_once_and_imports_nothing_heavy():
@@ -192,6 +220,8 @@ def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
 def test_a_split_that_has_lost_its_manifest_is_no_absent_split(tmp_path, capsys, command):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     (corpus / "validation" / "manifest.json").unlink()
-    status, out, err = run(capsys, command, corpus, *(["--lanes=2"] if command == "inspect" else []))
+    status, out, err = run(
+        capsys, command, corpus, *(["--lanes=2"] if command == "inspect" else [])
+    )
     assert (status, out) == (2, "")
     assert "validation has no manifest.json, so it is no finished corpus" in err

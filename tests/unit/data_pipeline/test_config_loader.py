@@ -48,22 +48,32 @@ def error_of(path: Path, *overrides: str) -> str:
 
 
 def test_a_file_becomes_the_dataclass(tmp_path):
-    path = write(tmp_path / "a.yaml", "name: x\ncount: 3\npath: a/b\ninner: {rate: 2, sizes: [1, 2], mode: fast}\n")
-    expected = Outer(name="x", count=3, path=Path("a/b"), inner=Inner(rate=2.0, sizes=(1, 2), mode="fast"))
+    path = write(
+        tmp_path / "a.yaml",
+        "name: x\ncount: 3\npath: a/b\ninner: {rate: 2, sizes: [1, 2], mode: fast}\n",
+    )
+    expected = Outer(
+        name="x", count=3, path=Path("a/b"), inner=Inner(rate=2.0, sizes=(1, 2), mode="fast")
+    )
     assert load_config(Outer, path) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("1e-3", 1e-3), ("2.5E+4", 2.5e4), ("-1e2", -100.0), (".5e1", 5.0), ("1_000e0", 1000.0)]
+    ("text", "number"),
+    [("1e-3", 1e-3), ("2.5E+4", 2.5e4), ("-1e2", -100.0), (".5e1", 5.0), ("1_000e0", 1000.0)],
 )
 def test_scientific_notation_is_a_number_even_where_any_type_goes(tmp_path, text, number):
-    loaded = load_config(Outer, write(tmp_path / "a.yaml", f"name: x\ninner: {{extra: {{value: {text}}}}}\n"))
+    loaded = load_config(
+        Outer, write(tmp_path / "a.yaml", f"name: x\ninner: {{extra: {{value: {text}}}}}\n")
+    )
     assert loaded.inner.extra["value"] == number
     assert isinstance(loaded.inner.extra["value"], float)
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
-    assert load_config(Outer, write(tmp_path / "a.yaml", "name: x\ncount: 1e6\n")).count == 1_000_000
+    assert (
+        load_config(Outer, write(tmp_path / "a.yaml", "name: x\ncount: 1e6\n")).count == 1_000_000
+    )
 
 
 def test_text_that_looks_like_a_number_stays_text_in_a_text_setting(tmp_path):
@@ -91,7 +101,10 @@ def test_the_same_base_may_be_reached_on_two_ways(tmp_path):
     write(tmp_path / "base.yaml", "name: base\n")
     write(tmp_path / "left.yaml", "extends: base.yaml\n")
     write(tmp_path / "right.yaml", "extends: base.yaml\ncount: 5\n")
-    assert load_config(Outer, write(tmp_path / "top.yaml", "extends: [left.yaml, right.yaml]\n")).count == 5
+    assert (
+        load_config(Outer, write(tmp_path / "top.yaml", "extends: [left.yaml, right.yaml]\n")).count
+        == 5
+    )
 
 
 def test_an_extends_cycle_is_named(tmp_path):
@@ -122,7 +135,9 @@ def test_a_contradiction_keeps_its_own_text_beside_other_mistakes(tmp_path):
 
 
 def test_a_misplaced_setting_is_found_in_the_sections_below(tmp_path):
-    assert "did you mean 'inner.rate'?" in error_of(write(tmp_path / "a.yaml", "name: x\nrate: 3\n"))
+    assert "did you mean 'inner.rate'?" in error_of(
+        write(tmp_path / "a.yaml", "name: x\nrate: 3\n")
+    )
 
 
 def test_an_unknown_override_is_refused_like_an_unknown_key(tmp_path):
@@ -136,18 +151,25 @@ def test_a_malformed_override_is_refused_with_its_text(tmp_path, override):
 
 
 def test_an_override_of_a_section_as_a_whole_needs_a_section(tmp_path):
-    assert "inner: found 3, expected a section" in error_of(write(tmp_path / "a.yaml", "name: x\n"), "inner=3")
+    assert "inner: found 3, expected a section" in error_of(
+        write(tmp_path / "a.yaml", "name: x\n"), "inner=3"
+    )
 
 
 def test_an_empty_section_changes_nothing(tmp_path):
     write(tmp_path / "base.yaml", "name: base\ninner: {rate: 3}\n")
-    assert load_config(Outer, write(tmp_path / "a.yaml", "extends: base.yaml\ninner:\n")).inner.rate == 3.0
+    assert (
+        load_config(Outer, write(tmp_path / "a.yaml", "extends: base.yaml\ninner:\n")).inner.rate
+        == 3.0
+    )
     assert load_config(Outer, write(tmp_path / "b.yaml", "name: x\ninner:\n")).inner == Inner()
 
 
 def test_a_missing_file_suggests_a_neighbour_and_names_who_wanted_it(tmp_path):
     write(tmp_path / "base.yaml", "name: x\n")
-    assert f"{tmp_path}/bsae.yaml does not exist; did you mean 'base.yaml'?" in error_of(tmp_path / "bsae.yaml")
+    assert f"{tmp_path}/bsae.yaml does not exist; did you mean 'base.yaml'?" in error_of(
+        tmp_path / "bsae.yaml"
+    )
     write(tmp_path / "own.yaml", "extends: bsae.yaml\n")
     assert f"which {tmp_path}/own.yaml extends, does not exist" in error_of(tmp_path / "own.yaml")
 
@@ -174,7 +196,10 @@ def test_a_directory_or_a_binary_file_is_refused(tmp_path):
 
 
 def test_what_is_written_reads_back_equal(tmp_path):
-    for config in (RunConfig(), Outer(name="1e-3", inner=Inner(rate=1e-8, sizes=(1, 2), extra={"a": {"b": [1.5]}}))):
+    for config in (
+        RunConfig(),
+        Outer(name="1e-3", inner=Inner(rate=1e-8, sizes=(1, 2), extra={"a": {"b": [1.5]}})),
+    ):
         path = write(tmp_path / "resolved.yaml", dump_yaml(to_tree(config)))
         assert load_config(type(config), path) == config
         assert parse_config(type(config), to_tree(config), "memory") == config
@@ -198,11 +223,15 @@ def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
 
 
 def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
-    path = write(tmp_path / "a.yaml", "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n")
+    path = write(
+        tmp_path / "a.yaml", "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n"
+    )
     said = error_of(path)
     assert "others.1.mod: unknown setting; did you mean 'mode'?" in said
     assert "others.2.rate: found 'x', expected" in said
     assert "others.3: found 3, expected a section with names under it" in said
-    right = load_config(Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n"))
+    right = load_config(
+        Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n")
+    )
     assert right.others == (Inner(rate=1.0), Inner(mode="fast"))
     assert parse_config(Outer, to_tree(right), "tree") == right

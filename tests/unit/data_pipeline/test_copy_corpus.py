@@ -38,9 +38,13 @@ def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_w
     for split in ("train", "validation", "tokenizer"):
         for name, content in contents(built / split).items():
             assert there[f"c/{split}/{name}"] == content
-    assert len(there) == sum(len(contents(built / split)) for split in ("train", "validation", "tokenizer"))
+    assert len(there) == sum(
+        len(contents(built / split)) for split in ("train", "validation", "tokenizer")
+    )
     damaged = "c/train/shard.00001.mds"
-    client(s3_endpoint).put_object(Bucket=bucket.removeprefix("s3://"), Key=damaged, Body=b"x" + there[damaged][1:])
+    client(s3_endpoint).put_object(
+        Bucket=bucket.removeprefix("s3://"), Key=damaged, Body=b"x" + there[damaged][1:]
+    )
     with pytest.raises(DataError, match=r"shard\.00001\.mds could not be fetched"):
         fetch_corpus(url, tmp_path / "copy", ["train"], print, RetryPolicy(attempts=2, pause=0.01))
     assert not (tmp_path / "copy" / "train" / MANIFEST_NAME).exists(), "not whole"
@@ -57,7 +61,9 @@ def test_fetch_goes_on_where_it_was_interrupted(built, tmp_path):
         for _ in range(2):
             fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
         shards = Corpus.open(built / "train").manifest.shards
-        assert [server.asked[shard.path] for shard in shards] == [2] * len(shards), "a fault and a transfer each"
+        assert [server.asked[shard.path] for shard in shards] == [2] * len(shards), (
+            "a fault and a transfer each"
+        )
         (tmp_path / "copy" / "train" / shards[2].path).write_bytes(b"damaged")
         fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
         assert sum(server.asked[shard.path] for shard in shards) == 2 * len(shards) + 1
@@ -95,7 +101,9 @@ def test_what_cannot_be_copied_is_one_line(built, bucket, capsys, arguments, mes
     assert error.count("\n") == 1
 
 
-def test_a_corpus_in_a_store_is_inspected_and_audited_in_place(built, tmp_path, monkeypatch, capsys):
+def test_a_corpus_in_a_store_is_inspected_and_audited_in_place(
+    built, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with FileServer(built) as server:
@@ -121,9 +129,16 @@ def test_verify_reads_every_byte_of_a_store(built, tmp_path, capsys):
         assert "validation/shard.00000.mds could not be fetched" in capsys.readouterr().err
 
 
-def test_raw_objects_are_copied_as_they_are_named_and_only_once(tmp_path, bucket, s3_endpoint, capsys):
+def test_raw_objects_are_copied_as_they_are_named_and_only_once(
+    tmp_path, bucket, s3_endpoint, capsys
+):
     s3, name = client(s3_endpoint), bucket.removeprefix("s3://")
-    for key, body in {"text/a.txt": b"a", "text/deep/b.txt": b"b", "text/folder/": b"", "textual/c.txt": b"c"}.items():
+    for key, body in {
+        "text/a.txt": b"a",
+        "text/deep/b.txt": b"b",
+        "text/folder/": b"",
+        "textual/c.txt": b"c",
+    }.items():
         s3.put_object(Bucket=name, Key=key, Body=body)
     for _ in range(2):
         assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 0
@@ -138,17 +153,23 @@ def test_raw_objects_are_copied_as_they_are_named_and_only_once(tmp_path, bucket
 
 
 def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeypatch):
-    client(s3_endpoint).put_object(Bucket=bucket.removeprefix("s3://"), Key="text/a.txt", Body=b"x" * 50_000)
+    client(s3_endpoint).put_object(
+        Bucket=bucket.removeprefix("s3://"), Key="text/a.txt", Body=b"x" * 50_000
+    )
     with FileServer(s3_endpoint) as server:
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         fetch_objects(f"{bucket}/text", tmp_path / "warm", print)  # the first client takes its time
         server.bytes_per_second = 20_000
-        patience = RetryPolicy(attempts=1, timeout=0.5, bytes_per_second=1e9)  # a second, if it were a small file
+        patience = RetryPolicy(
+            attempts=1, timeout=0.5, bytes_per_second=1e9
+        )  # a second, if it were a small file
         fetch_objects(f"{bucket}/text", tmp_path / "copy", print, patience)
     assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
 
 
-def test_a_store_that_may_not_be_listed_is_one_line(bucket, capsys, tmp_path, monkeypatch, s3_endpoint):
+def test_a_store_that_may_not_be_listed_is_one_line(
+    bucket, capsys, tmp_path, monkeypatch, s3_endpoint
+):
     with FileServer(tmp_path) as server:  # answers 404 to whatever is asked
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 2
@@ -160,7 +181,14 @@ def test_a_store_that_may_not_be_listed_is_one_line(bucket, capsys, tmp_path, mo
 def test_ctrl_c_does_not_wait_for_a_silent_store_and_leaves_no_half_file(built, tmp_path):
     with FileServer(built) as server:
         server.fault, server.faulty = "stall", 1000
-        command = [sys.executable, "-m", "data_pipeline", "fetch", server.url, str(tmp_path / "copy")]
+        command = [
+            sys.executable,
+            "-m",
+            "data_pipeline",
+            "fetch",
+            server.url,
+            str(tmp_path / "copy"),
+        ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         while sum(server.asked.values()) < 3:  # the manifest and some shards
             time.sleep(0.01)

@@ -27,7 +27,8 @@ def test_reading_names_a_shard_in_which_one_bit_flipped(corpus):
     content[-5] ^= 4
     path.write_bytes(content)
     with pytest.raises(
-        DataError, match=r"shard\.00002\.mds is damaged: its SHA-256 is [0-9a-f]{16}, the manifest says"
+        DataError,
+        match=r"shard\.00002\.mds is damaged: its SHA-256 is [0-9a-f]{16}, the manifest says",
     ):
         read_an_epoch(corpus)
 
@@ -35,7 +36,9 @@ def test_reading_names_a_shard_in_which_one_bit_flipped(corpus):
 def test_reading_names_a_truncated_shard(corpus):
     path = corpus.directory / "shard.00001.mds"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"shard\.00001\.mds is damaged: it has \d+ bytes, the manifest says"):
+    with pytest.raises(
+        DataError, match=r"shard\.00001\.mds is damaged: it has \d+ bytes, the manifest says"
+    ):
         read_an_epoch(corpus)
 
 
@@ -63,4 +66,8 @@ def test_commands_find_the_training_split_of_a_corpus(tmp_path):
     directory = make_tiny_corpus(tmp_path / "corpus")
     assert split_directory(directory) == directory / "train"
     assert split_directory(directory / "validation") == directory / "validation"
-    assert Corpus.open(directory / "train").num_bytes > Corpus.open(directory / "validation").num_bytes > 1000
+    assert (
+        Corpus.open(directory / "train").num_bytes
+        > Corpus.open(directory / "validation").num_bytes
+        > 1000
+    )

@@ -23,7 +23,10 @@ def test_parts_join_to_the_text_and_none_is_empty_or_too_long(text, limit):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("one two\n\nthree\nfour", ["one two\n\n", "three\nfour"]),  # a paragraph before a later line
+        (
+            "one two\n\nthree\nfour",
+            ["one two\n\n", "three\nfour"],
+        ),  # a paragraph before a later line
         ("one two\nthree four", ["one two\n", "three four"]),
         ("one two threes", ["one two ", "threes"]),
         ("onetwothreefour", ["onetwothreefo", "ur"]),
@@ -48,8 +51,13 @@ def test_long_documents_become_numbered_parts_in_one_split_and_are_counted(tmp_p
     assert result.split_documents == sum(len(text) > 150 for text in texts) > 0
     splits = [documents_of(tmp_path / "out" / split) for split in ("train", "validation")]
     for number, text in enumerate(texts):
-        names = [f"d{number}#{part}" for part in range(1, 100)] if len(text) > 150 else [f"d{number}"]
-        assert sorted("".join(split.get(name, "") for name in names) for split in splits) == ["", text]
+        names = (
+            [f"d{number}#{part}" for part in range(1, 100)] if len(text) > 150 else [f"d{number}"]
+        )
+        assert sorted("".join(split.get(name, "") for name in names) for split in splits) == [
+            "",
+            text,
+        ]
     folders = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "two")]
     assert main(["build", *folders, "--tokenizer", "bytes", "--split-characters", "150"]) == 0
     assert "long documents were cut" in capsys.readouterr().out

@@ -21,7 +21,11 @@ def config_of(*inputs, **settings):
 
 
 def read_all(config):
-    return [record for source in list_sources(config.input, config) for record in read_documents(source, config)]
+    return [
+        record
+        for source in list_sources(config.input, config)
+        for record in read_documents(source, config)
+    ]
 
 
 def test_a_folder_gives_one_document_per_file_in_the_order_of_names(tmp_path):
@@ -41,7 +45,9 @@ def test_line_ends_and_spaces_of_a_text_are_kept(tmp_path):
 
 def compressed(name, content):
     if name.endswith(".gz"):
-        return gzip.compress(content[:100]) + gzip.compress(content[100:])  # two members, as `cat a.gz b.gz` makes
+        return gzip.compress(content[:100]) + gzip.compress(
+            content[100:]
+        )  # two members, as `cat a.gz b.gz` makes
     if name.endswith(".zst"):
         packer = zstandard.ZstdCompressor()
         return packer.compress(content[:100]) + packer.compress(content[100:])
@@ -50,7 +56,10 @@ def compressed(name, content):
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\n{"text": "two"}\n')
-    assert [document.text for document in read_all(config_of(tmp_path, format="jsonl"))] == ["one", "two"]
+    assert [document.text for document in read_all(config_of(tmp_path, format="jsonl"))] == [
+        "one",
+        "two",
+    ]
     (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"three")
     assert [document.text for document in read_all(config_of(tmp_path / "b.txt"))] == ["three"]
 
@@ -61,13 +70,17 @@ def test_jsonl_gives_a_document_per_line_plain_or_compressed(tmp_path, name):
     content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     (tmp_path / name).write_bytes(compressed(name, content))
     documents = read_all(config_of(tmp_path / name))
-    assert [(document.id, document.text) for document in documents] == [(r["id"], r["text"]) for r in records]
+    assert [(document.id, document.text) for document in documents] == [
+        (r["id"], r["text"]) for r in records
+    ]
     assert documents[7].source == f"{name}:8"
 
 
 def test_a_text_file_may_be_compressed_and_jsonl_may_be_forced(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"hello"))
-    assert read_all(config_of(tmp_path, suffixes=(".txt",))) == [Document("a.txt.gz", "hello", "a.txt.gz")]
+    assert read_all(config_of(tmp_path, suffixes=(".txt",))) == [
+        Document("a.txt.gz", "hello", "a.txt.gz")
+    ]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b'{"text": "hello"}'))
     assert read_all(config_of(tmp_path, format="jsonl"))[0].text == "hello"
 
@@ -75,7 +88,10 @@ def test_a_text_file_may_be_compressed_and_jsonl_may_be_forced(tmp_path):
 def test_fields_have_the_names_the_user_says_and_lines_without_an_id_are_named_by_place(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "a", "key": 17}\n\n{"body": "b"}\n')
     documents = read_all(config_of(tmp_path, text_field="body", id_field="key"))
-    assert [(document.id, document.text) for document in documents] == [("17", "a"), ("x.jsonl:3", "b")]
+    assert [(document.id, document.text) for document in documents] == [
+        ("17", "a"),
+        ("x.jsonl:3", "b"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +109,9 @@ def test_fields_have_the_names_the_user_says_and_lines_without_an_id_are_named_b
         (b'{"text": "' + b"x" * 3_000_000 + b'"}', "longer than max_document_bytes=1000"),
     ],
 )
-def test_a_bad_line_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(tmp_path, line, reason):
+def test_a_bad_line_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(
+    tmp_path, line, reason
+):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}')
     before, rejected, after = read_all(config_of(tmp_path, max_document_bytes=1000))
     assert (before.text, after.text) == ("before", "after")
@@ -104,7 +122,12 @@ def test_a_bad_line_is_rejected_with_place_and_reason_and_its_neighbours_are_kep
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"ab\xff", "invalid UTF-8 at byte 2"), (b" \n", "empty"), (b"", "empty"), (b"x" * 1001, "longer than")],
+    [
+        (b"ab\xff", "invalid UTF-8 at byte 2"),
+        (b" \n", "empty"),
+        (b"", "empty"),
+        (b"x" * 1001, "longer than"),
+    ],
 )
 def test_a_bad_text_file_is_rejected(tmp_path, content, reason):
     (tmp_path / "x.txt").write_bytes(content)
@@ -142,7 +165,10 @@ def test_several_folders_keep_their_documents_apart(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text(folder)
     documents = read_all(config_of(tmp_path / "two", tmp_path / "one"))
-    assert [(document.id, document.text) for document in documents] == [("two/a.txt", "two"), ("one/a.txt", "one")]
+    assert [(document.id, document.text) for document in documents] == [
+        ("two/a.txt", "two"),
+        ("one/a.txt", "one"),
+    ]
     with pytest.raises(ConfigError, match=r"the same name 'one/a.txt'"):
         read_all(config_of(tmp_path / "one", tmp_path / "one"))
 
@@ -190,12 +216,16 @@ def test_an_archive_of_no_bytes_is_cut_off_and_one_of_nothing_is_not(tmp_path, n
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(DataError, match=rf"{name} is damaged or cut off \(it is empty\)"):
         read_all(config_of(tmp_path))
-    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else zstandard.compress(b""))
+    (tmp_path / name).write_bytes(
+        gzip.compress(b"") if name.endswith("gz") else zstandard.compress(b"")
+    )
     assert read_all(config_of(tmp_path)) == []
 
 
 def test_what_zstd_has_packed_with_a_long_window_is_read(tmp_path):
-    settings = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)  # beyond the usual 27
+    settings = zstandard.ZstdCompressionParameters(
+        window_log=28, compression_level=1
+    )  # beyond the usual 27
     packer = zstandard.ZstdCompressor(compression_params=settings).compressobj()
     (tmp_path / "x.jsonl.zst").write_bytes(packer.compress(b'{"text": "far"}\n') + packer.flush())
     assert [document.text for document in read_all(config_of(tmp_path))] == ["far"]

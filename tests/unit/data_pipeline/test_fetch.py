@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_shard, fetch_tokenizer
+from data_pipeline.corpora.fetch import (
+    NotFetchedError,
+    fetch_manifest,
+    fetch_shard,
+    fetch_tokenizer,
+)
 from data_pipeline.corpora.manifest import mismatch
 from data_pipeline.corpora.stores import RetryPolicy, StoreError, store_at, with_timeout
 from data_pipeline.errors import DataError
@@ -29,7 +34,9 @@ def faulty(request, corpus, monkeypatch, tmp_path_factory):
     with FileServer(endpoint) as server:
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         store = store_at(f"{bucket}/c", QUICK_SDK)
-        store.download("manifest.json", tmp_path_factory.mktemp("warm") / "x", 0)  # the first client takes its time
+        store.download(
+            "manifest.json", tmp_path_factory.mktemp("warm") / "x", 0
+        )  # the first client takes its time
         yield store, server
 
 
@@ -44,11 +51,14 @@ def test_a_fault_that_passes_leaves_the_right_bytes(faulty, corpus, tmp_path, fa
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file(faulty, corpus, tmp_path, fault):
+def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file(
+    faulty, corpus, tmp_path, fault
+):
     store, server = faulty
     server.fault, server.faulty = fault, 100
     with pytest.raises(
-        NotFetchedError, match=r"shard\.00001\.mds could not be fetched; attempt (\d) of \1 ended with"
+        NotFetchedError,
+        match=r"shard\.00001\.mds could not be fetched; attempt (\d) of \1 ended with",
     ) as e:
         fetch_shard(store, corpus.manifest.shards[1], tmp_path / "x", tmp_path)
     assert "\n" not in str(e.value)
@@ -58,7 +68,9 @@ def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file
 
 def test_what_is_not_there_is_not_asked_for_again(faulty, tmp_path):
     store, server = faulty
-    with pytest.raises(NotFetchedError, match=r"attempt 1 of \d ended with: the \w+ answered 404") as error:
+    with pytest.raises(
+        NotFetchedError, match=r"attempt 1 of \d ended with: the \w+ answered 404"
+    ) as error:
         fetch_manifest(store_at(f"{store.url}/elsewhere", QUICK), tmp_path)
     assert error.value.is_final
     assert server.asked["manifest.json"] <= 2
@@ -85,13 +97,17 @@ def test_a_server_that_sends_steadily_but_far_too_slowly_is_given_up(corpus, tmp
         server.bytes_per_second = 800.0
         patience = RetryPolicy(attempts=1, timeout=0.2, bytes_per_second=1e6)
         with pytest.raises(DataError, match=r"too slowly|longer than"):
-            fetch_shard(store_at(server.url, patience), corpus.manifest.shards[0], tmp_path / "x", tmp_path)
+            fetch_shard(
+                store_at(server.url, patience), corpus.manifest.shards[0], tmp_path / "x", tmp_path
+            )
 
 
 def test_a_connection_that_is_refused_is_an_error(tmp_path):
     with FileServer(tmp_path) as server:
         url = server.url
-    with pytest.raises(DataError, match=r"manifest\.json could not be fetched; attempt 3 of 3 .*refused"):
+    with pytest.raises(
+        DataError, match=r"manifest\.json could not be fetched; attempt 3 of 3 .*refused"
+    ):
         fetch_manifest(store_at(url, QUICK), tmp_path)
 
 
@@ -127,7 +143,9 @@ def test_a_tokenizer_comes_whole_or_not_at_all(tmp_path, vocabulary):
 
 
 def test_other_locations_are_refused():
-    with pytest.raises(DataError, match="expected a URL that begins with one of http://, https://, s3://"):
+    with pytest.raises(
+        DataError, match="expected a URL that begins with one of http://, https://, s3://"
+    ):
         store_at("ftp://host/corpus")
 
 

@@ -14,7 +14,9 @@ SHARDS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_siz
 
 def make_plan(shards: list[list[int]], num_lanes: int, seed: int = 3) -> LanePlan:
     lengths = [np.array(shard) for shard in shards]
-    return LanePlan([int(shard.sum()) for shard in lengths], num_lanes, seed, lambda unit: lengths[unit])
+    return LanePlan(
+        [int(shard.sum()) for shard in lengths], num_lanes, seed, lambda unit: lengths[unit]
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -27,13 +29,24 @@ def test_an_epoch_s_lanes_hold_every_document_once_and_whole(shards, num_lanes, 
         runs = plan.walk(lane, epoch, 0).take(length) if length else []
         assert {run.epoch for run in runs} <= {epoch}
         for run in runs:
-            assert (run.offsets == 0).all(), "one take of all of a lane never begins inside a document"
-            found += [(run.unit, *pair) for pair in zip(run.documents.tolist(), run.lengths.tolist(), strict=True)]
-    assert sorted(found) == [(u, d, n) for u, shard in enumerate(shards) for d, n in enumerate(shard)]
+            assert (run.offsets == 0).all(), (
+                "one take of all of a lane never begins inside a document"
+            )
+            found += [
+                (run.unit, *pair)
+                for pair in zip(run.documents.tolist(), run.lengths.tolist(), strict=True)
+            ]
+    assert sorted(found) == [
+        (u, d, n) for u, shard in enumerate(shards) for d, n in enumerate(shard)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(shards=SHARDS, num_lanes=st.integers(1, 5), cuts=st.lists(st.integers(1, 60), min_size=1, max_size=8))
+@given(
+    shards=SHARDS,
+    num_lanes=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+)
 def test_a_walk_in_steps_or_from_the_middle_reads_what_one_walk_reads(shards, num_lanes, cuts):
     plan = make_plan(shards, num_lanes)
     if any(not plan.lane_length(0, lane) for lane in range(num_lanes)):
@@ -44,7 +57,9 @@ def test_a_walk_in_steps_or_from_the_middle_reads_what_one_walk_reads(shards, nu
         return [
             (run.epoch, run.unit, document, offset + k)
             for run in runs
-            for document, offset, length in zip(run.documents, run.offsets, run.lengths, strict=True)
+            for document, offset, length in zip(
+                run.documents, run.offsets, run.lengths, strict=True
+            )
             for k in range(length)
         ]
 
@@ -55,7 +70,10 @@ def test_a_walk_in_steps_or_from_the_middle_reads_what_one_walk_reads(shards, nu
         resumed = plan.walk(lane, walk.epoch, walk.position)
         assert tokens(resumed.take(5))[:1] == tokens(plan.walk(lane).take(len(stepwise) + 1))[-1:]
         epoch, position = plan.locate(lane, len(stepwise))
-        assert tokens(plan.walk(lane, epoch, position).take(1)) == tokens(plan.walk(lane).take(len(stepwise) + 1))[-1:]
+        assert (
+            tokens(plan.walk(lane, epoch, position).take(1))
+            == tokens(plan.walk(lane).take(len(stepwise) + 1))[-1:]
+        )
     assert stepwise == whole
 
 
@@ -69,7 +87,9 @@ def test_document_lengths_are_asked_only_for_units_that_a_lane_touches():
 
     plan = LanePlan([1000] * 500, 50, 1, document_lengths)
     plan.walk(7, 0, 5000).take(64)
-    assert len(set(asked)) <= 3  # the units where the lane begins, where the next one begins, and the one in hand
+    assert (
+        len(set(asked)) <= 3
+    )  # the units where the lane begins, where the next one begins, and the one in hand
 
 
 def test_epochs_have_different_orders():

@@ -54,7 +54,9 @@ def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> lis
     total, place = begins[-1], 0
     lanes: list[list[int]] = [[] for _ in range(num_lanes)]
     for unit in permutation(len(shards), key_of(seed, "units", epoch)).tolist():
-        for document in sort_order(len(shards[unit]), key_of(seed, "documents", epoch, unit)).tolist():
+        for document in sort_order(
+            len(shards[unit]), key_of(seed, "documents", epoch, unit)
+        ).tolist():
             first = begins[unit] + sum(shards[unit][:document])
             length = shards[unit][document]
             lane = next(i for i in range(num_lanes) if place < (i + 1) * total // num_lanes)
@@ -114,7 +116,9 @@ def read_in_sessions(
             for batch in batches:
                 assert batch.lanes == lanes
                 assert np.array_equal(batch.starts_BL, np.isin(batch.tokens_BL, starts))
-                for lane, tokens_L, targets_L in zip(lanes, batch.tokens_BL, batch.targets_BL, strict=True):
+                for lane, tokens_L, targets_L in zip(
+                    lanes, batch.tokens_BL, batch.targets_BL, strict=True
+                ):
                     assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
                     assert ahead.get(lane, tokens_L[0]) == tokens_L[0]
                     read[lane] += tokens_L.tolist()

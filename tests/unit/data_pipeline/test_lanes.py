@@ -46,9 +46,15 @@ def test_slots_are_consecutive_lanes_of_the_batch(corpus):
         ({"seed": 6}, "has seed=6, this run has 5"),
         ({"num_lanes": 16}, "has num_lanes=16, this run has 4"),
         ({"manifest_hash": "f00"}, "has manifest_hash=f00, this run has "),
-        ({"positions_B": np.array([8, 8, 9, 8])}, "lane 2 at epoch 0, position 9: the corpus gives the check value"),
+        (
+            {"positions_B": np.array([8, 8, 9, 8])},
+            "lane 2 at epoch 0, position 9: the corpus gives the check value",
+        ),
         ({"checks_B": np.array([1, 2, 3, 4], np.uint64)}, "lane 0 .* has 0000000000000001"),
-        ({"positions_B": np.array([8, 8, 8, 10**6])}, "position 1000000 does not exist|position 999992"),
+        (
+            {"positions_B": np.array([8, 8, 8, 10**6])},
+            "position 1000000 does not exist|position 999992",
+        ),
     ],
 )
 def test_a_cursor_of_other_data_is_refused_with_both_values(corpus, change, message):
@@ -78,7 +84,9 @@ def test_cursors_join_in_any_order_and_refuse_gaps_and_strangers(corpus):
         parts[0].take(range(2, 4))
 
 
-@pytest.mark.parametrize("damage", [{"format": 99}, {"checks": ["zz"] * 4}, {"epochs": [0]}, {"positions": None}])
+@pytest.mark.parametrize(
+    "damage", [{"format": 99}, {"checks": ["zz"] * 4}, {"epochs": [0]}, {"positions": None}]
+)
 def test_a_damaged_cursor_is_refused(corpus, damage):
     tree = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor.to_tree()
     with pytest.raises(DataError, match="lane cursor"):
@@ -107,7 +115,9 @@ def test_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
             next(stream)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 40 * 1000, "a thousand bytes a shard is far more than its place in the plan"
+    assert peaks[1] < peaks[0] + 40 * 1000, (
+        "a thousand bytes a shard is far more than its place in the plan"
+    )
 
 
 def test_at_the_end_of_its_epoch_a_lane_still_vouches_for_its_last_segment(tmp_path):
@@ -116,7 +126,9 @@ def test_at_the_end_of_its_epoch_a_lane_still_vouches_for_its_last_segment(tmp_p
     cursor = [next(stream) for _ in range(4)][-1].cursor
     assert (cursor.epochs_B.tolist(), cursor.positions_B.tolist()) == ([0], [32])
     with pytest.raises(DataError, match="check value"):
-        LaneStream(corpus, 1, SEED, 8, range(1), replace(cursor, checks_B=cursor.checks_B + np.uint64(1)))
+        LaneStream(
+            corpus, 1, SEED, 8, range(1), replace(cursor, checks_B=cursor.checks_B + np.uint64(1))
+        )
     resumed = next(LaneStream(corpus, 1, SEED, 8, range(1), cursor))
     assert np.array_equal(resumed.tokens_BL, next(stream).tokens_BL)
     assert resumed.cursor.epochs_B.tolist() == [1]

@@ -8,14 +8,22 @@ import pytest
 from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 from data_pipeline.errors import DataError
 
-SHARDS = (ShardInfo("a.mds", 3, 30, 15, 99, "0a", 120, 110), ShardInfo("b.mds", 2, 12, 11, 55, "0b", 40, 40))
+SHARDS = (
+    ShardInfo("a.mds", 3, 30, 15, 99, "0a", 120, 110),
+    ShardInfo("b.mds", 2, 12, 11, 55, "0b", 40, 40),
+)
 MANIFEST = Manifest(dtype="uint16", tokenizer="f00", end_id=1, vocab_size=300, shards=SHARDS)
 
 
 def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
     MANIFEST.write(tmp_path)
     assert read_manifest(tmp_path) == MANIFEST
-    assert (MANIFEST.documents, MANIFEST.tokens, MANIFEST.text_bytes, MANIFEST.characters) == (5, 42, 160, 150)
+    assert (MANIFEST.documents, MANIFEST.tokens, MANIFEST.text_bytes, MANIFEST.characters) == (
+        5,
+        42,
+        160,
+        150,
+    )
     assert MANIFEST.longest_document == 15
 
 
@@ -50,7 +58,9 @@ def test_an_edited_manifest_is_refused(tmp_path, edit, message):
 
 
 def test_a_torn_or_missing_manifest_says_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"has no manifest.json.*run `data-pipeline build` to its end"):
+    with pytest.raises(
+        DataError, match=r"has no manifest.json.*run `data-pipeline build` to its end"
+    ):
         read_manifest(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         read_manifest(tmp_path / "nowhere")

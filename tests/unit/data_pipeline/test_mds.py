@@ -14,7 +14,10 @@ def documents_of(dtype: str):
     generator = np.random.default_rng(0)
     # Lengths on both sides of where the shape's own encoding grows from one to two and four bytes.
     for number, length in enumerate([1, 2, 3, 255, 256, 257, 65535, 65536, 70000, 5]):
-        yield f"document \u00e9 {number}" * (number % 3 + 1), generator.integers(0, 1 << 16, length).astype(dtype)
+        yield (
+            f"document \u00e9 {number}" * (number % 3 + 1),
+            generator.integers(0, 1 << 16, length).astype(dtype),
+        )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -27,7 +30,9 @@ def test_own_reader_finds_every_document_of_the_stock_writer(tmp_path, dtype):
     for number, (name, tokens) in enumerate(documents):
         assert reader.document_id(number) == name
         assert np.array_equal(reader.tokens(number), tokens)
-        assert np.array_equal(reader.tokens(number, len(tokens) // 2, 1), tokens[len(tokens) // 2 :][:1])
+        assert np.array_equal(
+            reader.tokens(number, len(tokens) // 2, 1), tokens[len(tokens) // 2 :][:1]
+        )
 
 
 def test_stock_readers_read_our_shards(tmp_path):
@@ -49,7 +54,9 @@ def test_stock_readers_read_our_shards(tmp_path):
             expected[sample["id"]] = sample["tokens"]
     assert len(index["shards"]) > 3
     clean_stale_shared_memory()
-    dataset = StreamingDataset(local=str(directory), shuffle=False, batch_size=1, validate_hash="xxh64")
+    dataset = StreamingDataset(
+        local=str(directory), shuffle=False, batch_size=1, validate_hash="xxh64"
+    )
     found = {sample["id"]: sample["tokens"] for sample in dataset}
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in found)
@@ -57,7 +64,10 @@ def test_stock_readers_read_our_shards(tmp_path):
 
 def test_nothing_stays_where_writing_failed(tmp_path):
     (tmp_path / "scratch").mkdir()
-    bad = [("a", np.zeros(3, np.uint16)), ("b", np.zeros(0, np.uint16))]  # MDS cannot hold an empty document
+    bad = [
+        ("a", np.zeros(3, np.uint16)),
+        ("b", np.zeros(0, np.uint16)),
+    ]  # MDS cannot hold an empty document
     with pytest.raises(ValueError, match="0 elements"):
         write_shard(tmp_path / "shard.00000.mds", bad, tmp_path / "scratch")
     assert not list(tmp_path.glob("*.mds"))
@@ -93,11 +103,25 @@ def damaged(content: bytes, kind: str) -> bytes:
 
 @pytest.mark.parametrize(
     "kind",
-    ["empty", "short", "truncated", "longer", "count", "none", "columns", "json", "id size", "shape", "dtype"],
+    [
+        "empty",
+        "short",
+        "truncated",
+        "longer",
+        "count",
+        "none",
+        "columns",
+        "json",
+        "id size",
+        "shape",
+        "dtype",
+    ],
 )
 def test_a_shard_that_is_not_what_its_headers_say_is_named(tmp_path, kind):
     path = tmp_path / "shard.00003.mds"
-    write_shard(path, [(letter, np.arange(40, dtype=np.uint16)) for letter in "abc"], tmp_path / "scratch")
+    write_shard(
+        path, [(letter, np.arange(40, dtype=np.uint16)) for letter in "abc"], tmp_path / "scratch"
+    )
     content = path.read_bytes()
     assert damaged(content, kind) != content
     path.write_bytes(damaged(content, kind))
@@ -106,7 +130,9 @@ def test_a_shard_that_is_not_what_its_headers_say_is_named(tmp_path, kind):
 
 
 def test_the_index_is_what_stock_readers_look_for(tmp_path):
-    entry = write_shard(tmp_path / "shard.00004.mds", [("a", np.ones(3, np.uint16))], tmp_path / "scratch")
+    entry = write_shard(
+        tmp_path / "shard.00004.mds", [("a", np.ones(3, np.uint16))], tmp_path / "scratch"
+    )
     write_index(tmp_path, [entry])
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["version"] == 2

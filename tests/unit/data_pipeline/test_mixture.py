@@ -26,25 +26,34 @@ SHARDS = st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=12), min_siz
 
 def mixture_in(directory: str, drawn: list[tuple[list[list[int]], Fraction]]) -> Mixture:
     """Corpora whose tokens are 0, 1, 2, ... each; the lengths of the documents tell them apart in the tests."""
-    corpora = [write_numbered_corpus(Path(directory) / str(part), shards) for part, (shards, _) in enumerate(drawn)]
+    corpora = [
+        write_numbered_corpus(Path(directory) / str(part), shards)
+        for part, (shards, _) in enumerate(drawn)
+    ]
     return Mixture(corpora, [repeat for _, repeat in drawn])
 
 
 def epoch_documents(mixture: Mixture, epoch: int) -> Counter:
     """(unit, document) -> how often it is read in an epoch, from the units alone."""
     units = mixture.units_at(epoch, SEED).tolist()
-    return Counter((unit, index) for unit in units for index in range(len(mixture.document_lengths(unit))))
+    return Counter(
+        (unit, index) for unit in units for index in range(len(mixture.document_lengths(unit)))
+    )
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     drawn=st.lists(
-        st.tuples(SHARDS, st.sampled_from([Fraction(1, 2), Fraction(1), Fraction(5, 2), Fraction(3)])),
+        st.tuples(
+            SHARDS, st.sampled_from([Fraction(1, 2), Fraction(1), Fraction(5, 2), Fraction(3)])
+        ),
         min_size=1,
         max_size=3,
     ),
     segment_length=st.integers(1, 17),
-    sessions=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 60)), min_size=2, max_size=4),
+    sessions=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 60)), min_size=2, max_size=4
+    ),
 )
 def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_in_the_lane_the_plan_gives(
     drawn, segment_length, sessions
@@ -65,9 +74,13 @@ def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_i
                     for lane, tokens_L in zip(lanes, batch.tokens_BL, strict=True):
                         read[lane] += tokens_L.tolist()
                 cursors.append(batches[steps - 1].cursor)
-            cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
+            cursor = LaneCursor.from_tree(
+                json.loads(json.dumps(LaneCursor.join(cursors).to_tree()))
+            )
         assert cursor is not None
-        tokens = LaneStream(mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor).tokens_read(cursor)
+        tokens = LaneStream(
+            mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor
+        ).tokens_read(cursor)
         assert sum(tokens.values()) == sum(map(len, read))
         for lane in range(NUM_LANES):
             assert read[lane] == expected_lane(mixture, lane, len(read[lane]))
@@ -99,11 +112,15 @@ def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
 
 @given(
     drawn=st.lists(
-        st.tuples(st.integers(1, 9), st.fractions(Fraction(1, 9), 4, max_denominator=9)), min_size=1, max_size=3
+        st.tuples(st.integers(1, 9), st.fractions(Fraction(1, 9), 4, max_denominator=9)),
+        min_size=1,
+        max_size=3,
     )
 )
 @settings(max_examples=20, deadline=None)
-def test_after_any_number_of_epochs_every_shard_was_read_repeat_times_as_often_up_to_rounding(drawn):
+def test_after_any_number_of_epochs_every_shard_was_read_repeat_times_as_often_up_to_rounding(
+    drawn,
+):
     with tempfile.TemporaryDirectory() as directory:
         mixture = mixture_in(directory, [([[3]] * shards, repeat) for shards, repeat in drawn])
         counts = np.zeros(mixture.first_units[-1], int)
@@ -115,7 +132,9 @@ def test_after_any_number_of_epochs_every_shard_was_read_repeat_times_as_often_u
 
 
 def test_the_mixture_of_one_corpus_read_once_is_that_corpus(tmp_path):
-    corpus = write_numbered_corpus(tmp_path, np.random.default_rng(0).integers(1, 40, (6, 30)).tolist())
+    corpus = write_numbered_corpus(
+        tmp_path, np.random.default_rng(0).integers(1, 40, (6, 30)).tolist()
+    )
     alone = LaneStream(corpus, 4, SEED, 16, range(4))
     mixed = LaneStream(Mixture([corpus], [Fraction(1)]), 4, SEED, 16, range(4))
     for _ in range(100):

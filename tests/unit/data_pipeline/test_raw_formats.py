@@ -21,7 +21,11 @@ from data_pipeline.errors import ConfigError, DataError
 
 def read_all(path: Path, **settings) -> list[Document | Reject]:
     config = CorpusConfig(input=(path,), output=path.parent / "unused", **settings)
-    return [record for source in list_sources(config.input, config) for record in read_documents(source, config)]
+    return [
+        record
+        for source in list_sources(config.input, config)
+        for record in read_documents(source, config)
+    ]
 
 
 def tar_of(members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> bytes:
@@ -49,7 +53,9 @@ MEMBERS = [
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tar.zst"])
-@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize(
+    "tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]
+)
 def test_a_tar_gives_a_document_for_each_sample_in_order(tmp_path, name, tar_format):
     content = tar_of(MEMBERS, tar_format)
     pack = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".tar": bytes}
@@ -72,7 +78,11 @@ def test_a_tar_written_by_webdataset_itself_is_read(tmp_path):
         writer.write({"__key__": "c", "body": b"three"})
         writer.close()
     records = read_all(tmp_path / "x.tar", text_field="body")
-    assert [(record.id, record.text) for record in records] == [("a", "one"), ("b", "two"), ("c", "three")]
+    assert [(record.id, record.text) for record in records] == [
+        ("a", "one"),
+        ("b", "two"),
+        ("c", "three"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,9 @@ def test_a_tar_written_by_webdataset_itself_is_read(tmp_path):
         (("k", b"x"), "found members '', expected"),
     ],
 )
-def test_a_bad_sample_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(tmp_path, member, reason):
+def test_a_bad_sample_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(
+    tmp_path, member, reason
+):
     (tmp_path / "x.tar").write_bytes(tar_of([("a.txt", b"before"), member, ("z.txt", b"after")]))
     before, rejected, after = read_all(tmp_path / "x.tar", max_document_bytes=100)
     assert (before.text, after.text) == ("before", "after")
@@ -113,11 +125,15 @@ def damaged(content: bytes, kind: str) -> bytes:
     return bytes(array)
 
 
-@pytest.mark.parametrize("kind", ["header", "zeroed", "cut in a member", "cut in a header", "without its end", "size"])
+@pytest.mark.parametrize(
+    "kind", ["header", "zeroed", "cut in a member", "cut in a header", "without its end", "size"]
+)
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
 def test_a_damaged_tar_is_named_and_never_read_short(tmp_path, name, kind):
     content = damaged(tar_of([(f"{i}.txt", b"text %d" % i) for i in range(3)]), kind)
-    (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(content) if name.endswith(".zst") else content)
+    (tmp_path / name).write_bytes(
+        zstandard.ZstdCompressor().compress(content) if name.endswith(".zst") else content
+    )
     with pytest.raises(DataError, match=rf"{name} is damaged or cut off"):
         read_all(tmp_path / name)
 
@@ -125,7 +141,9 @@ def test_a_damaged_tar_is_named_and_never_read_short(tmp_path, name, kind):
 def test_parquet_gives_a_document_for_each_row(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"text {i} \u00e9" for i in range(3000)]
-    table = pyarrow.table({"n": range(3000), "body": texts, "key": [f"k{i}" if i != 7 else None for i in range(3000)]})
+    table = pyarrow.table(
+        {"n": range(3000), "body": texts, "key": [f"k{i}" if i != 7 else None for i in range(3000)]}
+    )
     parquet.write_table(table, tmp_path / "x.parquet", row_group_size=700)
     records = read_all(tmp_path / "x.parquet", text_field="body", id_field="key")
     assert [record.text for record in records] == texts
@@ -144,7 +162,12 @@ def test_bad_rows_of_parquet_are_rejected_with_place_and_reason(tmp_path):
     good, *bad = read_all(tmp_path / "x.parquet", max_document_bytes=100)
     assert (good.id, good.text) == ("x.parquet:1", "good")
     assert [record.source for record in bad] == [f"x.parquet:{row}" for row in range(2, 6)]
-    reasons = ["holds nothing", "invalid UTF-8 at byte 3", "empty", "longer than max_document_bytes=100"]
+    reasons = [
+        "holds nothing",
+        "invalid UTF-8 at byte 3",
+        "empty",
+        "longer than max_document_bytes=100",
+    ]
     assert all(reason in record.reason for record, reason in zip(bad, reasons, strict=True))
 
 
@@ -170,26 +193,45 @@ def test_tars_of_text_become_a_corpus(tmp_path):
 
     texts = some_texts(60)
     (tmp_path / "a.tar").write_bytes(
-        tar_of([(f"d{i}.json", json.dumps({"text": text}).encode()) for i, text in enumerate(texts)] + [("z.jpg", b"")])
+        tar_of(
+            [(f"d{i}.json", json.dumps({"text": text}).encode()) for i, text in enumerate(texts)]
+            + [("z.jpg", b"")]
+        )
     )
-    flags = ["--input", str(tmp_path / "a.tar"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    flags = [
+        "--input",
+        str(tmp_path / "a.tar"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bytes",
+    ]
     assert main(["build", *flags, "--validation-fraction=0"]) == 0
-    assert documents_of(tmp_path / "out" / "train") == {f"d{i}": text for i, text in enumerate(texts)}
+    assert documents_of(tmp_path / "out" / "train") == {
+        f"d{i}": text for i, text in enumerate(texts)
+    }
     (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
     assert json.loads(reject)["source"] == "a.tar:z"
 
 
-@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize(
+    "tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]
+)
 def test_a_link_in_a_tar_is_listed_as_no_text_and_its_neighbours_are_kept(tmp_path, tar_format):
     with tarfile.open(tmp_path / "x.tar", "w", format=tar_format) as archive:
         for name in ("a.txt", "b.txt", "c.txt"):
             info = tarfile.TarInfo(name)
             if name == "b.txt":
-                info.type, info.linkname = tarfile.LNKTYPE, "a.txt" if tar_format == tarfile.USTAR_FORMAT else "l" * 150
+                info.type, info.linkname = (
+                    tarfile.LNKTYPE,
+                    "a.txt" if tar_format == tarfile.USTAR_FORMAT else "l" * 150,
+                )
                 archive.addfile(info)
                 continue
             info.size = 4
             archive.addfile(info, io.BytesIO(b"text"))
     before, rejected, after = read_all(tmp_path / "x.tar")
     assert (before.id, after.id) == ("a", "c")
-    assert rejected == Reject("x.tar:b", "b.txt is a link or a device in the archive, expected a file")
+    assert rejected == Reject(
+        "x.tar:b", "b.txt is a link or a device in the archive, expected a file"
+    )

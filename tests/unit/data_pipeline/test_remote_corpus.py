@@ -31,7 +31,9 @@ LANES, LENGTH, SEED = 4, 16, 3
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
     """40 shards of about 1 KB."""
-    return write_numbered_corpus(tmp_path_factory.mktemp("numbered") / "train", [[20, 35, 41, 24]] * 40)
+    return write_numbered_corpus(
+        tmp_path_factory.mktemp("numbered") / "train", [[20, 35, 41, 24]] * 40
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,9 @@ def tokens_of(stream, batches: int) -> np.ndarray:
     return np.concatenate([next(stream).tokens_BL for _ in range(batches)], axis=1)
 
 
-def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_disk(numbered, tmp_path):
+def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_disk(
+    numbered, tmp_path
+):
     batches = 2 * numbered.num_tokens // (LANES * LENGTH)
     expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), batches)
     with FileServer(numbered.directory) as server:
@@ -76,7 +80,9 @@ def test_lanes_read_the_right_tokens_through_passing_faults(numbered, tmp_path, 
     expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), 20)
     with FileServer(numbered.directory) as server:
         server.fault, server.faulty = fault, 1
-        stream = LaneStream(remote(numbered, server.url, tmp_path), LANES, SEED, LENGTH, range(LANES))
+        stream = LaneStream(
+            remote(numbered, server.url, tmp_path), LANES, SEED, LENGTH, range(LANES)
+        )
         assert (tokens_of(stream, 20) == expected).all()
 
 
@@ -86,7 +92,9 @@ def test_a_lasting_fault_ends_the_stream_with_one_error(numbered, tmp_path):
         stream = LaneStream(corpus, LANES, SEED, LENGTH, range(LANES))
         tokens_of(stream, 2)
         server.fault, server.faulty = "flip", 1000
-        with pytest.raises(DataError, match=r"shard\.\d+\.mds could not be fetched; attempt 3 of 3 .*SHA-256"):
+        with pytest.raises(
+            DataError, match=r"shard\.\d+\.mds could not be fetched; attempt 3 of 3 .*SHA-256"
+        ):
             tokens_of(stream, 2 * numbered.num_tokens // (LANES * LENGTH))
 
 
@@ -124,15 +132,25 @@ def test_what_lanes_need_next_is_fetched_before_they_need_it(tmp_path):
 def test_a_url_stands_in_the_place_of_a_path(built, tmp_path, s3_endpoint, bucket):
     put_directory(s3_endpoint, built, f"{bucket}/books")
     config = parse_config(
-        DataConfig, {"path": f"{bucket}/books", "cache": {"directory": str(tmp_path), "gib": 0.5}}, "test"
+        DataConfig,
+        {"path": f"{bucket}/books", "cache": {"directory": str(tmp_path), "gib": 0.5}},
+        "test",
     )
     assert to_tree(config)["path"] == f"{bucket}/books"
     directory = config.directory()
-    assert json.loads((directory / "remote.json").read_text()) == {"url": f"{bucket}/books", "cache_gib": 0.5}
-    stream = LaneStream(open_training_data(config.path, (), config.cache), LANES, SEED, LENGTH, range(LANES))
+    assert json.loads((directory / "remote.json").read_text()) == {
+        "url": f"{bucket}/books",
+        "cache_gib": 0.5,
+    }
+    stream = LaneStream(
+        open_training_data(config.path, (), config.cache), LANES, SEED, LENGTH, range(LANES)
+    )
     expected = LaneStream(Corpus.open(built / "train"), LANES, SEED, LENGTH, range(LANES))
     assert (tokens_of(stream, 20) == tokens_of(expected, 20)).all()
-    validation = [EvaluationStream(Corpus.open(place / "validation"), 2, 8, range(2)) for place in (directory, built)]
+    validation = [
+        EvaluationStream(Corpus.open(place / "validation"), 2, 8, range(2))
+        for place in (directory, built)
+    ]
     for ours, theirs in zip(*validation, strict=True):
         assert (ours.targets_BL == theirs.targets_BL).all()
 
@@ -142,24 +160,38 @@ def test_parts_of_a_mixture_may_lie_in_stores(built, tmp_path):
     parts = [MixturePart(path=built, repeat=1), MixturePart(path=other, repeat=2)]
     expected = LaneStream(open_training_data(built, parts), LANES, SEED, LENGTH, range(LANES))
     with FileServer(tmp_path) as server:
-        parts = [MixturePart(path=built, repeat=1), MixturePart(path=Path(f"{server.url}/other"), repeat=2)]
+        parts = [
+            MixturePart(path=built, repeat=1),
+            MixturePart(path=Path(f"{server.url}/other"), repeat=2),
+        ]
         cache = CacheConfig(directory=tmp_path / "cache")
         data = open_training_data(built, parts, cache)
-        assert (tokens_of(LaneStream(data, LANES, SEED, LENGTH, range(LANES)), 60) == tokens_of(expected, 60)).all()
+        assert (
+            tokens_of(LaneStream(data, LANES, SEED, LENGTH, range(LANES)), 60)
+            == tokens_of(expected, 60)
+        ).all()
         data.check_room(3)
         assert any(name.startswith("shard") for name in server.asked)
 
 
-def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_split_is_not(built, tmp_path):
+def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_split_is_not(
+    built, tmp_path
+):
     (tmp_path / "only").mkdir()
     for name in ("tokenizer", "train"):
         (tmp_path / "only" / name).symlink_to(built / name)
     with FileServer(tmp_path) as server:
-        directory = local_corpus_directory(Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK)
-        assert Corpus.open(directory / "train").num_tokens == Corpus.open(built / "train").num_tokens
+        directory = local_corpus_directory(
+            Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK
+        )
+        assert (
+            Corpus.open(directory / "train").num_tokens == Corpus.open(built / "train").num_tokens
+        )
         assert not (directory / "validation" / "manifest.json").exists()
         with pytest.raises(DataError, match=r"none/train/manifest\.json could not be fetched.*404"):
-            local_corpus_directory(Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK)
+            local_corpus_directory(
+                Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK
+            )
 
 
 def test_local_paths_are_left_alone(tmp_path):
@@ -204,4 +236,7 @@ def test_an_evaluation_asks_for_what_its_lanes_read_next(tmp_path):
             batches += [next(stream) for _ in range(-(-30_000 // 512))]
         batches += list(stream)
         assert set(server.asked.values()) == {1}
-    assert all((batch.targets_BL == targets_BL).all() for batch, targets_BL in zip(batches, expected, strict=True))
+    assert all(
+        (batch.targets_BL == targets_BL).all()
+        for batch, targets_BL in zip(batches, expected, strict=True)
+    )

@@ -34,7 +34,9 @@ for info in read_manifest(Path(sys.argv[3])).shards:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return write_numbered_corpus(tmp_path_factory.mktemp("remote") / "train", [[100] * 20] * NUM_SHARDS)
+    return write_numbered_corpus(
+        tmp_path_factory.mktemp("remote") / "train", [[100] * 20] * NUM_SHARDS
+    )
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ def kept(cache: ShardCache) -> set[str]:
 
 
 def processes(count: int, *arguments: object) -> list[subprocess.Popen]:
-    return [subprocess.Popen([sys.executable, "-c", FETCH, *map(str, arguments)]) for _ in range(count)]
+    return [
+        subprocess.Popen([sys.executable, "-c", FETCH, *map(str, arguments)]) for _ in range(count)
+    ]
 
 
 def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path):
@@ -70,7 +74,9 @@ def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path
     store = store_at(server.url, QUICK)
     with ThreadPoolExecutor(6) as pool:
         for cache in caches:
-            list(pool.map(lambda info, cache=cache: cache.fetch(store, info), corpus.manifest.shards))
+            list(
+                pool.map(lambda info, cache=cache: cache.fetch(store, info), corpus.manifest.shards)
+            )
     assert [process.wait(60) for process in started] == [0, 0]
     assert set(server.asked.values()) == {1}
     assert len(server.asked) == NUM_SHARDS
@@ -85,11 +91,15 @@ def test_what_was_used_longest_ago_makes_room(server, shards, tmp_path):
     assert kept(cache) == {shards[number].sha256 for number in (2, 0, 3)}
 
 
-def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(server, shards, tmp_path):
+def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(
+    server, shards, tmp_path
+):
     store, cache = store_at(server.url, QUICK), cache_of(tmp_path, 2 * largest(shards))
     first, second = (cache.open(store, info) for info in shards[:2])
     other = cache_of(tmp_path, 2 * largest(shards))
-    with pytest.raises(CacheFullError, match=r"no room for shard\.00002\.mds .* set data\.cache\.gib to more"):
+    with pytest.raises(
+        CacheFullError, match=r"no room for shard\.00002\.mds .* set data\.cache\.gib to more"
+    ):
         other.open(store, shards[2])
     other.fetch(store, shards[2])  # reading ahead asks for nothing that is not there
     assert kept(cache) == {info.sha256 for info in shards[:2]}
@@ -101,13 +111,22 @@ def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(ser
 
 def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
     limit = 3 * largest(shards)
-    store, caches, most = store_at(server.url, QUICK), [cache_of(tmp_path, limit) for _ in range(2)], 0
+    store, caches, most = (
+        store_at(server.url, QUICK),
+        [cache_of(tmp_path, limit) for _ in range(2)],
+        0,
+    )
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            done = [pool.submit(lambda cache=cache: [cache.open(store, s).close() for s in shards]) for cache in caches]
+            done = [
+                pool.submit(lambda cache=cache: [cache.open(store, s).close() for s in shards])
+                for cache in caches
+            ]
             while not all(future.done() for future in done):
                 with contextlib.suppress(FileNotFoundError):  # evicted between listing and asking
-                    most = max(most, sum(path.stat().st_size for path in (tmp_path / "shards").iterdir()))
+                    most = max(
+                        most, sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
+                    )
             for future in done:
                 future.result()
     assert 0 < most <= limit
@@ -125,7 +144,9 @@ def test_a_copy_that_was_damaged_on_this_disk_is_fetched_again(server, shards, t
     assert server.asked["shard.00000.mds"] == 3
 
 
-def test_a_process_killed_in_the_middle_of_a_download_leaves_no_promise_behind(server, corpus, tmp_path):
+def test_a_process_killed_in_the_middle_of_a_download_leaves_no_promise_behind(
+    server, corpus, tmp_path
+):
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
     incoming, deadline = tmp_path / "incoming", time.monotonic() + 60
@@ -137,7 +158,9 @@ def test_a_process_killed_in_the_middle_of_a_download_leaves_no_promise_behind(s
     assert len(list(incoming.iterdir())) == 1
     server.bytes_per_second = 0.0
     info = corpus.manifest.shards[1]
-    cache = cache_of(tmp_path, info.size + 10)  # no room beside what the killed process had been promised
+    cache = cache_of(
+        tmp_path, info.size + 10
+    )  # no room beside what the killed process had been promised
     cache.open(store_at(server.url, QUICK), info).close()
     assert list(incoming.iterdir()) == []
     assert kept(cache) == {info.sha256}
@@ -151,7 +174,9 @@ def test_a_process_that_is_stopped_holds_others_up_for_a_limited_time(server, co
             time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(DataError, match="another process has held"):
-            cache_of(tmp_path).open(store_at(server.url, QUICK.__class__(1, 0.1, 0.01)), corpus.manifest.shards[0])
+            cache_of(tmp_path).open(
+                store_at(server.url, QUICK.__class__(1, 0.1, 0.01)), corpus.manifest.shards[0]
+            )
     finally:
         process.kill()
         process.wait()
@@ -168,7 +193,10 @@ def test_files_of_others_in_the_cache_directory_stay(server, shards, tmp_path):
 def test_a_cache_that_cannot_hold_the_open_shards_is_refused(tmp_path):
     cache = cache_of(tmp_path, 1 << 20)
     cache.check_room(10, 100_000)
-    with pytest.raises(DataError, match=r"up to 20 shards of 100,000 bytes open at once; set it to 0\.00196 or more"):
+    with pytest.raises(
+        DataError,
+        match=r"up to 20 shards of 100,000 bytes open at once; set it to 0\.00196 or more",
+    ):
         cache.check_room(20, 100_000)
 
 

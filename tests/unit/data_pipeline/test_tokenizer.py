@@ -25,12 +25,19 @@ def texts_for_training() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, Tokenizer]:
-    return {kind: train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training()) for kind in KINDS}  # type: ignore[arg-type]
+    return {
+        kind: train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training())
+        for kind in KINDS
+    }  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=200))
+@given(
+    text=st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=200
+    )
+)
 def test_decoding_gives_the_text_back_and_no_token_is_the_end(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
@@ -52,7 +59,9 @@ def test_space_and_lines_survive(tokenizers, kind):
 def test_many_texts_on_threads_give_what_one_at_a_time_gives(tokenizers, kind):
     texts = ["", *texts_for_training()]
     many = tokenizers[kind].encode_many(texts, num_threads=3)
-    assert [ids.tolist() for ids in many] == [tokenizers[kind].encode(text).tolist() for text in texts]
+    assert [ids.tolist() for ids in many] == [
+        tokenizers[kind].encode(text).tolist() for text in texts
+    ]
 
 
 def test_cutting_a_long_text_at_newlines_changes_no_token(tokenizers):
@@ -86,7 +95,10 @@ def test_a_saved_tokenizer_loads_as_the_same(tokenizers, kind, tmp_path):
 def test_a_sentencepiece_model_from_elsewhere_is_used_as_it_is(tokenizers, tmp_path):
     path = tmp_path / "m.model"
     path.write_bytes(tokenizers["bpe"].model)
-    assert Tokenizer.load(path).encode("the river").tolist() == tokenizers["bpe"].encode("the river").tolist()
+    assert (
+        Tokenizer.load(path).encode("the river").tolist()
+        == tokenizers["bpe"].encode("the river").tolist()
+    )
     path.write_bytes(b"not a model")
     with pytest.raises(DataError, match="is no SentencePiece model"):
         Tokenizer.load(path)
@@ -111,7 +123,9 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_size_that_fits(
         train_tokenizer("unigram", 30000, texts_for_training())
     fitting = int(str(caught.value).split("at most ")[1].split(",")[0])
     assert train_tokenizer("unigram", fitting, texts_for_training()).vocab_size == fitting
-    with pytest.raises(ConfigError, match=r"has pieces for; give more text"):  # 300 is the least that is allowed
+    with pytest.raises(
+        ConfigError, match=r"has pieces for; give more text"
+    ):  # 300 is the least that is allowed
         train_tokenizer("unigram", 320, ["abc"])
     with pytest.raises(ConfigError, match=r"vocab_size=30000"):
         train_tokenizer("bpe", 30000, texts_for_training())
@@ -148,10 +162,14 @@ sys.exit(exit_status_of(lambda: train_tokenizer("unigram", 8000, texts()) and 0)
 """
 
 
-@pytest.mark.parametrize(("last_read", "pause", "status"), [(3, 0.01, EXIT_INTERRUPTED), (999, 0.0, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("last_read", "pause", "status"), [(3, 0.01, EXIT_INTERRUPTED), (999, 0.0, -signal.SIGINT)]
+)
 def test_ctrl_c_ends_the_reading_of_texts_and_the_training_on_them(last_read, pause, status):
     command = [sys.executable, "-c", TRAINING, str(pause)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert any(int(line) == last_read for line in process.stdout)
         time.sleep(0.3)

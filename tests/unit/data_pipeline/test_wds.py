@@ -20,7 +20,10 @@ def documents(dtype: str) -> list[tuple[str, np.ndarray]]:
     ids = ["a.b/c.txt", "\u00e9 %2E", "d\nd", "../x", "", "x" * 90, "y" * 300, "\u6f22" * 60]
     lengths = [1, 2, 191, 192, 193, 448, 70000, 5]
     generator = np.random.default_rng(0)
-    return [(i, generator.integers(0, 1 << 16, n).astype(dtype)) for i, n in zip(ids, lengths, strict=True)]
+    return [
+        (i, generator.integers(0, 1 << 16, n).astype(dtype))
+        for i, n in zip(ids, lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -32,7 +35,9 @@ def test_own_reader_finds_every_document_of_the_stock_writer(tmp_path, dtype):
     for number, (name, tokens) in enumerate(written):
         assert reader.document_id(number) == name
         assert np.array_equal(reader.tokens(number), tokens)
-        assert np.array_equal(reader.tokens(number, len(tokens) // 2, 1), tokens[len(tokens) // 2 :][:1])
+        assert np.array_equal(
+            reader.tokens(number, len(tokens) // 2, 1), tokens[len(tokens) // 2 :][:1]
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -56,7 +61,9 @@ def test_stock_readers_read_our_shards(tmp_path):
 def test_a_build_as_webdataset_holds_the_same_documents_as_one_as_mds(tmp_path):
     config = config_of(tmp_path / "wds", some_texts(), shard_format="webdataset", shard_bytes=20000)
     build_corpus(config)
-    build_corpus(config_of(tmp_path / "again", some_texts(), shard_format="webdataset", shard_bytes=20000))
+    build_corpus(
+        config_of(tmp_path / "again", some_texts(), shard_format="webdataset", shard_bytes=20000)
+    )
     build_corpus(config_of(tmp_path / "mds", some_texts()))
     assert contents(config.output) == contents(tmp_path / "again" / "out")
     for split in ("train", "validation"):
@@ -69,14 +76,21 @@ def test_a_build_as_webdataset_holds_the_same_documents_as_one_as_mds(tmp_path):
 
 def test_tokens_that_look_like_headers_are_not_taken_for_them(tmp_path):
     header = np.frombuffer(tar_of(b"x" * 100)[:512], np.uint16)
-    tokens = np.concatenate([np.zeros(192, np.uint16), header, np.zeros(300, np.uint16), header])  # on a block
+    tokens = np.concatenate(
+        [np.zeros(192, np.uint16), header, np.zeros(300, np.uint16), header]
+    )  # on a block
     written = [("a", tokens), ("b", tokens[:500]), ("c", tokens)]
     write_shard(tmp_path / "shard.00000.tar", written, tmp_path / "scratch")
     content = (tmp_path / "shard.00000.tar").read_bytes()
-    assert sum(content[place + 257 : place + 262] == b"ustar" for place in range(0, len(content), 512)) > 3
+    assert (
+        sum(content[place + 257 : place + 262] == b"ustar" for place in range(0, len(content), 512))
+        > 3
+    )
     reader = ShardReader(tmp_path / "shard.00000.tar", "uint16")
     assert [reader.document_id(number) for number in range(3)] == ["a", "b", "c"]
-    assert all(np.array_equal(reader.tokens(number), tokens) for number, (_, tokens) in enumerate(written))
+    assert all(
+        np.array_equal(reader.tokens(number), tokens) for number, (_, tokens) in enumerate(written)
+    )
 
 
 def damaged(content: bytes, kind: str) -> bytes:
@@ -100,7 +114,9 @@ def damaged(content: bytes, kind: str) -> bytes:
     if kind == "size":
         array[124:135] = b"not a numbe"
     if kind == "text":
-        return tar_of(b"some text, long enough to hold the header of an array, but it is none" + bytes(100))
+        return tar_of(
+            b"some text, long enough to hold the header of an array, but it is none" + bytes(100)
+        )
     if kind == "short":
         return tar_of(b"x")
     if kind == "other type":

@@ -29,9 +29,13 @@ def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_pa
     (runs[4] / "logs").mkdir(parents=True)
     environment = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_JOB_ID": "17"}
     environment["PATH"] = "/usr/bin:/bin"
-    result = subprocess.run(["bash", "-c", script], env=environment, check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-c", script], env=environment, check=True, capture_output=True, text=True
+    )
     assert result.stdout == f"-m launcher batch {runs[4]} --attempts-without-progress=3\n"
-    assert (runs[4] / "logs" / "slurm-17_4.log").readlink() == JOB.run_dir / "logs" / "slurm-17_4.log"
+    assert (
+        runs[4] / "logs" / "slurm-17_4.log"
+    ).readlink() == JOB.run_dir / "logs" / "slurm-17_4.log"
 
 
 def test_an_array_without_a_limit_has_none():

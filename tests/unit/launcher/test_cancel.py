@@ -35,7 +35,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir, capsys):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir.path)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run_dir.path)], stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     assert main(["resume", str(run_dir.path)]) == 2

@@ -31,7 +31,9 @@ def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
         (["{experiment}", "optim.stps=3"], "did you mean 'steps'"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text("data: {lanes: 8}\n")
     assert main(["local", *(text.format(experiment="x.yaml") for text in arguments)]) == 2

@@ -25,7 +25,9 @@ GPU = ClusterConfig(gpus_per_node=8, gpu="A100", cpus_per_rank=4)
 
 def run_config(lanes: int = 16, **settings) -> RunConfig:
     model = ModelConfig(num_layers=2, d_model=32, num_heads=2, vocab_size=100)
-    return RunConfig(**{"model": model, "data": DataConfig(lanes=lanes, segment_length=8), **settings})
+    return RunConfig(
+        **{"model": model, "data": DataConfig(lanes=lanes, segment_length=8), **settings}
+    )
 
 
 def job(cluster: ClusterConfig = CPU, nodes: NodeRange = TWO) -> Job:
@@ -70,7 +72,10 @@ def test_the_example_clusters_are_valid(path):
         ("ranks_per_node: 1\ngpu: H100\n", "say how many GPUs"),
         ("ranks_per_node: 1\ntime_limit: soon\n", "is no time"),
         ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
-        ("ranks_per_node: 1\ntime_limit: 24:00:00\n", "in quotes"),  # to YAML this is the number 86400
+        (
+            "ranks_per_node: 1\ntime_limit: 24:00:00\n",
+            "in quotes",
+        ),  # to YAML this is the number 86400
     ],
 )
 def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
@@ -90,13 +95,27 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     )
     lines = render(job(cluster, NodeRange(4, 4))).splitlines()
     assert lines[0] == "#!/bin/bash"
-    wanted = ["requeue", "partition=gpu", "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=4"]
+    wanted = [
+        "requeue",
+        "partition=gpu",
+        "nodes=4",
+        "ntasks-per-node=8",
+        "gpus-per-node=8",
+        "cpus-per-task=4",
+    ]
     wanted += ["time=24:00:00", "signal=B:USR1@180", "open-mode=append", "mem=0", "exclusive"]
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
     assert not [line for line in lines if "account" in line or "qos" in line]
     assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
     assert "export NOTE='two words'" in lines
-    assert shlex.split(lines[-1])[:6] == ["exec", "/opt/python", "-m", "launcher", "batch", "/shared/my runs/books"]
+    assert shlex.split(lines[-1])[:6] == [
+        "exec",
+        "/opt/python",
+        "-m",
+        "launcher",
+        "batch",
+        "/shared/my runs/books",
+    ]
 
 
 def test_a_range_of_nodes_asks_for_no_number_of_tasks():
@@ -132,20 +151,36 @@ def test_lanes_that_do_not_divide_over_the_ranks_are_refused(tmp_path):
 
 
 def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_path):
-    assert [usable_nodes(run_config(16), 2, nodes) for nodes in (1, 2, 3, 4, 7, 8, 9)] == [1, 2, 2, 4, 4, 8, 8]
+    assert [usable_nodes(run_config(16), 2, nodes) for nodes in (1, 2, 3, 4, 7, 8, 9)] == [
+        1,
+        2,
+        2,
+        4,
+        4,
+        8,
+        8,
+    ]
     assert usable_nodes(run_config(15), 2, 4) == 0
     assert "only 2 would be used" in check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)[0]
 
 
 def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path):
-    config = run_config(lanes=4096, model=ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000))
+    config = run_config(
+        lanes=4096, model=ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000)
+    )
     config = dataclasses.replace(config, data=DataConfig(lanes=4096, segment_length=512))
-    with pytest.raises(ConfigError, match=r"a rank needs about .* A100 leaves .* set engine\.micro_batch_lanes="):
+    with pytest.raises(
+        ConfigError, match=r"a rank needs about .* A100 leaves .* set engine\.micro_batch_lanes="
+    ):
         check_run(config, GPU, NodeRange(1, 1), tmp_path)
 
 
-def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kernel_never_writes(tmp_path):
-    model = ModelConfig(num_layers=12, d_model=1024, num_heads=16, vocab_size=8000, memory_length=4096)
+def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kernel_never_writes(
+    tmp_path,
+):
+    model = ModelConfig(
+        num_layers=12, d_model=1024, num_heads=16, vocab_size=8000, memory_length=4096
+    )
     config = run_config(model=model, engine=EngineConfig(precision="bf16"))
     config = dataclasses.replace(config, data=DataConfig(lanes=64, segment_length=4096))
     room = USABLE * DEVICES["A100"].memory
@@ -155,7 +190,9 @@ def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kern
 
 
 @pytest.mark.parametrize(("precision", "num_remarks"), [("bf16", 0), ("fp32", 1)])
-def test_how_rarely_checkpoints_come_follows_from_the_peak_of_the_precision(tmp_path, precision, num_remarks):
+def test_how_rarely_checkpoints_come_follows_from_the_peak_of_the_precision(
+    tmp_path, precision, num_remarks
+):
     engine = EngineConfig(precision=precision)
     flops_per_second = 8 * GPU_MFU * 312e12
     interval = int(0.5 * 86_400 * flops_per_second / flops_of_step(run_config(engine=engine), 8))
@@ -175,19 +212,45 @@ def test_checkpoints_rarer_than_jobs_are_remarked(tmp_path):
 
 
 PARTITIONS = [
-    Partition(name="main", is_default=True, num_nodes=4, cpus_per_node=8, gpus_per_node=0, time_limit="infinite"),
-    Partition(name="short", is_default=False, num_nodes=2, cpus_per_node=64, gpus_per_node=8, time_limit="1:00:00"),
+    Partition(
+        name="main",
+        is_default=True,
+        num_nodes=4,
+        cpus_per_node=8,
+        gpus_per_node=0,
+        time_limit="infinite",
+    ),
+    Partition(
+        name="short",
+        is_default=False,
+        num_nodes=2,
+        cpus_per_node=64,
+        gpus_per_node=8,
+        time_limit="1:00:00",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("cluster", "nodes", "reason"),
     [
-        (dataclasses.replace(CPU, partition="nowhere"), 1, "'nowhere' is unknown here; this cluster has main, short"),
+        (
+            dataclasses.replace(CPU, partition="nowhere"),
+            1,
+            "'nowhere' is unknown here; this cluster has main, short",
+        ),
         (CPU, 5, "5 nodes asked for, partition 'main' has 4"),
-        (dataclasses.replace(CPU, cpus_per_rank=5), 1, "10 CPUs per node asked for, partition 'main' has 8"),
+        (
+            dataclasses.replace(CPU, cpus_per_rank=5),
+            1,
+            "10 CPUs per node asked for, partition 'main' has 8",
+        ),
         (GPU, 1, "32 CPUs per node asked for|8 GPUs per node asked for"),
-        (dataclasses.replace(GPU, partition="short"), 1, "time_limit=24:00:00 is beyond the 1:00:00"),
+        (
+            dataclasses.replace(GPU, partition="short"),
+            1,
+            "time_limit=24:00:00 is beyond the 1:00:00",
+        ),
     ],
 )
 def test_a_request_that_can_never_start_is_refused(cluster, nodes, reason):
@@ -197,4 +260,6 @@ def test_a_request_that_can_never_start_is_refused(cluster, nodes, reason):
 
 def test_a_request_that_fits_goes_through():
     check_request(CPU, NodeRange(4, 8), PARTITIONS)
-    check_request(dataclasses.replace(GPU, partition="short", time_limit="30:00"), NodeRange(2, 2), PARTITIONS)
+    check_request(
+        dataclasses.replace(GPU, partition="short", time_limit="30:00"), NodeRange(2, 2), PARTITIONS
+    )

@@ -4,7 +4,14 @@ import pytest
 
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_end import JobEnd, end_of
-from launcher.slurm.job_history import LOST_HOST, excluded_nodes, node_to_exclude, open_start, other_jobs, past_attempts
+from launcher.slurm.job_history import (
+    LOST_HOST,
+    excluded_nodes,
+    node_to_exclude,
+    open_start,
+    other_jobs,
+    past_attempts,
+)
 from launcher.slurm.srun import Step
 from launcher.status.journal import last_turn
 
@@ -17,11 +24,36 @@ REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
     [
         (RUNNING, "", True, JobEnd("time limit near", requeue=True)),
         (RUNNING, "", False, JobEnd("asked to stop", requeue=True)),
-        ({**RUNNING, "PreemptTime": "2026-11-21T07:57:06"}, "", False, JobEnd("preempted", requeue=True)),
-        ({**RUNNING, "Reason": "TimeLimit"}, "", True, JobEnd("time limit", requeue=True, at_once=True)),
-        ({**RUNNING, "JobState": "CANCELLED"}, "", False, JobEnd("cancelled", requeue=False, at_once=True)),
-        ({**RUNNING, "JobState": "COMPLETING"}, "", True, JobEnd("cancelled", requeue=False, at_once=True)),
-        (REQUEUED, "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***", False, JobEnd("preempted", requeue=False)),
+        (
+            {**RUNNING, "PreemptTime": "2026-11-21T07:57:06"},
+            "",
+            False,
+            JobEnd("preempted", requeue=True),
+        ),
+        (
+            {**RUNNING, "Reason": "TimeLimit"},
+            "",
+            True,
+            JobEnd("time limit", requeue=True, at_once=True),
+        ),
+        (
+            {**RUNNING, "JobState": "CANCELLED"},
+            "",
+            False,
+            JobEnd("cancelled", requeue=False, at_once=True),
+        ),
+        (
+            {**RUNNING, "JobState": "COMPLETING"},
+            "",
+            True,
+            JobEnd("cancelled", requeue=False, at_once=True),
+        ),
+        (
+            REQUEUED,
+            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
+            False,
+            JobEnd("preempted", requeue=False),
+        ),
         (
             REQUEUED,
             "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
@@ -52,7 +84,13 @@ def ended(job: str, why: str, requeued: bool = False, **more) -> dict:
 
 
 def attempt(job: str, then: str, before: int, after: int, first: int | None = None) -> dict:
-    ended = {"event": "attempt_ended", "job": job, "statuses": [-9, 1, 1, 1], "next": then, "first_failure": first}
+    ended = {
+        "event": "attempt_ended",
+        "job": job,
+        "statuses": [-9, 1, 1, 1],
+        "next": then,
+        "first_failure": first,
+    }
     return {**ended, "step_before": before, "step": after}
 
 
@@ -85,7 +123,9 @@ def test_of_two_jobs_only_the_later_one_finds_the_other():
     assert other_jobs(ledger, "8") == ["7"]
     assert other_jobs(ledger, "7") == []
     assert other_jobs([*ledger[:1], ended("7", "finished"), started("8")], "8") == []
-    assert other_jobs([*ledger[:1], ended("7", "preempted", requeued=True), started("8")], "8") == ["7"]
+    assert other_jobs([*ledger[:1], ended("7", "preempted", requeued=True), started("8")], "8") == [
+        "7"
+    ]
 
 
 STEP = Step(hosts=("n1", "n2"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2))
@@ -97,7 +137,14 @@ STEP = Step(hosts=("n1", "n2"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_pe
         ([attempt("7", "retry", 5, 5, 2), attempt("7", "retry", 5, 5, 3)], "n2"),
         ([attempt("7", "retry", 5, 5, 2)], None),
         ([attempt("7", "retry", 5, 5, 0), attempt("7", "retry", 5, 5, 3)], None),
-        ([attempt("7", "retry", 5, 5, 2), attempt("7", "retry", 5, 9, 2), attempt("7", "retry", 9, 9, 2)], None),
+        (
+            [
+                attempt("7", "retry", 5, 5, 2),
+                attempt("7", "retry", 5, 9, 2),
+                attempt("7", "retry", 9, 9, 2),
+            ],
+            None,
+        ),
         ([attempt("7", "retry", 0, 5, 2), attempt("7", "retry", 5, 9, 2)], None),
         ([attempt("8", "retry", 5, 5, 2), attempt("7", "retry", 5, 5, 3)], None),
     ],
@@ -108,12 +155,22 @@ def test_a_host_that_fails_twice_in_a_row_without_progress_is_left(attempts, hos
 
 
 def test_hosts_that_were_left_are_remembered():
-    ledger = [started("7"), ended("7", "x", left="n2"), ended("8", "x", left="n3"), ended("7", "y", left="n1")]
+    ledger = [
+        started("7"),
+        ended("7", "x", left="n2"),
+        ended("8", "x", left="n3"),
+        ended("7", "y", left="n1"),
+    ]
     assert excluded_nodes(ledger, "7") == ["n2", "n1"]
 
 
 def test_what_ranks_say_after_the_end_of_their_job_is_no_turn_of_the_run():
-    over = [started("7"), ended("7", "cancelled"), {"event": "stop", "step": 2}, attempt("7", "stopped", 0, 2)]
+    over = [
+        started("7"),
+        ended("7", "cancelled"),
+        {"event": "stop", "step": 2},
+        attempt("7", "stopped", 0, 2),
+    ]
     turn = last_turn(over)
     assert turn is not None
     assert turn["event"] == "job_ended"

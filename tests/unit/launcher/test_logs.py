@@ -43,7 +43,9 @@ def test_the_newest_attempts_first_rank_is_shown_from_its_end(run_dir, capsys):
 
 
 def test_errors_are_shown_with_their_tracebacks_for_all_ranks_and_the_job(run_dir, capsys):
-    (run_dir.logs / "slurm-17.log").write_text("attempt 10\nslurmstepd: error: *** STEP 17.0 CANCELLED ***\n")
+    (run_dir.logs / "slurm-17.log").write_text(
+        "attempt 10\nslurmstepd: error: *** STEP 17.0 CANCELLED ***\n"
+    )
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[job] slurmstepd: error: *** STEP 17.0 CANCELLED ***"
@@ -60,7 +62,10 @@ def test_a_quiet_run_has_no_errors(run_dir, capsys):
 
 def test_a_traceback_that_torch_marks_with_the_rank_is_shown_whole_without_the_mark():
     marked = "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines())
-    assert "".join(error_lines(["step 1\n", *marked.splitlines(keepends=True), "step 2\n"])) == TRACEBACK
+    assert (
+        "".join(error_lines(["step 1\n", *marked.splitlines(keepends=True), "step 2\n"]))
+        == TRACEBACK
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,11 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
         f"run = RunDir(Path({str(run_dir.path)!r}))"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"{lock}\nwith run.locked('launcher'): print('held', flush=True); input()"],
+        [
+            sys.executable,
+            "-c",
+            f"{lock}\nwith run.locked('launcher'): print('held', flush=True); input()",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -106,7 +115,9 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     (run_dir.logs / "attempt-11-rank-0.log").write_text("step 5\n")
     assert follower.stdout.readline() == "--- attempt 11\n"
     assert follower.stdout.readline() == "step 5\n"
-    run_dir.append_ledger({"event": "attempt_ended", "next": "give up", "reason": "rank 0 ended with status 1"})
+    run_dir.append_ledger(
+        {"event": "attempt_ended", "next": "give up", "reason": "rank 0 ended with status 1"}
+    )
     holder.communicate(b"\n")
     output, _ = follower.communicate(timeout=60)
     assert output == "--- the run is failed: rank 0 ended with status 1\n"

@@ -13,7 +13,12 @@ FAST, SLOW = 100e6, 20e6
 
 def found(rank: int, host: str, matmul: float = 50e9, disk: float | None = 1e9, strays=()) -> Found:
     return Found(
-        rank=rank, host=host, device="CPU", matmul_flops=matmul, disk_bytes=disk, strays=list(strays) if disk else None
+        rank=rank,
+        host=host,
+        device="CPU",
+        matmul_flops=matmul,
+        disk_bytes=disk,
+        strays=list(strays) if disk else None,
     )
 
 
@@ -68,7 +73,9 @@ def test_a_slow_connection_of_two_good_nodes_is_told_of_both():
 
 
 def test_a_node_that_reaches_nobody_is_broken_and_one_lost_connection_is_told_as_one():
-    said = verdicts(results=pairs(n1_n3="no connection", n2_n3="no connection", n3_n4="no connection"))
+    said = verdicts(
+        results=pairs(n1_n3="no connection", n2_n3="no connection", n3_n4="no connection")
+    )
     assert said["n3"][0] == "broken"
     assert said["n1"] == ("link", "with n3: no connection")
     wrong = verdicts(results=pairs(n1_n2="sums over the ranks were wrong"))
@@ -88,7 +95,10 @@ def test_slow_devices_and_disks_are_told_against_the_median():
 
 
 def test_strays_make_a_node_busy():
-    ranks = [found(0, "n1", strays=["python (17) keeps a core busy"]), *(found(1, host) for host in HOSTS[1:])]
+    ranks = [
+        found(0, "n1", strays=["python (17) keeps a core busy"]),
+        *(found(1, host) for host in HOSTS[1:]),
+    ]
     assert verdicts(ranks)["n1"] == ("busy", "stray: python (17) keeps a core busy")
 
 

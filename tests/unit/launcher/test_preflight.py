@@ -34,7 +34,9 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
             if (out / round_file(number)).exists():
                 for group in json.loads((out / round_file(number)).read_text())["groups"]:
                     for rank in set(group) - silent:
-                        write_json(out / link_file(number, rank), asdict(Link(bytes_per_second=1e8 + rank)))
+                        write_json(
+                            out / link_file(number, rank), asdict(Link(bytes_per_second=1e8 + rank))
+                        )
                 number += 1
             time.sleep(0.01)
 
@@ -59,9 +61,13 @@ def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monke
     (tmp_path / END).touch()
     thread.join()
     lost = [pair for pair in pairs if pair.problem]
-    assert [("n2" in pair.hosts, pair.problem) for pair in lost] == [(True, "a rank gave no answer")]
+    assert [("n2" in pair.hosts, pair.problem) for pair in lost] == [
+        (True, "a rank gave no answer")
+    ]
     assert len([pair for pair in pairs if "n2" not in pair.hosts]) == 3
-    assert all(pair.bytes_per_second and pair.bytes_per_second >= 1e8 for pair in pairs if not pair.problem)
+    assert all(
+        pair.bytes_per_second and pair.bytes_per_second >= 1e8 for pair in pairs if not pair.problem
+    )
 
 
 def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
@@ -74,7 +80,14 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
         environment={"NCCL_DEBUG": "WARN"},
     )
     command = srun_line(cluster, 2, "preflight-1a", Path("/shared/out"))
-    for flag in ("--partition=gpu", "--ntasks=16", "--gpus-per-node=8", "--cpus-per-task=4", "--mem=0", "--no-kill"):
+    for flag in (
+        "--partition=gpu",
+        "--ntasks=16",
+        "--gpus-per-node=8",
+        "--cpus-per-task=4",
+        "--mem=0",
+        "--no-kill",
+    ):
         assert flag in command
     script = command[-1].splitlines()
     assert script[0] == "module load cuda"
@@ -88,7 +101,10 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert main(["preflight", "--local", "--ranks=1", f"--directory={tmp_path}"]) == 2
-    assert "ended before any of them had answered; rank 0 said last: no torch here" in capsys.readouterr().err
+    assert (
+        "ended before any of them had answered; rank 0 said last: no torch here"
+        in capsys.readouterr().err
+    )
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
 
 
@@ -100,7 +116,9 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
         (["--cluster=cluster.yaml"], "no Slurm on this host"),
     ],
 )
-def test_bad_input_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_input_gets_one_line_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "cluster.yaml").write_text("ranks_per_node: 1\n")

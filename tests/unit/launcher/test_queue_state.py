@@ -10,7 +10,12 @@ from launcher.status.queue_state import Queue, ask, joined, with_queue
 from launcher.status.run_state import RunState
 
 RUN = RunState(
-    name="books", path="runs/books", state="failed", why="its processes ended without a word", step=40, job="17"
+    name="books",
+    path="runs/books",
+    state="failed",
+    why="its processes ended without a word",
+    step=40,
+    job="17",
 )
 BEGUN = replace(RUN, attempts=2)
 
@@ -32,7 +37,14 @@ def queued(state: str, reason: str = "None", start: str = "N/A") -> QueuedJob:
 
 def record(state: str) -> JobRecord:
     return JobRecord(
-        id="17", array_task="17", name="books-1a", state=state, exit_code="0:0", start="", end="", hosts="n1"
+        id="17",
+        array_task="17",
+        name="books-1a",
+        state=state,
+        exit_code="0:0",
+        start="",
+        end="",
+        hosts="n1",
     )
 
 
@@ -41,22 +53,70 @@ def record(state: str) -> JobRecord:
     [
         (RUN, queued("PENDING", "Resources"), [], "queued", "waits for nodes to become free"),
         (RUN, queued("PENDING", "QOSMaxJobs"), [], "queued", "QOSMaxJobs"),
-        (RUN, queued("PENDING", "Priority", "2026-01-02T03:04:05"), [], "queued", "begin 2026-01-02 03:04:05"),
-        (BEGUN, queued("PENDING", "BeginTime"), [], "requeued", "went back into the queue; may not begin yet"),
+        (
+            RUN,
+            queued("PENDING", "Priority", "2026-01-02T03:04:05"),
+            [],
+            "queued",
+            "begin 2026-01-02 03:04:05",
+        ),
+        (
+            BEGUN,
+            queued("PENDING", "BeginTime"),
+            [],
+            "requeued",
+            "went back into the queue; may not begin yet",
+        ),
         (BEGUN, queued("PENDING"), [record("NODE_FAIL")], "requeued", "a node failed"),
-        (BEGUN, queued("PENDING"), [record("NODE_FAIL"), record("PREEMPTED")], "preempted", "made room"),
-        (replace(BEGUN, state="preempted", why="preempted"), queued("PENDING", "Priority"), [], "preempted", "others"),
+        (
+            BEGUN,
+            queued("PENDING"),
+            [record("NODE_FAIL"), record("PREEMPTED")],
+            "preempted",
+            "made room",
+        ),
+        (
+            replace(BEGUN, state="preempted", why="preempted"),
+            queued("PENDING", "Priority"),
+            [],
+            "preempted",
+            "others",
+        ),
         (RUN, queued("RUNNING"), [], "running", "starting"),
-        (replace(RUN, state="running", why="evaluating"), queued("RUNNING"), [], "running", "evaluating"),
+        (
+            replace(RUN, state="running", why="evaluating"),
+            queued("RUNNING"),
+            [],
+            "running",
+            "evaluating",
+        ),
         (RUN, queued("COMPLETING"), [], "running", "its job is completing"),
         (RUN, queued("CANCELLED"), [], "cancelled", "after step 40"),
-        (replace(RUN, state="silent"), None, [record("CANCELLED by 1000")], "cancelled", "after step 40"),
+        (
+            replace(RUN, state="silent"),
+            None,
+            [record("CANCELLED by 1000")],
+            "cancelled",
+            "after step 40",
+        ),
         (RUN, queued("TIMEOUT"), [], "failed", "reached the time limit"),
-        (replace(RUN, state="running"), None, [record("OUT_OF_MEMORY")], "failed", "ran out of memory"),
+        (
+            replace(RUN, state="running"),
+            None,
+            [record("OUT_OF_MEMORY")],
+            "failed",
+            "ran out of memory",
+        ),
         (replace(RUN, state="queued"), None, [], "failed", "Slurm has forgotten it"),
         (RUN, queued("FAILED"), [], "failed", "its job is gone (failed)"),
         (replace(RUN, why="3 in a row"), queued("FAILED"), [], "failed", "3 in a row"),
-        (replace(RUN, state="stopped", why="on request"), queued("COMPLETED"), [], "stopped", "on request"),
+        (
+            replace(RUN, state="stopped", why="on request"),
+            queued("COMPLETED"),
+            [],
+            "stopped",
+            "on request",
+        ),
         (replace(RUN, state="done", why=""), queued("COMPLETED"), [], "done", ""),
     ],
 )

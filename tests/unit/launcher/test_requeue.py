@@ -2,14 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.restart_policy import Attempt, NextAction, Policy, attempts_without_progress, decide, unresponsive_rank
+from launcher.restart_policy import (
+    Attempt,
+    NextAction,
+    Policy,
+    attempts_without_progress,
+    decide,
+    unresponsive_rank,
+)
 from pretrain.processes.local_ranks import EXIT_STOPPED
 
 POLICY = Policy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
 
-def attempt(*statuses: int, before: int = 0, after: int = 0, first: int | None = None, hung: bool = False) -> Attempt:
-    return Attempt(statuses=statuses, step_before=before, step_after=after, first_failure=first, hung=hung)
+def attempt(
+    *statuses: int, before: int = 0, after: int = 0, first: int | None = None, hung: bool = False
+) -> Attempt:
+    return Attempt(
+        statuses=statuses, step_before=before, step_after=after, first_failure=first, hung=hung
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,11 +63,20 @@ def test_progress_forgives_all_attempts_before_it():
 def test_the_delay_doubles_up_to_its_limit():
     patient = Policy(attempts_without_progress=100, first_delay=1.0, longest_delay=5.0)
     crash = attempt(-9)
-    assert [decide([crash] * count, patient).delay for count in (1, 2, 3, 4)] == [2.0, 4.0, 5.0, 5.0]
+    assert [decide([crash] * count, patient).delay for count in (1, 2, 3, 4)] == [
+        2.0,
+        4.0,
+        5.0,
+        5.0,
+    ]
 
 
 def test_a_hang_is_called_one_and_only_a_rank_without_any_sign_of_life_is_blamed():
     assert decide([attempt(-9, -9, hung=True)], POLICY).reason == "the ranks hung"
     hung = attempt(1, -9, 1, first=1, hung=True)
     assert decide([hung], POLICY).reason == "the ranks hung; rank 1 gave no sign of life"
-    assert [unresponsive_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [1, None, None]
+    assert [unresponsive_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [
+        1,
+        None,
+        None,
+    ]

@@ -12,7 +12,9 @@ def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> No
     monkeypatch.chdir(tmp_path)
     parts = (MixturePart(path=Path("a")), MixturePart(path=Path("b")))
     later = PhaseConfig(from_step=5, mixture=(MixturePart(path=Path("c")),))
-    run = RunConfig(initial_weights=Path("w"), data=DataConfig(path=Path("d"), mixture=parts, phases=(later,)))
+    run = RunConfig(
+        initial_weights=Path("w"), data=DataConfig(path=Path("d"), mixture=parts, phases=(later,))
+    )
     found = with_absolute_paths(run)
     paths = [found.initial_weights, found.data.path, *(part.path for part in found.data.mixture)]
     paths += [part.path for part in found.data.phases[0].mixture]

@@ -14,20 +14,35 @@ from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.srun import Step, _first_hand, free_port_near, srun_command
 from launcher.slurm.task import rank_variables
 
-STEP = Step(hosts=("n1", "n2", "n3"), nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
+STEP = Step(
+    hosts=("n1", "n2", "n3"),
+    nodes=2,
+    ranks=4,
+    cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3),
+)
 
 
 def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
     command = srun_command(STEP, ["-m", "launcher.slurm.task"])
     assert command[-3:] == [sys.executable, "-m", "launcher.slurm.task"]
-    wanted = {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--nodelist=n1,n2"}
+    wanted = {
+        "--nodes=2",
+        "--ntasks=4",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=3",
+        "--nodelist=n1,n2",
+    }
     assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
 
 
 def in_container(**settings) -> list[str]:
-    cluster = ClusterConfig(gpus_per_node=2, container_image="/images/x.sqsh", container_mounts=("/data",), **settings)
+    cluster = ClusterConfig(
+        gpus_per_node=2, container_image="/images/x.sqsh", container_mounts=("/data",), **settings
+    )
     return srun_command(
-        dataclasses.replace(STEP, cluster=cluster), ["-m", "launcher.slurm.task"], mounts=[Path("/runs/a")]
+        dataclasses.replace(STEP, cluster=cluster),
+        ["-m", "launcher.slurm.task"],
+        mounts=[Path("/runs/a")],
     )
 
 
@@ -69,10 +84,20 @@ def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
         "SLURM_STEP_NUM_NODES": "4",
     }
     ranks = rank_variables(variables)
-    assert (ranks["RANK"], ranks["WORLD_SIZE"], ranks["LOCAL_RANK"], ranks["LOCAL_WORLD_SIZE"]) == ("5", "8", "1", "2")
+    assert (ranks["RANK"], ranks["WORLD_SIZE"], ranks["LOCAL_RANK"], ranks["LOCAL_WORLD_SIZE"]) == (
+        "5",
+        "8",
+        "1",
+        "2",
+    )
 
 
-TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+TASK = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+}
 
 
 def run_task(log: str, code: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +106,8 @@ def run_task(log: str, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("pass", 0), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", -9)]
+    ("code", "status"),
+    [("pass", 0), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", -9)],
 )
 def test_a_task_writes_down_how_its_trainer_ended(tmp_path, code, status):
     result = run_task(str(tmp_path / "rank-{rank}.log"), code)
@@ -101,8 +127,18 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
         ([1, -9, 1, 1], {0: 2.0, 1: 3.0, 2: 1.0, 3: 4.0}, "", 1),
         ([-9, -9, 1, 1], {2: 2.0, 3: 1.0}, "", 3),
         ([75, 0, 1, 0], {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}, "", 2),
-        ([-9, -9, -9, -9], {}, "srun: job 3\nsrun: error: n2: tasks 2-3: Exited with exit code 1\n", 2),
-        ([-15, -15, -9, -9], {0: 1.0, 1: 1.0}, "srun: error: n2: tasks 2-3: Exited with exit code 1\n", 2),
+        (
+            [-9, -9, -9, -9],
+            {},
+            "srun: job 3\nsrun: error: n2: tasks 2-3: Exited with exit code 1\n",
+            2,
+        ),
+        (
+            [-15, -15, -9, -9],
+            {0: 1.0, 1: 1.0},
+            "srun: error: n2: tasks 2-3: Exited with exit code 1\n",
+            2,
+        ),
         ([-9, -9, -9, -9], {}, "", None),
         ([75, 75], {0: 1.0, 1: 1.0}, "srun: error: n1: tasks 0-1: Exited with exit code 1\n", None),
         ([0, 0, 0, 0], {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, "", None),

@@ -28,7 +28,10 @@ def runs(tmp_path: Path) -> Path:
 def test_all_runs_are_found_those_of_sweeps_too(runs, capsys):
     assert main(["status", "--all", f"--runs-dir={runs}", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(state["name"], state["state"]) for state in found] == [("alone", "new"), ("cell", "new")]
+    assert [(state["name"], state["state"]) for state in found] == [
+        ("alone", "new"),
+        ("cell", "new"),
+    ]
 
 
 def test_without_a_name_it_tells_of_all_runs(runs, capsys, monkeypatch):
@@ -67,7 +70,9 @@ def test_bad_input_gets_one_line(runs, capsys, arguments, message):
 def test_watching_draws_on_a_terminal_until_ctrl_c(runs):
     reader, writer = pty.openpty()
     command = [sys.executable, "-m", "launcher", "status", "--watch", f"--runs-dir={runs}"]
-    watcher = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, start_new_session=True)
+    watcher = subprocess.Popen(
+        command, stdin=writer, stdout=writer, stderr=writer, start_new_session=True
+    )
     try:
         seen = b""
         while b"sweep/cell" not in seen:
@@ -134,7 +139,14 @@ def test_several_runs_take_a_row_each():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "?"), (3, "3 s ago"), (119, "119 s ago"), (7100, "118 min ago"), (86400, "24 h ago"), (2e5, "2 d ago")],
+    [
+        (None, "?"),
+        (3, "3 s ago"),
+        (119, "119 s ago"),
+        (7100, "118 min ago"),
+        (86400, "24 h ago"),
+        (2e5, "2 d ago"),
+    ],
 )
 def test_an_age_is_told_in_the_largest_unit_that_says_enough(seconds, text):
     assert age(seconds) == text

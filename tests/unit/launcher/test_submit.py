@@ -11,7 +11,13 @@ from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 
-SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2", "model.num_layers=2", "data.lanes=8"]
+SETTINGS = [
+    "model.vocab_size=100",
+    "model.d_model=32",
+    "model.num_heads=2",
+    "model.num_layers=2",
+    "data.lanes=8",
+]
 
 
 @pytest.fixture
@@ -23,7 +29,16 @@ def files(tmp_path: Path) -> Path:
 
 def submit(files: Path, *more: str) -> int:
     cluster = f"--cluster={files / 'cluster.yaml'}"
-    return main(["submit", str(files / "tiny.yaml"), cluster, f"--run-dir={files / 'run'}", *more, *SETTINGS])
+    return main(
+        [
+            "submit",
+            str(files / "tiny.yaml"),
+            cluster,
+            f"--run-dir={files / 'run'}",
+            *more,
+            *SETTINGS,
+        ]
+    )
 
 
 def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
@@ -70,5 +85,9 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
     snapshot.take(config, load_cluster(files / "cluster.yaml"), "#!/bin/bash\n")
     assert load_config(RunConfig, snapshot.experiment) == config
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
-    assert {path.name for path in snapshot.code.iterdir()} == {"data_pipeline", "launcher", "pretrain"}
+    assert {path.name for path in snapshot.code.iterdir()} == {
+        "data_pipeline",
+        "launcher",
+        "pretrain",
+    }
     assert (snapshot.path / "code.commit").exists()

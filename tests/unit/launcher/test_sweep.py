@@ -23,7 +23,9 @@ CLUSTER = ClusterConfig(ranks_per_node=2)
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """Three cells; the second one has 3 lanes, the others 8."""
-    (tmp_path / "tiny.yaml").write_text("model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 10}\n")
+    (tmp_path / "tiny.yaml").write_text(
+        "model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 10}\n"
+    )
     (tmp_path / "cluster.yaml").write_text("ranks_per_node: 2\n")
     cells = "".join(
         f"- {{name: {name}, experiment: tiny.yaml, overrides: [{override}]}}\n"
@@ -35,12 +37,16 @@ def sweep(tmp_path: Path) -> Path:
 
 def cells_of(sweep: Path) -> list[CellRun]:
     runs = sweep.parent / "runs"
-    return read_cells(read_sweep(sweep), sweep, runs / "grid" if sweep.name == "grid.yaml" else runs)
+    return read_cells(
+        read_sweep(sweep), sweep, runs / "grid" if sweep.name == "grid.yaml" else runs
+    )
 
 
 def make_done(cell: CellRun) -> None:
     run_dir = RunDir.create(cell.path, cell.config)
-    run_dir.metrics.write_text(f'{{"kind": "train", "step": {cell.config.optim.steps}, "loss": 1.0}}\n')
+    run_dir.metrics.write_text(
+        f'{{"kind": "train", "step": {cell.config.optim.steps}, "loss": 1.0}}\n'
+    )
     run_dir.append_ledger({"event": "finish", "step": cell.config.optim.steps})
 
 
@@ -51,7 +57,18 @@ def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_ar
 
 
 def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):
-    assert main(["sweep", "submit", str(sweep), f"--cluster={sweep.parent / 'cluster.yaml'}", "--dry-run"]) == 2
+    assert (
+        main(
+            [
+                "sweep",
+                "submit",
+                str(sweep),
+                f"--cluster={sweep.parent / 'cluster.yaml'}",
+                "--dry-run",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert "cell odd: data.lanes=3 does not divide over 2 ranks" in error
     assert error.count("\n") == 1
@@ -76,7 +93,9 @@ def test_done_cells_are_skipped_and_a_cell_whose_sweep_asks_for_more_steps_is_no
     assert [cell.is_done for cell in cells] == [True, False, False]
     assert [cell.is_waiting for cell in cells] == [False, True, True]
     assert describe(cells) == "1 of 3 cells are done"
-    (sweep.parent / "tiny.yaml").write_text("model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 20}\n")
+    (sweep.parent / "tiny.yaml").write_text(
+        "model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 20}\n"
+    )
     assert cells_of(sweep)[0].is_waiting
 
 
@@ -96,7 +115,10 @@ def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_ord
     nearly_done = replace(other, state=replace(other.state, step=9))
     assert longest_first([nearly_done, odd, half_done]) == [half_done, odd, nearly_done]
     unknown = replace(
-        first, config=replace(first.config, model=ModelConfig(), data=DataConfig(path=sweep.parent / "no"))
+        first,
+        config=replace(
+            first.config, model=ModelConfig(), data=DataConfig(path=sweep.parent / "no")
+        ),
     )
     assert longest_first([unknown, odd]) == [odd, unknown]
 
@@ -142,7 +164,9 @@ def test_settings_of_one_name_keep_their_full_names_in_cells(grid):
     assert cells_of(grid)[0].cell.name == "checkpoint.interval_5-evaluation.interval_0"
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "configs" / "sweeps").glob("*.yaml")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[3] / "configs" / "sweeps").glob("*.yaml")), ids=str
+)
 def test_every_sweep_file_is_valid(path, tmp_path):
     assert all(cell.is_waiting for cell in read_cells(read_sweep(path), path, tmp_path))
 
@@ -185,7 +209,11 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
     assert rows[1]["optim.learning_rate"] == "0.0003"
-    assert (rows[1]["state"], rows[1]["train_loss"], rows[1]["evaluation_bits_per_byte"]) == ("done", "1.0", "1.25")
+    assert (rows[1]["state"], rows[1]["train_loss"], rows[1]["evaluation_bits_per_byte"]) == (
+        "done",
+        "1.0",
+        "1.25",
+    )
     assert (rows[0]["state"], rows[0]["evaluation_bits_per_byte"]) == ("new", "")
 
 
@@ -196,13 +224,26 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
         (["--local", "--jobs=0"], "--jobs=0 must be 1 or more"),
         (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
         (["--local", "--dry-run"], "--dry-run prints batch scripts"),
-        (["--cluster={folder}/cluster.yaml", "--nodes=x"], "--nodes=x is neither a number nor a range"),
+        (
+            ["--cluster={folder}/cluster.yaml", "--nodes=x"],
+            "--nodes=x is neither a number nor a range",
+        ),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(sweep, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(sweep.parent)
-    assert main(["sweep", "submit", str(sweep), *(text.format(folder=sweep.parent) for text in arguments)]) == 2
+    assert (
+        main(
+            [
+                "sweep",
+                "submit",
+                str(sweep),
+                *(text.format(folder=sweep.parent) for text in arguments),
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -10,7 +10,10 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 
-TEXTS = [f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5) for number in range(40)]
+TEXTS = [
+    f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5)
+    for number in range(40)
+]
 
 
 @pytest.fixture(scope="session")

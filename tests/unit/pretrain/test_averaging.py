@@ -9,7 +9,14 @@ import torch
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RecoveryConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RecoveryConfig,
+    RunConfig,
+)
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.ema import AVERAGE
 from pretrain.run import build_engine
@@ -43,7 +50,10 @@ def train(run: RunConfig, steps: int = 4):
 
 
 def parameters_of(engine) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone().view(-1) for name, parameter in engine.module.named_parameters()}
+    return {
+        name: parameter.detach().clone().view(-1)
+        for name, parameter in engine.module.named_parameters()
+    }
 
 
 def test_the_average_forgets_older_weights_by_its_decay(run):
@@ -63,13 +73,17 @@ def test_averaging_does_not_touch_training(run):
 
 def test_a_skipped_step_leaves_the_average_as_it_is(run):
     engine, _ = train(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)))
-    assert all(torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments())
+    assert all(
+        torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments()
+    )
 
 
 def test_loading_the_beginning_begins_the_average_again(run):
     engine, _ = train(run)
     engine.after_load(0)
-    assert all(torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments())
+    assert all(
+        torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments()
+    )
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

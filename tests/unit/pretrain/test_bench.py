@@ -49,9 +49,21 @@ def test_the_ratio_is_the_median_of_the_rounds() -> None:
 
 
 def test_the_table_shows_ratio_range_floor_and_verdict() -> None:
-    rows = table([measured(2.0, [3.0, 5.0], [1.0, 1.0]), measured(9.0, [3.0], [1.0])], 1e9).splitlines()
+    rows = table(
+        [measured(2.0, [3.0, 5.0], [1.0, 1.0]), measured(9.0, [3.0], [1.0])], 1e9
+    ).splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[2] == ["case", "2.0x", "4.00x", "3.00x", "5.00x", "4,000.0", "1,000.0", "3,000.0", "reached"]
+    assert cells[2] == [
+        "case",
+        "2.0x",
+        "4.00x",
+        "3.00x",
+        "5.00x",
+        "4,000.0",
+        "1,000.0",
+        "3,000.0",
+        "reached",
+    ]
     assert cells[3][-1] == "MISSED"
     assert {len(row) for row in rows} == {len(rows[0])}
 
@@ -60,7 +72,12 @@ def test_the_reference_step_computes_the_models_loss() -> None:
     """A yardstick that did less work, or other work, would flatter or slander the model."""
     torch.manual_seed(0)
     reference = ReferenceTransformerXL(
-        TINY.vocab_size, TINY.num_layers, TINY.num_heads, TINY.d_model, TINY.inner_width, dropout=0.0
+        TINY.vocab_size,
+        TINY.num_layers,
+        TINY.num_heads,
+        TINY.d_model,
+        TINY.inner_width,
+        dropout=0.0,
     ).double()
     model = TransformerXL(TINY).double()
     with torch.no_grad():
@@ -72,10 +89,14 @@ def test_the_reference_step_computes_the_models_loss() -> None:
     for first in (0, 6, 12):
         tokens_BL, targets_BL = stream_BT[:, first : first + 6], stream_BT[:, first + 1 : first + 7]
         nll_BL, memory = model(tokens_BL, targets_BL, memory)
-        loss, reference_memory = reference(tokens_BL.t(), targets_BL.t(), reference_memory, TINY.memory_length)
+        loss, reference_memory = reference(
+            tokens_BL.t(), targets_BL.t(), reference_memory, TINY.memory_length
+        )
         # The reference masks in float32.
         torch.testing.assert_close(loss, nll_BL.mean(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(reference_memory[1].transpose(0, 1), memory[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            reference_memory[1].transpose(0, 1), memory[1], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_every_promised_comparison_is_there() -> None:
@@ -106,7 +127,9 @@ def test_an_unknown_comparison_is_refused_with_the_names_there_are() -> None:
     add_arguments(parser)
     num_threads = torch.get_num_threads()
     try:
-        with pytest.raises(UserError, match=r"--only nothing.*attention module, segment = memory = 128"):
+        with pytest.raises(
+            UserError, match=r"--only nothing.*attention module, segment = memory = 128"
+        ):
             run(parser.parse_args(["--only", "nothing", "--threads", str(num_threads)]))
     finally:
         torch.set_num_threads(num_threads)
@@ -122,6 +145,8 @@ def test_the_machine_is_described_without_its_name() -> None:
 def test_what_grows_a_token_s_cost_is_varied_one_at_a_time() -> None:
     base, *others = points()
     for other in others:
-        changed = [name for name, value in vars(other.model).items() if value != getattr(base.model, name)]
+        changed = [
+            name for name, value in vars(other.model).items() if value != getattr(base.model, name)
+        ]
         assert len(changed) + (other.segment_length != base.segment_length) == 1, other.name
         assert other.flops_per_token != base.flops_per_token

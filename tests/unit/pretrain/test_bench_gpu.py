@@ -45,9 +45,13 @@ def test_errors_are_those_of_the_precision() -> None:
 def test_the_large_model_has_its_size_and_a_step_of_it_trains() -> None:
     run = gpu.large_run()
     assert 1.25e9 < cost_of(run).parameters < 1.4e9
-    model = replace(run.model, vocab_size=50, num_layers=2, d_model=32, num_heads=2, memory_length=8)
+    model = replace(
+        run.model, vocab_size=50, num_layers=2, d_model=32, num_heads=2, memory_length=8
+    )
     work = gpu.training_step(
-        replace(run, model=model, data=replace(run.data, lanes=2, segment_length=8)), CPU, torch.float32
+        replace(run, model=model, data=replace(run.data, lanes=2, segment_length=8)),
+        CPU,
+        torch.float32,
     )
     work()
     work()  # with memory

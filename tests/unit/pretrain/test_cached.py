@@ -8,13 +8,22 @@ import torch
 from pretrain.model.cached import CachedStream, RowBuffer, new_stream
 from tests.helpers.models import VARIANTS, random_starts, random_tokens, tiny_model
 
-CASES = {**VARIANTS, "same_length": {"same_length": True}, "isolated_pre_norm": {"isolate_documents": True}}
+CASES = {
+    **VARIANTS,
+    "same_length": {"same_length": True},
+    "isolated_pre_norm": {"isolate_documents": True},
+}
 LENGTHS = [5, 9, 1, 1, 9, 9, 2, 9, 9, 9, 1, 9]
 
 
 @pytest.mark.parametrize(
     ("variant", "memory_length"),
-    [(name, length) for name in CASES for length in (0, 1, 8, 30) if length or name != "same_length"],
+    [
+        (name, length)
+        for name in CASES
+        for length in (0, 1, 8, 30)
+        if length or name != "same_length"
+    ],
 )
 def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length):
     options = CASES[variant]
@@ -27,8 +36,12 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
         segment, targets = slice(begin, begin + length), slice(begin + 1, begin + length + 1)
         arguments = (tokens_BT[:, segment], tokens_BT[:, targets])
         with torch.no_grad():
-            expected, memory = model(*arguments, memory, starts_BT[:, segment], memory_length=memory_length)
-        torch.testing.assert_close(stream.nll_BL(*arguments, starts_BT[:, segment]), expected, rtol=1e-10, atol=1e-10)
+            expected, memory = model(
+                *arguments, memory, starts_BT[:, segment], memory_length=memory_length
+            )
+        torch.testing.assert_close(
+            stream.nll_BL(*arguments, starts_BT[:, segment]), expected, rtol=1e-10, atol=1e-10
+        )
         begin += length
 
 

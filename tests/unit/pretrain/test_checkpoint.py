@@ -60,7 +60,9 @@ def scramble(engine: Engine) -> None:
             value.uniform_(-1.0, 1.0)
 
 
-def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_loop_does_next(engine, world, tmp_path):
+def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_loop_does_next(
+    engine, world, tmp_path
+):
     state = state_of(engine, step=3)
     checkpointer(tmp_path / "blocking", world, asynchronous=False).save(engine, state)
     beside = checkpointer(tmp_path / "beside", world)
@@ -68,7 +70,9 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_lo
     beside.wait_for_copy()
     scramble(engine)
     beside.finish()
-    blocking, found = (files.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside"))
+    blocking, found = (
+        files.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside")
+    )
     assert found.index["files"] == blocking.index["files"]
     assert len(found.index["files"]) == 2
 
@@ -95,7 +99,9 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
         while not saving.has_failed and time.monotonic() < begin + 10:
             time.sleep(0.01)
         assert saving.has_failed, "known before anybody waits for the save"
-        with pytest.raises(CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"):
+        with pytest.raises(
+            CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"
+        ):
             saving.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -106,7 +112,10 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
 
 
 def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_path):
-    partial, final = files.partial_directory(tmp_path, 4, "attempt"), files.step_directory(tmp_path, 4)
+    partial, final = (
+        files.partial_directory(tmp_path, 4, "attempt"),
+        files.step_directory(tmp_path, 4),
+    )
     save = Save(
         4,
         partial,
@@ -114,7 +123,9 @@ def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_p
         {},
         HostBuffers(torch.device("cpu")),
         world,
-        publish=lambda while_waiting: files.publish(partial, final, {}, num_ranks=2, while_waiting=while_waiting),
+        publish=lambda while_waiting: files.publish(
+            partial, final, {}, num_ranks=2, while_waiting=while_waiting
+        ),
     )
     save.start()
     assert save.wait_for_files() == ""

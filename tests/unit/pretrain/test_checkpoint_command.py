@@ -16,9 +16,13 @@ from tests.unit.pretrain.test_checkpoint_files import flip_a_bit, publish_step
 def run_dir(tmp_path: Path) -> RunDir:
     """A run with checkpoints of steps 10 to 40."""
     kept = CheckpointConfig(interval=10, keep_last=2)
-    run_dir = RunDir.create(tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept))
+    run_dir = RunDir.create(
+        tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept)
+    )
     for step in (10, 20, 30, 40):
-        publish_step(run_dir.checkpoints, step, tokens_seen=64 * step, validation_loss=2 + step / 100)
+        publish_step(
+            run_dir.checkpoints, step, tokens_seen=64 * step, validation_loss=2 + step / 100
+        )
     return run_dir
 
 

@@ -21,7 +21,8 @@ def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> P
             (partial / files.rank_file(kind, rank)).write_bytes(bytes([step, rank]) * 100)
         names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
         written = {
-            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in names
+            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)}
+            for name in names
         }
         report = {"files": written, "cursor": None}
         write_json(partial / files.rank_file("rank", rank), report)
@@ -56,7 +57,9 @@ def replace_by_that_of_step_1(*paths: Path) -> None:
 
 
 def exchange_ranks(directory: Path) -> None:
-    (directory / "engine-00000.safetensors").write_bytes((directory / "engine-00001.safetensors").read_bytes())
+    (directory / "engine-00000.safetensors").write_bytes(
+        (directory / "engine-00001.safetensors").read_bytes()
+    )
 
 
 def forget_a_rank(directory: Path) -> None:
@@ -74,11 +77,23 @@ def rename_step_1(directory: Path) -> None:
 
 # what happened -> (how, to the checkpoint of step 2; what the refusal says)
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped bit": (lambda step: flip_a_bit(step / "engine-00001.safetensors"), "engine-00001.safetensors"),
-    "truncated file": (lambda step: cut(step / "state-00000.safetensors"), "state-00000.safetensors"),
-    "missing file": (lambda step: (step / "engine-00000.safetensors").unlink(), "engine-00000.safetensors: missing"),
+    "flipped bit": (
+        lambda step: flip_a_bit(step / "engine-00001.safetensors"),
+        "engine-00001.safetensors",
+    ),
+    "truncated file": (
+        lambda step: cut(step / "state-00000.safetensors"),
+        "state-00000.safetensors",
+    ),
+    "missing file": (
+        lambda step: (step / "engine-00000.safetensors").unlink(),
+        "engine-00000.safetensors: missing",
+    ),
     "missing rank": (forget_a_rank, "rank 1 of 2 is missing"),
-    "another rank's file": (exchange_ranks, "engine-00000.safetensors: holds what belongs into engine-00001"),
+    "another rank's file": (
+        exchange_ranks,
+        "engine-00000.safetensors: holds what belongs into engine-00001",
+    ),
     "file of an older step": (
         lambda step: replace_by_that_of_step_1(step / "engine-00000.safetensors"),
         "engine-00000.safetensors",
@@ -98,7 +113,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(tmp_path: Path, what: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(
+    tmp_path: Path, what: str
+) -> None:
     publish_step(tmp_path, 1)
     damage, reason = DAMAGE[what]
     damage(publish_step(tmp_path, 2))

@@ -20,7 +20,14 @@ def test_a_command_with_actions_takes_its_arguments(capsys):
 
 def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
     (tmp_path / "x.yaml").write_text("model: {vocab_size: 100}\n")
-    arguments = [str(tmp_path / "x.yaml"), "--mfu", "0.5", "model.num_layers=2", "--explain", "model.d_model=64"]
+    arguments = [
+        str(tmp_path / "x.yaml"),
+        "--mfu",
+        "0.5",
+        "model.num_layers=2",
+        "--explain",
+        "model.d_model=64",
+    ]
     assert main(["describe", *arguments]) == 0
     assert "2 L" in capsys.readouterr().out
 

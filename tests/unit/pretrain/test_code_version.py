@@ -20,7 +20,9 @@ def version_of(copy: Path) -> str:
 
 def test_a_copy_of_the_code_has_its_version_and_an_edit_another(tmp_path):
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     assert re.fullmatch(r"[\w.]+\+[0-9a-f]{12}", code_version())
     assert version_of(tmp_path) == code_version()
     with open(tmp_path / "pretrain" / "schedule.py", "a") as file:

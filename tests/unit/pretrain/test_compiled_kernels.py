@@ -12,13 +12,23 @@ import pytest
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a program may have
 LARGEST_SPILL = 1024  # bytes per thread and kernel, stores and loads together
 KERNELS = ("forward", "query_gradient", "key_gradient", "position_gradient")
-PLAIN = [f"{kernel}:{width}:{target}" for kernel in KERNELS for width in (64, 128) for target in SHARED_MEMORY]
+PLAIN = [
+    f"{kernel}:{width}:{target}"
+    for kernel in KERNELS
+    for width in (64, 128)
+    for target in SHARED_MEMORY
+]
 OPTIONS = [
     f"{kernel}:64:90:{option}"
     for kernel in KERNELS
     for option in ("documents,dropout", "distance_bias,no_position", "grouped")
 ]
-WANTED = [*PLAIN, *OPTIONS, "query_gradient:64:90:adds_positions", "query_gradient:128:90:adds_positions"]
+WANTED = [
+    *PLAIN,
+    *OPTIONS,
+    "query_gradient:64:90:adds_positions",
+    "query_gradient:128:90:adds_positions",
+]
 
 
 pytestmark = pytest.mark.timeout(900)

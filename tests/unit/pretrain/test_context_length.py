@@ -10,7 +10,12 @@ from torch import Tensor
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import ModelConfig
-from pretrain.evaluation.context_length import ContextGrid, Losses, SplitPositions, relative_effective_context_lengths
+from pretrain.evaluation.context_length import (
+    ContextGrid,
+    Losses,
+    SplitPositions,
+    relative_effective_context_lengths,
+)
 from pretrain.model.transformer_xl import TransformerXL
 
 CONTEXTS = ContextGrid(step=10, longest=100)
@@ -72,7 +77,12 @@ def test_nothing_longer_than_needed_is_computed() -> None:
 def test_a_position_sees_exactly_so_many_tokens(corpus, positions, length) -> None:
     torch.manual_seed(1)
     config = ModelConfig(
-        vocab_size=corpus.manifest.vocab_size, num_layers=2, d_model=16, num_heads=2, positions=positions, init_std=0.3
+        vocab_size=corpus.manifest.vocab_size,
+        num_layers=2,
+        d_model=16,
+        num_heads=2,
+        positions=positions,
+        init_std=0.3,
     )
     module = TransformerXL(config).double().eval()
     places = SplitPositions(corpus, num_positions=70, longest=30)

@@ -15,7 +15,9 @@ from pretrain.kernels.cpu.tile_math import shifted, unshift_
 from pretrain.kernels.cpu.tiles import Tiling
 from tests.helpers.exact_attention import exact_attention
 
-SMALL_TILES = Tiling(rows=3, scores=70)  # several blocks, lane groups and head groups in a case of a few rows
+SMALL_TILES = Tiling(
+    rows=3, scores=70
+)  # several blocks, lane groups and head groups in a case of a few rows
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        return (
+            torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        )
 
     heads = (case.heads, case.width)
     key_heads = (2, case.key_heads, case.width)
@@ -109,7 +113,9 @@ def options_of(case: Case) -> dict:
     if case.keep_probability < 1.0:
         # As the dropout stream lays it out: lanes outermost.
         shape = (case.lanes, case.heads, case.queries, case.keys)
-        options["keep_HBLK"] = (torch.rand(shape, generator=generator) < case.keep_probability).movedim(0, 1)
+        options["keep_HBLK"] = (
+            torch.rand(shape, generator=generator) < case.keep_probability
+        ).movedim(0, 1)
         options["keep_probability"] = case.keep_probability
     return options
 
@@ -130,7 +136,10 @@ def fast(case: Case, inputs: list[Tensor]) -> Tensor:
 def exact(case: Case, inputs: list[Tensor]) -> Tensor:
     encodings, bias = distance_terms(case, inputs)
     options = {"distance_bias_KH": bias, **options_of(case)}
-    keep_HBLK, keep_probability = options.pop("keep_HBLK", None), options.pop("keep_probability", 1.0)
+    keep_HBLK, keep_probability = (
+        options.pop("keep_HBLK", None),
+        options.pop("keep_probability", 1.0),
+    )
     if keep_HBLK is not None:
         options |= {"keep_BHLK": keep_HBLK.transpose(0, 1), "dropout": 1.0 - keep_probability}
     key, value = torch.cat(inputs[-2:], 1).unbind(2)
@@ -171,11 +180,22 @@ def test_output_and_gradients_are_those_of_the_formula_to_1e_6_in_float32(name: 
 @pytest.mark.parametrize("name", ["no_memory", "everything", "distance_biases"])
 def test_gradients_pass_gradcheck(name: str) -> None:
     case = CASES[name]
-    assert torch.autograd.gradcheck(lambda *inputs: fast(case, list(inputs)), inputs_of(case, torch.float64))
+    assert torch.autograd.gradcheck(
+        lambda *inputs: fast(case, list(inputs)), inputs_of(case, torch.float64)
+    )
 
 
 def test_usual_tiles_agree_with_the_formula_at_a_usual_size() -> None:
-    case = Case(lanes=2, queries=200, memory=130, heads=2, key_heads=2, width=16, documents=True, tiling=Tiling())
+    case = Case(
+        lanes=2,
+        queries=200,
+        memory=130,
+        heads=2,
+        key_heads=2,
+        width=16,
+        documents=True,
+        tiling=Tiling(),
+    )
     inputs = inputs_of(case, torch.float32)
     precise = [values.detach().double().requires_grad_() for values in inputs]
     expected = with_gradients(exact(case, precise), precise)
@@ -195,14 +215,27 @@ def test_checkpointing_repeats_the_gradients_bitwise() -> None:
     case = CASES["everything"]
     inputs = inputs_of(case, torch.float32)
     direct = with_gradients(fast(case, inputs), inputs)
-    again = checkpoint(lambda *given: fast(case, list(given)), *inputs, use_reentrant=False, preserve_rng_state=False)
+    again = checkpoint(
+        lambda *given: fast(case, list(given)),
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
     assert isinstance(again, Tensor)
     for found, expected in zip(with_gradients(again, inputs), direct, strict=True):
         assert torch.equal(found, expected)
 
 
 def test_two_threads_repeat_each_other_bitwise() -> None:
-    case = Case(lanes=3, queries=150, memory=90, heads=2, key_heads=2, width=16, tiling=Tiling(rows=64, scores=1 << 15))
+    case = Case(
+        lanes=3,
+        queries=150,
+        memory=90,
+        heads=2,
+        key_heads=2,
+        width=16,
+        tiling=Tiling(rows=64, scores=1 << 15),
+    )
     inputs = inputs_of(case, torch.float32)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -211,7 +244,9 @@ def test_two_threads_repeat_each_other_bitwise() -> None:
     finally:
         torch.set_num_threads(num_threads)
     for other in others:
-        assert all(torch.equal(found, expected) for found, expected in zip(other, first, strict=True))
+        assert all(
+            torch.equal(found, expected) for found, expected in zip(other, first, strict=True)
+        )
 
 
 def test_output_without_gradient_is_bitwise_the_same() -> None:
@@ -240,13 +275,19 @@ def test_keys_outside_every_window_are_not_read() -> None:
 
 
 def test_keys_of_documents_that_ended_before_the_segment_are_not_read() -> None:
-    query, position, content_bias, position_bias, *parts = inputs_of(Case(lanes=2, queries=6, memory=10), torch.float32)
+    query, position, content_bias, position_bias, *parts = inputs_of(
+        Case(lanes=2, queries=6, memory=10), torch.float32
+    )
     documents = torch.zeros(2, 16, dtype=torch.int32)
     documents[0, 9:], documents[1, 3:] = 1, 4
-    expected = relative_attention(query, parts, position, content_bias, position_bias, documents_BK=documents)
+    expected = relative_attention(
+        query, parts, position, content_bias, position_bias, documents_BK=documents
+    )
     with torch.no_grad():
         parts[0][0, :9], parts[0][1, :3] = float("nan"), float("nan")
-    found = relative_attention(query, parts, position, content_bias, position_bias, documents_BK=documents)
+    found = relative_attention(
+        query, parts, position, content_bias, position_bias, documents_BK=documents
+    )
     assert torch.equal(found, expected)
 
 
@@ -266,5 +307,7 @@ def test_unshift_undoes_the_shift_where_a_query_sees_a_key() -> None:
     visible = torch.ones(rows, keys).tril(keys - rows)
     again = torch.full_like(tile, float("nan"))
     unshift_(again, shifted(tile) * visible)
-    steps = rows - 1 - torch.arange(rows)  # row i of the tile holds nothing that is used in its first `steps` columns
+    steps = (
+        rows - 1 - torch.arange(rows)
+    )  # row i of the tile holds nothing that is used in its first `steps` columns
     assert torch.equal(again, tile * (torch.arange(keys) >= steps[:, None]))

@@ -13,7 +13,9 @@ def test_the_standard_library_is_text_enough_without_its_tests():
     documents = dict(texts.standard_library())
     assert "textwrap.py" in documents
     assert "json/decoder.py" in documents
-    assert not any(name.startswith(("test/", "site-packages/")) or "/tests/" in name for name in documents)
+    assert not any(
+        name.startswith(("test/", "site-packages/")) or "/tests/" in name for name in documents
+    )
     assert sum(map(len, documents.values())) > texts.FEWEST_BYTES
     assert documents["textwrap.py"].startswith('"""Text wrapping')
     assert max(map(len, documents.values())) <= texts.LONGEST_CHARACTERS
@@ -36,7 +38,12 @@ def test_a_users_folder_may_mix_text_and_compressed_jsonl(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "one.txt").write_text("first")
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"id": "a", "text": "second"}) + "\n" + json.dumps({"id": "b", "text": "third"}) + "\n")
+        file.write(
+            json.dumps({"id": "a", "text": "second"})
+            + "\n"
+            + json.dumps({"id": "b", "text": "third"})
+            + "\n"
+        )
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "report.txt").write_text("the demo's own")
     found = texts.folder_of_text(tmp_path, output=tmp_path / "demo")
@@ -52,7 +59,9 @@ def test_too_little_text_is_refused_with_how_much_is_needed(tmp_path):
 
 def test_more_text_than_the_demo_can_read_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "MOST_BYTES", 2500)
-    written = texts.write_jsonl(tmp_path / "documents.jsonl", ((str(n), "x" * 1000) for n in range(10)))
+    written = texts.write_jsonl(
+        tmp_path / "documents.jsonl", ((str(n), "x" * 1000) for n in range(10))
+    )
     assert written == {"documents": 2, "bytes": 2000}
 
 

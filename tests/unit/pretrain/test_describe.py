@@ -19,7 +19,9 @@ MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 def run_config(**engine) -> RunConfig:
     model = ModelConfig(vocab_size=1000, num_layers=4, d_model=64, num_heads=4, memory_length=32)
-    return RunConfig(model=model, data=DataConfig(lanes=16, segment_length=32), engine=EngineConfig(**engine))
+    return RunConfig(
+        model=model, data=DataConfig(lanes=16, segment_length=32), engine=EngineConfig(**engine)
+    )
 
 
 def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
@@ -27,7 +29,10 @@ def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
 
 
 def test_describe_prints_what_the_published_model_is_made_of(capsys):
-    assert main(["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "--gpus-per-node", "4"]) == 0
+    assert (
+        main(["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "--gpus-per-node", "4"])
+        == 0
+    )
     output = capsys.readouterr().out
     for expected in ("151,107,538", "FLOPs per token", "memory per rank", "checkpoint", "fits in"):
         assert expected in output
@@ -43,7 +48,11 @@ def test_formulas_are_shown_on_request_only(capsys):
 
 
 def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
-    settings = ["model.compression=conv", "model.compressed_length=8", "engine.activation_checkpointing=full"]
+    settings = [
+        "model.compression=conv",
+        "model.compressed_length=8",
+        "engine.activation_checkpointing=full",
+    ]
     assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings, "--explain"]) == 0
     formulas, legend = capsys.readouterr().out.split("\nletters\n")
     explained = {line.split()[0]: line.split()[1] for line in legend.splitlines()[:-1]}
@@ -52,7 +61,14 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
     lines = [line[40:] for line in formulas.splitlines() if line.startswith(("  ", "checkpoint"))]
     used = set(re.findall(r"(?<![\w'/-])[A-Za-z](?![\w'-])", "\n".join(lines)))
     assert {"L", "K", "V", "P", "b"} <= used
-    others = {"a", "u", "v", "s", "x", "G"}  # the article, letters with a line of their own, a unit, times, a prefix
+    others = {
+        "a",
+        "u",
+        "v",
+        "s",
+        "x",
+        "G",
+    }  # the article, letters with a line of their own, a unit, times, a prefix
     assert used <= {*explained, *others}
 
 
@@ -68,9 +84,14 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
         ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
     ],
 )
-def test_time_follows_from_the_peak_of_the_precision_that_is_configured(capsys, gpu, precision, peak, words):
+def test_time_follows_from_the_peak_of_the_precision_that_is_configured(
+    capsys, gpu, precision, peak, words
+):
     path = MODELS / "wt103-base.yaml"
-    assert main(["describe", str(path), "--gpu", gpu, "--mfu", "0.5", f"engine.precision={precision}"]) == 0
+    assert (
+        main(["describe", str(path), "--gpu", gpu, "--mfu", "0.5", f"engine.precision={precision}"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert words in said
     config = load_config(RunConfig, path)
@@ -84,10 +105,19 @@ def test_time_follows_from_the_peak_of_the_precision_that_is_configured(capsys, 
     ("arguments", "message"),
     [
         (["nowhere.yaml"], "does not exist"),
-        ([str(MODELS / "enwik8-base.yaml"), "--gpus-per-node", "4"], "data.lanes=22 does not divide over 4 ranks"),
+        (
+            [str(MODELS / "enwik8-base.yaml"), "--gpus-per-node", "4"],
+            "data.lanes=22 does not divide over 4 ranks",
+        ),
         ([str(MODELS / "enwik8-base.yaml"), "--nodes", "0"], "--nodes=0 must be 1 or more"),
-        ([str(MODELS / "enwik8-base.yaml"), "--mfu", "2"], "--mfu=2.0 must be above 0 and at most 1"),
-        ([str(MODELS / "enwik8-base.yaml"), "model.vocab_size=0", "data.path=nowhere"], "give --vocab-size N"),
+        (
+            [str(MODELS / "enwik8-base.yaml"), "--mfu", "2"],
+            "--mfu=2.0 must be above 0 and at most 1",
+        ),
+        (
+            [str(MODELS / "enwik8-base.yaml"), "model.vocab_size=0", "data.path=nowhere"],
+            "give --vocab-size N",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
@@ -98,8 +128,22 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
 
 
 def test_every_phase_is_reckoned_with(capsys):
-    command = ["describe", str(MODELS / "enwik8-base.yaml"), "optim.steps=30", "data.lanes=4", "data.segment_length=16"]
-    assert main([*command, "data.phases=[{from_step: 10, segment_length: 32}, {from_step: 20, lanes: 8}]"]) == 0
+    command = [
+        "describe",
+        str(MODELS / "enwik8-base.yaml"),
+        "optim.steps=30",
+        "data.lanes=4",
+        "data.segment_length=16",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "data.phases=[{from_step: 10, segment_length: 32}, {from_step: 20, lanes: 8}]",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "phase 1 " in said
     assert "(4 lanes x 32 = 128 tokens, 10 steps)" in said
@@ -124,7 +168,9 @@ def test_describing_imports_no_torch():
 def test_each_zero_stage_divides_what_it_says():
     P = parameters_of(run_config().model).total
     stages = [parts_of(run_config(zero_stage=stage, precision="bf16")) for stage in (0, 1, 2, 3)]
-    assert stages == [parts_of(run_config(zero_stage=stage, precision="fp16")) for stage in (0, 1, 2, 3)]
+    assert stages == [
+        parts_of(run_config(zero_stage=stage, precision="fp16")) for stage in (0, 1, 2, 3)
+    ]
     assert [stage["optimizer"] for stage in stages] == [12 * P, 3 * P, 3 * P, 3 * P]
     assert [stage["gradients"] for stage in stages] == [2 * P, 4 * P, P, P]
     assert stages[0]["weights"] == stages[2]["weights"] == 2 * P
@@ -146,13 +192,20 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
 
 def test_offloaded_memories_leave_one_slots_on_the_device():
     plain, offloaded = (
-        {part.name: part.bytes for part in memory_parts(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True)}
+        {
+            part.name: part.bytes
+            for part in memory_parts(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True)
+        }
         for engine in ({}, {"offload_memories": True})
     )
-    assert offloaded.pop("recurrent memory") / 3 == plain.pop("recurrent memory") / (2 * 4), "of four lanes of a rank"
+    assert offloaded.pop("recurrent memory") / 3 == plain.pop("recurrent memory") / (2 * 4), (
+        "of four lanes of a rank"
+    )
     assert offloaded == plain
     on_cpu = parts_of(run_config(micro_batch_lanes=1, offload_memories=True))
-    assert on_cpu["recurrent memory"] == parts_of(run_config(micro_batch_lanes=1))["recurrent memory"]
+    assert (
+        on_cpu["recurrent memory"] == parts_of(run_config(micro_batch_lanes=1))["recurrent memory"]
+    )
 
 
 def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
@@ -166,7 +219,9 @@ def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
 def test_the_largest_micro_batch_is_the_largest_that_fits():
     run = run_config()
     for lanes in (1, 2, 4):
-        room = total_bytes(memory_parts(replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4))
+        room = total_bytes(
+            memory_parts(replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4)
+        )
         assert largest_micro_batch(run, 4, room) == lanes
     assert largest_micro_batch(run, 4, 1000.0) == 0
 
@@ -179,7 +234,11 @@ def test_a_checkpoint_holds_twelve_bytes_per_parameter_and_every_memory_row():
 
 def test_gpus_keep_no_attention_weights_unless_the_fused_kernel_cannot_serve():
     def activations(on_gpu: bool, **engine) -> float:
-        return {part.name: part.bytes for part in memory_parts(run_config(**engine), 4, on_gpu)}["activations"]
+        return {part.name: part.bytes for part in memory_parts(run_config(**engine), 4, on_gpu)}[
+            "activations"
+        ]
 
     assert activations(True, precision="bf16") < 0.9 * activations(False, precision="bf16")
-    assert activations(True, precision="fp32") == activations(False, precision="fp32", attention_kernel="plain")
+    assert activations(True, precision="fp32") == activations(
+        False, precision="fp32", attention_kernel="plain"
+    )

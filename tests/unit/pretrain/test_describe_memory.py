@@ -16,14 +16,28 @@ from pretrain.costs.memory import memory_parts, total_bytes
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}
 WORDY = {"vocab_size": 16000, "num_layers": 2, "d_model": 128, "num_heads": 4, "memory_length": 64}
-MODERN = {"positions": "rope", "feed_forward": "swiglu", "norm": "rmsnorm", "norm_position": "pre", "num_key_heads": 2}
+MODERN = {
+    "positions": "rope",
+    "feed_forward": "swiglu",
+    "norm": "rmsnorm",
+    "norm_position": "pre",
+    "num_key_heads": 2,
+}
 CASES = {
     "deep": (DEEP, (8, 128), {}),
     "deep, checkpointed": (DEEP, (8, 128), {"activation_checkpointing": "full"}),
     "long memory": (LONG, (4, 512), {}),
     "long memory, checkpointed": (LONG, (4, 512), {"activation_checkpointing": "full"}),
-    "long memory, scores computed again": (LONG, (4, 512), {"activation_checkpointing": "selective"}),
-    "deep, every second layer": (DEEP, (8, 128), {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2}),
+    "long memory, scores computed again": (
+        LONG,
+        (4, 512),
+        {"activation_checkpointing": "selective"},
+    ),
+    "deep, every second layer": (
+        DEEP,
+        (8, 128),
+        {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2},
+    ),
     "long memory, plain attention": (LONG, (4, 512), {"attention_kernel": "plain"}),
     "many words": (WORDY, (16, 64), {}),
     "many words, output layer in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
@@ -36,7 +50,11 @@ CASES = {
 def run_of(name: str) -> RunConfig:
     model, (lanes, segment_length), engine = CASES[name]
     data = DataConfig(lanes=lanes, segment_length=segment_length)
-    return RunConfig(model=ModelConfig(**model), data=data, engine=EngineConfig(kind="torch", threads=1, **engine))
+    return RunConfig(
+        model=ModelConfig(**model),
+        data=data,
+        engine=EngineConfig(kind="torch", threads=1, **engine),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +63,11 @@ def measured() -> dict[str, float]:
     settings = json.dumps([to_tree(run_of(name)) for name in CASES])
     command = [sys.executable, "-m", "tests.helpers.peak_memory", settings]
     # Freed memory goes back at once, so that the process holds what the tensors hold.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

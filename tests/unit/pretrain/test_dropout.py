@@ -27,7 +27,13 @@ def mask(
 
 
 def hash_of(
-    lanes: list[int], count: int = 1000, *, seed: int = 1, step: int = 2, layer: int = 3, site: Site = Site.ATTENTION
+    lanes: list[int],
+    count: int = 1000,
+    *,
+    seed: int = 1,
+    step: int = 2,
+    layer: int = 3,
+    site: Site = Site.ATTENTION,
 ) -> Tensor:
     """The bits that devices other than the CPU compute; the same operations run here."""
     return hashed_bits(torch.tensor(lanes), count, seed=seed, step=step, site=site, layer=layer)
@@ -117,14 +123,21 @@ def test_lanes_may_lie_on_another_axis() -> None:
     values = torch.randn(3, 2, 5, 7)  # lanes second
     stream = DropoutStream(1, 2, [8, 9])
     across = stream.drop(values, 0.4, Site.ATTENTION, layer=1, lane_axis=1)
-    assert torch.equal(across, stream.drop(values.movedim(1, 0), 0.4, Site.ATTENTION, layer=1).movedim(0, 1))
+    assert torch.equal(
+        across, stream.drop(values.movedim(1, 0), 0.4, Site.ATTENTION, layer=1).movedim(0, 1)
+    )
 
 
 def test_the_shared_mask_depends_on_no_lane() -> None:
     values = torch.ones(40, 6)
-    masks = [DropoutStream(1, 2, lanes).drop_shared(values, 0.5, Site.POSITIONS) for lanes in ([0], [5, 6])]
+    masks = [
+        DropoutStream(1, 2, lanes).drop_shared(values, 0.5, Site.POSITIONS)
+        for lanes in ([0], [5, 6])
+    ]
     assert torch.equal(*masks)
-    assert not torch.equal(masks[0], DropoutStream(1, 3, [0]).drop_shared(values, 0.5, Site.POSITIONS))
+    assert not torch.equal(
+        masks[0], DropoutStream(1, 3, [0]).drop_shared(values, 0.5, Site.POSITIONS)
+    )
 
 
 def test_without_a_stream_or_a_rate_values_pass_untouched() -> None:
@@ -137,7 +150,9 @@ def test_lanes_may_come_as_a_tensor_and_large_seeds_are_accepted() -> None:
     values = torch.ones(2, 64)
     seed = (1 << 64) + 5  # taken modulo 2^64
     as_list = DropoutStream(seed, 2, [3, 4]).drop(values, 0.5, Site.FINAL)
-    assert torch.equal(as_list, DropoutStream(5, 2, torch.tensor([3, 4])).drop(values, 0.5, Site.FINAL))
+    assert torch.equal(
+        as_list, DropoutStream(5, 2, torch.tensor([3, 4])).drop(values, 0.5, Site.FINAL)
+    )
 
 
 @pytest.mark.gpu
@@ -148,5 +163,8 @@ def test_cuda_masks_equal_the_hash_computed_on_the_cpu() -> None:
     kept = stream.drop(values, 0.3, Site.FINAL, layer=2).cpu() != 0
     bits = hash_of([3, 1 << 40], 1001, layer=2, site=Site.FINAL)
     assert torch.equal(kept, bits[:, :1001] >= round(0.3 * LEVELS) - LEVELS // 2)
-    shared = [DropoutStream(1, 2, lanes).drop_shared(values, 0.3, Site.POSITIONS) for lanes in ([0], [5, 6])]
+    shared = [
+        DropoutStream(1, 2, lanes).drop_shared(values, 0.3, Site.POSITIONS)
+        for lanes in ([0], [5, 6])
+    ]
     assert torch.equal(*shared)

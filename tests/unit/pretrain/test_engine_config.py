@@ -14,13 +14,17 @@ from pretrain.engines.deepspeed_settings import checked, deepspeed_config
 @pytest.mark.parametrize(
     "settings", [{"initial_loss_scale": 3.0}, {"initial_loss_scale": 0.5}, {"loss_scale_window": 0}]
 )
-def test_loss_scales_that_would_round_or_never_change_are_refused(settings: dict[str, float]) -> None:
+def test_loss_scales_that_would_round_or_never_change_are_refused(
+    settings: dict[str, float],
+) -> None:
     with pytest.raises(ConfigError, match=f"engine.{next(iter(settings))}="):
         EngineConfig(**settings)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
-def test_state_on_a_disk_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+def test_state_on_a_disk_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
     experiment = tmp_path / "swapped.yaml"
     extra = f"{{zero_optimization: {{{what}: {{device: nvme, nvme_path: /mnt}}}}}}"
     experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
@@ -35,7 +39,9 @@ def test_state_in_host_memory_is_none_of_that(tmp_path: Path) -> None:
     experiment = tmp_path / "host.yaml"
     extra = "{zero_optimization: {offload_optimizer: {device: cpu}, overlap_comm: true}}"
     experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
-    assert load_config(RunConfig, experiment).engine.deepspeed_extra["zero_optimization"]["overlap_comm"]
+    assert load_config(RunConfig, experiment).engine.deepspeed_extra["zero_optimization"][
+        "overlap_comm"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +78,19 @@ def test_numbers_that_mean_nothing_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"scheduler": {"type": "WarmupLR"}}, "deepspeed_extra.scheduler would change nothing; use optim.schedule"),
-        ({"optimizer": {"type": "Adam"}}, "deepspeed_extra.optimizer would change nothing; use optim.name"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "deepspeed_extra.scheduler would change nothing; use optim.schedule",
+        ),
+        (
+            {"optimizer": {"type": "Adam"}},
+            "deepspeed_extra.optimizer would change nothing; use optim.name",
+        ),
         ({"train_batch_size": 3}, "deepspeed_extra.train_batch_size=3 contradicts 16"),
-        ({"zero_optimization": {"stage": 3}}, "deepspeed_extra.zero_optimization.stage=3 contradicts 1"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "deepspeed_extra.zero_optimization.stage=3 contradicts 1",
+        ),
     ],
 )
 def test_what_deepspeed_may_not_be_told_is_refused(extra: dict, said: str) -> None:

@@ -23,7 +23,9 @@ from pretrain.weights.trained_model import TrainedModel
 def scorer(corpus):
     torch.manual_seed(1)
     vocab_size = corpus.manifest.vocab_size
-    config = ModelConfig(vocab_size=vocab_size, num_layers=2, d_model=16, num_heads=2, memory_length=16, init_std=0.3)
+    config = ModelConfig(
+        vocab_size=vocab_size, num_layers=2, d_model=16, num_heads=2, memory_length=16, init_std=0.3
+    )
     run = RunConfig(model=config, data=DataConfig(lanes=2))
     trained = TrainedModel(TransformerXL(config).double().eval(), run, 0, corpus.directory.parent)
     yield TrainedScorer(trained, init_world())
@@ -31,18 +33,25 @@ def scorer(corpus):
 
 
 def measured(scorer, corpus, **options) -> EvaluationResult:
-    return evaluate(scorer, corpus, **{"memory_length": 16, "segment_length": 8, "num_lanes": 2, **options})
+    return evaluate(
+        scorer, corpus, **{"memory_length": 16, "segment_length": 8, "num_lanes": 2, **options}
+    )
 
 
 def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
     """The targets of one lane, as evaluation reads them."""
     batches = list(EvaluationStream(corpus, 1, 8, range(1), max_tokens))
-    return torch.cat([torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches])
+    return torch.cat(
+        [torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches]
+    )
 
 
 @pytest.mark.parametrize(("step", "length"), [(0, 16), (4, 16), (5, 32), (9, 64)])
 def test_segments_are_as_long_as_in_the_phase_of_the_last_update(tmp_path, step, length):
-    phases = (PhaseConfig(from_step=4, segment_length=32), PhaseConfig(from_step=8, segment_length=64))
+    phases = (
+        PhaseConfig(from_step=4, segment_length=32),
+        PhaseConfig(from_step=8, segment_length=64),
+    )
     model = ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1)
     run = RunConfig(model=model, data=DataConfig(segment_length=16, phases=phases))
     assert TrainedModel(TransformerXL(model), run, step, tmp_path).segment_length == length
@@ -66,7 +75,9 @@ def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(sco
 
 
 def test_without_memory_the_loss_is_another_one(scorer, corpus):
-    assert abs(measured(scorer, corpus, memory_length=0).loss - measured(scorer, corpus).loss) > 1e-3
+    assert (
+        abs(measured(scorer, corpus, memory_length=0).loss - measured(scorer, corpus).loss) > 1e-3
+    )
 
 
 def test_bits_are_those_of_the_text(scorer, corpus):
@@ -80,7 +91,9 @@ def test_bits_are_those_of_the_text(scorer, corpus):
 def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, corpus):
     part = measured(scorer, corpus, num_lanes=1, max_tokens=corpus.num_tokens // 2)
     assert 0 < part.tokens < corpus.num_tokens
-    text = Tokenizer.load(corpus.tokenizer_directory).decode(targets_in_order(corpus, part.tokens).tolist())
+    text = Tokenizer.load(corpus.tokenizer_directory).decode(
+        targets_in_order(corpus, part.tokens).tolist()
+    )
     bits = part.loss * part.tokens / math.log(2)
     # A character may be cut at the end.
     assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
@@ -103,7 +116,11 @@ def test_progress_hears_of_every_token(scorer, corpus):
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
 def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
     text = "def na\u00efve(x):\n\t'''Zw\u00f6lf \u2192 \u65e5\u672c\U0001f600'''\n    return  x\n"
-    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer(kind, 400, [inspect.getsource(argparse)])
+    tokenizer = (
+        Tokenizer("bytes")
+        if kind == "bytes"
+        else train_tokenizer(kind, 400, [inspect.getsource(argparse)])
+    )
     bytes_V, characters_V = tokenizer.text_sizes()
     ids = tokenizer.encode(text)
     assert bytes_V[ids].sum() == len(text.encode())
@@ -112,7 +129,9 @@ def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
 
 
 def test_the_table_aligns_its_columns(scorer, corpus):
-    rows = aligned(loss_rows([measured(scorer, corpus, memory_length=length) for length in (0, 16)])).splitlines()
+    rows = aligned(
+        loss_rows([measured(scorer, corpus, memory_length=length) for length in (0, 16)])
+    ).splitlines()
     assert len(rows) == 3
     assert len({len(row) for row in rows}) == 1
     assert rows[2].split()[0] == "16"

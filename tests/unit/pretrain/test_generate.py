@@ -8,7 +8,14 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from pretrain.config.run import ModelConfig
-from pretrain.evaluation.sampling import Sampling, TextStream, choose, generate, penalized, prompt_tokens
+from pretrain.evaluation.sampling import (
+    Sampling,
+    TextStream,
+    choose,
+    generate,
+    penalized,
+    prompt_tokens,
+)
 from pretrain.model.transformer_xl import TransformerXL
 
 END = 16
@@ -24,15 +31,24 @@ def small_model(**settings: object) -> TransformerXL:
     return TransformerXL(ModelConfig(**options)).double().eval()  # type: ignore[arg-type]
 
 
-def tokens_of(model: TransformerXL, sampling: Sampling, num_tokens: int, **options: int) -> torch.Tensor:
+def tokens_of(
+    model: TransformerXL, sampling: Sampling, num_tokens: int, **options: int
+) -> torch.Tensor:
     return torch.stack(
-        list(generate(model, PROMPT, sampling=sampling, num_tokens=num_tokens, end_id=END, **options)), 1
+        list(
+            generate(model, PROMPT, sampling=sampling, num_tokens=num_tokens, end_id=END, **options)
+        ),
+        1,
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"isolate_documents": True}, {"norm_position": "pre", "untie_biases": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"isolate_documents": True}, {"norm_position": "pre", "untie_biases": True}]
+)
 @pytest.mark.parametrize("segment_length", [1, 4, 100])
-def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(settings, segment_length):
+def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(
+    settings, segment_length
+):
     model = small_model(**settings)
     generated = tokens_of(model, GREEDY, 20, segment_length=segment_length)[0].tolist()
     text = list(PROMPT)
@@ -76,7 +92,9 @@ def test_samples_follow_the_distribution_within_top_k_and_top_p():
     assert shares(Sampling(temperature=0.0)) == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_impossible_sampling_is_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Sampling(**settings)
@@ -85,7 +103,11 @@ def test_impossible_sampling_is_refused(settings):
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_streamed_text_is_the_text_of_all_tokens(kind):
     text = 'def na\u00efve(x):\n    """Zw\u00f6lf Boxk\u00e4mpfer \u2192 \u65e5\u672c."""\n\n    return x * 2\n'
-    tokenizer = Tokenizer("bytes") if kind == "bytes" else train_tokenizer("bpe", 300, ["def naive(x): return 2\n" * 9])
+    tokenizer = (
+        Tokenizer("bytes")
+        if kind == "bytes"
+        else train_tokenizer("bpe", 300, ["def naive(x): return 2\n" * 9])
+    )
     stream = TextStream(tokenizer)
     parts = [stream.add(token) for token in prompt_tokens(tokenizer, text)[1:]]
     assert "".join(parts) + stream.rest() == text
@@ -101,12 +123,16 @@ def test_an_end_of_document_shows_as_a_line():
 def test_the_penalty_divides_the_probability_of_tokens_seen_and_no_others():
     logits_BV = torch.tensor([[0.5, 0.3, 0.2]]).log()
     seen_BV = torch.tensor([[True, False, True]])
-    torch.testing.assert_close(penalized(logits_BV, seen_BV, 2.0).exp(), torch.tensor([[0.25, 0.3, 0.1]]))
+    torch.testing.assert_close(
+        penalized(logits_BV, seen_BV, 2.0).exp(), torch.tensor([[0.25, 0.3, 0.1]])
+    )
     assert torch.equal(penalized(logits_BV, seen_BV, 1.0), logits_BV)
 
 
 def test_a_strong_penalty_lets_no_token_but_ends_come_twice_while_others_remain():
-    tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e30), 8)[0].tolist()
+    tokens = tokens_of(small_model(), Sampling(temperature=0.0, repetition_penalty=1e30), 8)[
+        0
+    ].tolist()
     written = [token for token in tokens if token != END]
     assert len(written) >= 4
     assert len({*PROMPT, *written}) == len(set(PROMPT)) + len(written)
@@ -124,11 +150,15 @@ def test_no_end_follows_an_end():
 @pytest.mark.parametrize("temperature", [1e-320, 1e-3])
 def test_the_coldest_temperature_takes_the_likeliest_token(temperature):
     logits_BV = torch.tensor([[0.1, 0.7, 0.2]]).log()
-    assert int(choose(logits_BV, Sampling(temperature=temperature), torch.Generator().manual_seed(1))) == 1
+    assert (
+        int(choose(logits_BV, Sampling(temperature=temperature), torch.Generator().manual_seed(1)))
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    "setting", ["repetition_penalty=0.5", "temperature=nan", "temperature=inf", "top_p=2.0", "top_k=-1"]
+    "setting",
+    ["repetition_penalty=0.5", "temperature=nan", "temperature=inf", "top_p=2.0", "top_k=-1"],
 )
 def test_impossible_samplings_are_refused_by_name(setting):
     name, value = setting.split("=")

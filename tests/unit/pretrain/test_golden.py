@@ -24,9 +24,24 @@ REFERENCE_CASES: dict[str, dict[str, Any]] = {
     "narrow_embedding_tied_projection": {"d_embed": 10, "tie_projs": [True]},
     "adaptive_div1": {"cutoffs": [9, 20], "tie_projs": [False, True, True]},
     "adaptive_div1_narrow": {"cutoffs": [9, 20], "d_embed": 10, "tie_projs": [False, True, True]},
-    "adaptive_div2_untied": {"cutoffs": [9, 20], "div_val": 2, "tie_projs": [False] * 3, "tie_weight": False},
-    "adaptive_four_bins_untied_biases": {"cutoffs": [5, 9, 20], "div_val": 2, "tie_projs": [True] * 4, "untie_r": True},
-    "pre_norm_same_length_clamp": {"pre_lnorm": True, "same_length": True, "clamp_len": 4, "mem_len": 7},
+    "adaptive_div2_untied": {
+        "cutoffs": [9, 20],
+        "div_val": 2,
+        "tie_projs": [False] * 3,
+        "tie_weight": False,
+    },
+    "adaptive_four_bins_untied_biases": {
+        "cutoffs": [5, 9, 20],
+        "div_val": 2,
+        "tie_projs": [True] * 4,
+        "untie_r": True,
+    },
+    "pre_norm_same_length_clamp": {
+        "pre_lnorm": True,
+        "same_length": True,
+        "clamp_len": 4,
+        "mem_len": 7,
+    },
     "extended_context": {"ext_len": 2, "mem_len": 9},
     "extended_context_same_length": {"ext_len": 3, "mem_len": 5, "same_length": True},
 }
@@ -43,17 +58,25 @@ def write_case(path: Path, options: dict[str, Any]) -> Path:
     state, ties = random_state(settings)
     lanes, length, context = settings["bsz"], settings["tgt_len"], settings["ext_len"]
     generator = torch.Generator().manual_seed(1)
-    stream = torch.randint(0, settings["n_token"], (settings["n_seg"] * length + 1, lanes), generator=generator)
+    stream = torch.randint(
+        0, settings["n_token"], (settings["n_seg"] * length + 1, lanes), generator=generator
+    )
     arrays: dict[str, np.ndarray] = {"config": np.array(json.dumps(settings))}
     losses, memories = [], []
     for s in range(settings["n_seg"]):
         first = s * length
-        tokens, targets = stream[max(0, first - context) : first + length], stream[first + 1 : first + length + 1]
+        tokens, targets = (
+            stream[max(0, first - context) : first + length],
+            stream[first + 1 : first + length + 1],
+        )
         result = reference_segment(state, ties, settings, tokens, targets, memories)
         memories = result.memories
         losses.append(result.nll.mean())
         arrays |= {f"inp/{s}": tokens.numpy(), f"tgt/{s}": targets.numpy()}
-        arrays |= {f"nll/{s}": result.nll.detach().numpy(), f"hid/{s}": result.hidden.detach().numpy()}
+        arrays |= {
+            f"nll/{s}": result.nll.detach().numpy(),
+            f"hid/{s}": result.hidden.detach().numpy(),
+        }
         arrays |= {f"mem/{s}/{level}": rows.numpy() for level, rows in enumerate(memories)}
     torch.stack(losses).sum().backward()
     for name, tensor in state.items():
@@ -81,8 +104,12 @@ def test_an_independent_reimplementation_agrees(case: str, tmp_path: Path) -> No
     assert result.errors.keys() == {"NLL", "hidden", "memories", "gradients"}
 
 
-@pytest.mark.parametrize("entry", ["nll/1", "mem/2/1", "grad/r_r_bias", "param/layers.1.dec_attn.r_net.weight"])
-def test_one_wrong_number_in_a_case_fails_it(entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "entry", ["nll/1", "mem/2/1", "grad/r_r_bias", "param/layers.1.dec_attn.r_net.weight"]
+)
+def test_one_wrong_number_in_a_case_fails_it(
+    entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_case(tmp_path / "case.npz", {})
     with np.load(path) as file:
         arrays = dict(file)
@@ -102,7 +129,9 @@ def test_a_wrong_mask_or_shift_fails(golden_directory: Path, tmp_path: Path) -> 
         assert golden.compare(tmp_path / name).verdict == "FAILED"
 
 
-def test_another_attention_is_reported_as_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_attention_is_reported_as_unsupported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_case(tmp_path / "case.npz", {})
     with np.load(path) as file:
         arrays = dict(file)
@@ -112,7 +141,9 @@ def test_another_attention_is_reported_as_unsupported(tmp_path: Path, capsys: py
     assert "not supported: attn_type 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["text", "truncated", "single", "foreign", "incomplete", "config"])
+@pytest.mark.parametrize(
+    "content", ["text", "truncated", "single", "foreign", "incomplete", "config"]
+)
 def test_a_file_that_is_no_golden_case_gets_one_clear_line(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,11 +33,15 @@ def first_spike(losses: list[float | None], settings: RecoveryConfig = SETTINGS)
 
 def noisy(count: int, level: float = 3.0, fall: float = 0.0) -> list[float]:
     generator = np.random.default_rng(0)
-    return [level - fall * step + 0.05 * float(generator.standard_normal()) for step in range(count)]
+    return [
+        level - fall * step + 0.05 * float(generator.standard_normal()) for step in range(count)
+    ]
 
 
 def test_a_lasting_jump_is_a_spike_from_its_first_step_on():
-    assert first_spike([*noisy(40), 4.0, 4.5, 4.2]) == Spike(41, 43, 4.5, pytest.approx(3.0, abs=0.05))
+    assert first_spike([*noisy(40), 4.0, 4.5, 4.2]) == Spike(
+        41, 43, 4.5, pytest.approx(3.0, abs=0.05)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,9 @@ def test_what_a_run_does_anyway_is_no_spike(losses):
 
 def test_skipped_steps_in_a_row_count_as_a_spike_at_any_time():
     assert first_spike([None, None, None]) == Spike(1, 3, None, None)
-    assert first_spike([*noisy(30), 9.0, None, 9.5]) == Spike(31, 33, 9.5, pytest.approx(3.0, abs=0.05))
+    assert first_spike([*noisy(30), 9.0, None, 9.5]) == Spike(
+        31, 33, 9.5, pytest.approx(3.0, abs=0.05)
+    )
     assert first_spike([None, 3.0, None, None, 3.0]) is None
 
 
@@ -67,7 +73,10 @@ def test_a_score_of_zero_turns_rewinding_off():
 
 
 def ledger_of(*windows: range) -> list[dict]:
-    return [{"event": "start"}, *({"event": "rewind", "segments": [each.start, each.stop]} for each in windows)]
+    return [
+        {"event": "start"},
+        *({"event": "rewind", "segments": [each.start, each.stop]} for each in windows),
+    ]
 
 
 def test_windows_that_touch_are_one():
@@ -78,7 +87,9 @@ def test_windows_that_touch_are_one():
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(0, 60))
 def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_reads(spans, resumed_at):
     windows = skipped_windows(ledger_of(*(range(start, start + length) for start, length in spans)))
-    batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)]
+    batches = [
+        SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)
+    ]
     undisturbed = [batch.number for batch in skip_windows(batches, 0, windows)]
     assert not any(number in window for number in undisturbed for window in windows)
     behind = segments_consumed(resumed_at, windows)
@@ -102,7 +113,10 @@ def test_the_window_goes_from_before_the_spike_to_the_margin_behind_it_in_segmen
 def test_a_run_that_goes_back_to_the_step_before_the_spike_passes_over_its_data():
     spike, to_step = Spike(41, 43, 9.0, 3.0), 40
     window = window_of(spike, [], RunConfig(recovery=SETTINGS), to_step)
-    batches = [SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(to_step, 60)]
+    batches = [
+        SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool))
+        for number in range(to_step, 60)
+    ]
     read = skip_windows(batches, segments_consumed(to_step, [window]), [window])
     assert next(read).number == 47
 
@@ -111,7 +125,11 @@ RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
 
 
 def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> dict:
-    return {"event": "out_of_memory", "micro_batch_lanes": lanes, "settings": memory_settings(run, world_size)}
+    return {
+        "event": "out_of_memory",
+        "micro_batch_lanes": lanes,
+        "settings": memory_settings(run, world_size),
+    }
 
 
 def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes():
@@ -126,7 +144,9 @@ def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes(
 
 
 def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again():
-    saving = dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, activation_checkpointing="full"))
+    saving = dataclasses.replace(
+        RUN, engine=dataclasses.replace(RUN.engine, activation_checkpointing="full")
+    )
     assert with_fitting_micro_batch(saving, 2, [out_of_memory(12)]) == saving
     assert with_fitting_micro_batch(RUN, 4, [out_of_memory(12)]) == RUN
 
@@ -137,7 +157,8 @@ def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"spike_threshold": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_grad_norm": -1.0}]
+    "wrong",
+    [{"spike_threshold": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_grad_norm": -1.0}],
 )
 def test_settings_without_meaning_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"recovery.*{next(iter(wrong))}"):
@@ -153,6 +174,9 @@ def test_the_slowest_rank_is_compared_with_the_others():
 def test_a_rank_is_named_once_and_only_when_it_stays_slow():
     watch = StragglerWatch(limit=1.5)
     slow, other, even = Straggler(2, 3.0, 3.0), Straggler(1, 3.0, 2.0), Straggler(2, 1.0, 1.1)
-    observed = [watch.observe(each) for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)]
+    observed = [
+        watch.observe(each)
+        for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)
+    ]
     assert observed == [False] * 7 + [True, False, False]
     assert not any(StragglerWatch(limit=0.0).observe(slow) for _ in range(9))

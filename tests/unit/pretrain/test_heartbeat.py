@@ -30,7 +30,13 @@ with Heartbeat(Path(sys.argv[1]), rank=3, watchdog_timeout_seconds=float(sys.arg
 
 
 def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STEPS_THEN_WAITS, str(directory), str(watchdog_timeout_seconds)]
+    command = [
+        sys.executable,
+        "-c",
+        STEPS_THEN_WAITS,
+        str(directory),
+        str(watchdog_timeout_seconds),
+    ]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -23,13 +23,21 @@ def event(second: float, kind: str, **more: object) -> dict:
     return {"time": (START + datetime.timedelta(seconds=second)).isoformat(), "event": kind, **more}
 
 
-REWIND = {"segments": [12, 25], "to_step": 10, "loss": 9.0, "usual_loss": 3.0, "reason": "steps 13 to 15 were bad"}
+REWIND = {
+    "segments": [12, 25],
+    "to_step": 10,
+    "loss": 9.0,
+    "usual_loss": 3.0,
+    "reason": "steps 13 to 15 were bad",
+}
 
 
 def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) -> Path:
     """40 steps of 1 s in intervals of 5; step 20 skipped; a rewind, a crash of 20 s, and an evaluation every 10."""
     config = RunConfig(
-        name=name, data=DataConfig(lanes=2, segment_length=4), optim=OptimConfig(steps=80, learning_rate=learning_rate)
+        name=name,
+        data=DataConfig(lanes=2, segment_length=4),
+        optim=OptimConfig(steps=80, learning_rate=learning_rate),
     )
     run_dir = RunDir.create(directory, config)
     lines: list[dict] = []
@@ -45,16 +53,27 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
             }
         if step % 10 == 0:
             layers = ("embedding", "layer.0", "layer.1", "output")
-            line |= {f"{kind}/{layer}": 0.1 for kind in ("grad_norm", "update_ratio") for layer in layers}
+            line |= {
+                f"{kind}/{layer}": 0.1 for kind in ("grad_norm", "update_ratio") for layer in layers
+            }
         lines.append(line)
         if step % 10 == 0:
-            lines.append({"kind": "evaluation", "step": step, "loss": 3.0, "loss_without_memory": 3.2})
+            lines.append(
+                {"kind": "evaluation", "step": step, "loss": 3.0, "loss_without_memory": 3.2}
+            )
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger = [
         event(0, "start", step=0, world_size=2),
         event(15, "rewind", step=15, **REWIND),
         event(16, "resume", step=10, world_size=2),
-        event(36, "attempt_ended", attempt=0, statuses=[1, -9], reason="rank 1 was ended by SIGKILL", next="retry"),
+        event(
+            36,
+            "attempt_ended",
+            attempt=0,
+            statuses=[1, -9],
+            reason="rank 1 was ended by SIGKILL",
+            next="retry",
+        ),
         event(56, "resume", step=15, world_size=1),
         event(91, "finish", step=40),
     ]
@@ -69,7 +88,9 @@ def run(tmp_path: Path) -> Path:
 
 def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_count(run):
     history = read_history(run)
-    assert history.seconds_under_way == pytest.approx(91)  # what was waited after the crash included
+    assert history.seconds_under_way == pytest.approx(
+        91
+    )  # what was waited after the crash included
     assert history.seconds_that_count == 40
     assert history.goodput == pytest.approx(40 / 91)
     assert (len(history.failures), history.num_skipped, history.tokens) == (1, 1, 320)
@@ -98,10 +119,17 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
     assert "step 40 of 80" in capsys.readouterr().out
     html = (run / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
-    for words in ("What memory is worth", "back to step 10, passing over segments 12 to 24", "44%", "ended by SIGKILL"):
+    for words in (
+        "What memory is worth",
+        "back to step 10, passing over segments 12 to 24",
+        "44%",
+        "ended by SIGKILL",
+    ):
         assert words in html
     assert html.count("<svg") == 7
-    assert not re.search("#0[1-7]0[1-7]0[1-7]", html), "every stand-in has become a name of the style sheet"
+    assert not re.search("#0[1-7]0[1-7]0[1-7]", html), (
+        "every stand-in has become a name of the style sheet"
+    )
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -135,9 +163,18 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
     ("happened", "words"),
     [
         ({"event": "start", "world_size": 1}, "began on 1 rank"),
-        ({"event": "settings_changed", "changes": {"optim.steps": [10, 20]}}, "optim.steps from 10 to 20"),
-        ({"event": "out_of_memory", "rank": 3, "micro_batch_lanes": 8}, "rank 3 was out of memory with 8 lanes"),
-        ({"event": "suspects", "documents": [{"document": "d", "lane": 1, "loss": 8.0}]}, "d (lane 1, loss 8.00)"),
+        (
+            {"event": "settings_changed", "changes": {"optim.steps": [10, 20]}},
+            "optim.steps from 10 to 20",
+        ),
+        (
+            {"event": "out_of_memory", "rank": 3, "micro_batch_lanes": 8},
+            "rank 3 was out of memory with 8 lanes",
+        ),
+        (
+            {"event": "suspects", "documents": [{"document": "d", "lane": 1, "loss": 8.0}]},
+            "d (lane 1, loss 8.00)",
+        ),
         ({"event": "straggler", "rank": 2, "ratio": 2.25}, "rank 2 took 2.2 times as long"),
         ({"event": "gave_up", "reason": "too often"}, "gave up: too often"),
         ({"event": "something_new"}, "something new"),

@@ -52,7 +52,11 @@ class Power:
             return
         if not self.last_operation:
             self.last_operation = operation
-            if operation == "fsync" and (size := os.fstat(descriptor).st_size) and _is_written_to(descriptor):
+            if (
+                operation == "fsync"
+                and (size := os.fstat(descriptor).st_size)
+                and _is_written_to(descriptor)
+            ):
                 os.ftruncate(descriptor, self._generator.randrange(size))
         raise PowerCut
 
@@ -61,7 +65,9 @@ class Power:
         """File operations of the block use this power. None waits for the disk: nobody pulls the real plug."""
         with ExitStack() as stack:
             for name in OPERATIONS:
-                stack.enter_context(mock.patch.object(os, name, self._powered(name, getattr(os, name))))
+                stack.enter_context(
+                    mock.patch.object(os, name, self._powered(name, getattr(os, name)))
+                )
             yield
 
     def _powered(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +79,9 @@ class Power:
 
 
 def _is_written_to(descriptor: int) -> bool:
-    flags = int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8)
+    flags = int(
+        Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8
+    )
     return bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
@@ -90,7 +98,12 @@ class Run:
         run_dir.cut_metrics_after(self.step)
         self.streams = [
             LaneStream(
-                corpus, RUN.data.lanes, RUN.seed, RUN.data.segment_length, lanes, cursor.take(lanes) if cursor else None
+                corpus,
+                RUN.data.lanes,
+                RUN.seed,
+                RUN.data.segment_length,
+                lanes,
+                cursor.take(lanes) if cursor else None,
             )
             for lanes in (lanes_of_rank(RUN, rank, world_size) for rank in range(world_size))
         ]
@@ -118,7 +131,9 @@ class Run:
             self.step += 1
             self.power.use("step")
             with open(self.run_dir.metrics, "a") as file:
-                file.write(json.dumps({"kind": "train", "step": self.step, "hashes": self.seen()}) + "\n")
+                file.write(
+                    json.dumps({"kind": "train", "step": self.step, "hashes": self.seen()}) + "\n"
+                )
             if self.step % INTERVAL == 0:
                 self.save([batch.cursor for batch in batches])
 
@@ -128,16 +143,24 @@ class Run:
         partial.mkdir(parents=True, exist_ok=True)
         for rank in random.Random(self.step).sample(range(self.world_size), self.world_size):
             names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
-            held = {lane: self.hashes[lane].hex() for lane in lanes_of_rank(RUN, rank, self.world_size)}
+            held = {
+                lane: self.hashes[lane].hex() for lane in lanes_of_rank(RUN, rank, self.world_size)
+            }
             for name, content in zip(names, ({"step": self.step}, held), strict=True):
                 write_json(partial / name, content)
             sizes = {
-                name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in names
+                name: {
+                    "bytes": (partial / name).stat().st_size,
+                    "sha256": sha256_of(partial / name),
+                }
+                for name in names
             }
             report = {"files": sizes, "cursor": cursors[rank].to_tree()}
             write_json(partial / files.rank_file("rank", rank), report)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
-        files.publish(partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size)
+        files.publish(
+            partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size
+        )
         files.prune(self.run_dir.checkpoints, keep_last=2)
 
     def seen(self) -> list[str]:
@@ -151,7 +174,9 @@ def _never_refused(text: str) -> None:
 def test_no_token_is_lost_or_doubled_over_a_thousand_kill_points(tmp_path):
     corpus = Corpus.open(make_tiny_corpus(tmp_path / "corpus") / "train")
     generator = random.Random(7)
-    undisturbed = Run(RunDir.create(tmp_path / "undisturbed", RUN), corpus, 1, Power(float("inf"), generator))
+    undisturbed = Run(
+        RunDir.create(tmp_path / "undisturbed", RUN), corpus, 1, Power(float("inf"), generator)
+    )
     undisturbed.train()
     expected = undisturbed.run_dir.read_metrics()
     assert [line["step"] for line in expected] == list(range(1, STEPS + 1))

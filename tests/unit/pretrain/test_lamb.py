@@ -14,7 +14,14 @@ from torch import Tensor
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RecoveryConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RecoveryConfig,
+    RunConfig,
+)
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_moments, fragment_of
 from pretrain.optim.groups import decays
@@ -33,9 +40,17 @@ def textbook_lamb(weight: Tensor, gradients: list[Tensor], decay: float, is_matr
     for number, gradient in enumerate(gradients, start=1):
         average = BETAS[0] * average + (1 - BETAS[0]) * gradient.double()
         square = BETAS[1] * square + (1 - BETAS[1]) * gradient.double() ** 2
-        direction = average / (1 - BETAS[0] ** number) / ((square / (1 - BETAS[1] ** number)).sqrt() + EPSILON)
+        direction = (
+            average
+            / (1 - BETAS[0] ** number)
+            / ((square / (1 - BETAS[1] ** number)).sqrt() + EPSILON)
+        )
         update = direction + decay * weight
-        trust = math.sqrt((weight**2).sum()) / math.sqrt((update**2).sum()) if is_matrix and weight.any() else 1.0
+        trust = (
+            math.sqrt((weight**2).sum()) / math.sqrt((update**2).sum())
+            if is_matrix and weight.any()
+            else 1.0
+        )
         weight = weight - RATE * trust * update
     return weight
 
@@ -45,12 +60,17 @@ def gradients_of(shape: tuple[int, ...], seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("is_flat", [False, True], ids=["a tensor each", "one flat tensor with padding"])
+@pytest.mark.parametrize(
+    "is_flat", [False, True], ids=["a tensor each", "one flat tensor with padding"]
+)
 def test_twenty_steps_agree_with_the_algorithm_as_printed(is_flat: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     weights["zeros"] = torch.zeros(2, 3)  # a norm of 0 leaves the ratio at 1
-    gradients = {name: gradients_of(tuple(weight.shape), seed) for seed, (name, weight) in enumerate(weights.items())}
+    gradients = {
+        name: gradients_of(tuple(weight.shape), seed)
+        for seed, (name, weight) in enumerate(weights.items())
+    }
     optimizer, masters = (flat if is_flat else separate)(weights)
     for step in range(STEPS):
         for master, names in masters:
@@ -62,8 +82,12 @@ def test_twenty_steps_agree_with_the_algorithm_as_printed(is_flat: bool) -> None
     for fragment in optimizer.placement.fragments_in([master for master, _ in masters]):
         is_matrix = fragment.name != "bias"
         before = weights[fragment.name]
-        expected = textbook_lamb(before, gradients[fragment.name], DECAY if is_matrix else 0.0, is_matrix)
-        torch.testing.assert_close(fragment.values["weight"].double(), expected.view(-1), rtol=0, atol=2e-6)
+        expected = textbook_lamb(
+            before, gradients[fragment.name], DECAY if is_matrix else 0.0, is_matrix
+        )
+        torch.testing.assert_close(
+            fragment.values["weight"].double(), expected.view(-1), rtol=0, atol=2e-6
+        )
         assert (expected - before).abs().max() > 0.01
 
 
@@ -76,7 +100,10 @@ def separate(weights: dict[str, Tensor]) -> tuple[Lamb, list[tuple[Tensor, list[
 def flat(weights: dict[str, Tensor]) -> tuple[Lamb, list[tuple[Tensor, list[str]]]]:
     """All of a group lie in one vector with padding behind them, as under ZeRO."""
     masters = {}
-    for key, names in {"decayed": [name for name in weights if name != "bias"], "bias": ["bias"]}.items():
+    for key, names in {
+        "decayed": [name for name in weights if name != "bias"],
+        "bias": ["bias"],
+    }.items():
         padded = torch.cat([*(weights[name].view(-1) for name in names), torch.zeros(5)])
         masters[key] = (torch.nn.Parameter(padded), names)
     return optimizer_of(masters, weights)
@@ -96,7 +123,9 @@ def optimizer_of(
         place = 0
         create_moments(optimizer.state[master], master)
         for name in names:
-            fragments.append(fragment_of(name, 0, master, optimizer.state[master], place, weights[name].numel()))
+            fragments.append(
+                fragment_of(name, 0, master, optimizer.state[master], place, weights[name].numel())
+            )
             place += weights[name].numel()
     optimizer.placement = FragmentIndex(fragments, list(weights), is_sharded=False)
     return optimizer, list(masters.values())
@@ -106,7 +135,9 @@ def optimizer_of(
 def run(tmp_path: Path) -> Iterator[RunConfig]:
     yield RunConfig(
         model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8),
+        data=DataConfig(
+            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
+        ),
         optim=OptimConfig(name="lamb", clip_norm=0.05),
         engine=EngineConfig(kind="torch"),
     )
@@ -153,4 +184,6 @@ def test_a_refused_step_changes_nothing(run: RunConfig) -> None:
 def test_a_run_does_not_go_on_with_another_optimizer(run: RunConfig, tmp_path: Path) -> None:
     RunDir.create(tmp_path / "run", run)
     with pytest.raises(ConfigError, match=r"optim\.name: lamb -> adamw"):
-        RunDir.create_or_resume(tmp_path / "run", replace(run, optim=replace(run.optim, name="adamw")))
+        RunDir.create_or_resume(
+            tmp_path / "run", replace(run, optim=replace(run.optim, name="adamw"))
+        )

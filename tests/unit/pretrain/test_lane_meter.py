@@ -30,7 +30,11 @@ def memories_of(lanes: range, num_slots: int) -> list[tuple[torch.Tensor, ...]]:
     """Rows of layer 0 have the norm 5 in every lane, those of layer 1 that of their lane's number."""
     hidden_BMD = torch.tensor([[3.0, 0.0, -4.0, 0.0]]).expand(len(lanes), 5, 4)
     numbers_B11 = torch.tensor(list(lanes), dtype=torch.float32).view(-1, 1, 1)
-    levels = (hidden_BMD, torch.tensor([0.0, 1.0, 0.0, 0.0]) * numbers_B11.expand(-1, 5, 1), torch.zeros(len(lanes), 5))
+    levels = (
+        hidden_BMD,
+        torch.tensor([0.0, 1.0, 0.0, 0.0]) * numbers_B11.expand(-1, 5, 1),
+        torch.zeros(len(lanes), 5),
+    )
     return [tuple(slot) for slot in zip(*(level.chunk(num_slots) for level in levels), strict=True)]
 
 
@@ -75,7 +79,10 @@ def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_
 def test_a_run_that_remembers_nothing_has_no_norms_and_one_that_is_no_number_is_none(corpus):
     state = TrainState.fresh(2)
     meter = LaneMeter(RUN, state)
-    assert meter.numbers(meter.take(CPU).tolist()) == {"lane_epochs_started": 0, "documents_started": 0}
+    assert meter.numbers(meter.take(CPU).tolist()) == {
+        "lane_epochs_started": 0,
+        "documents_started": 0,
+    }
     state.memories = list(memories_of(range(NUM_LANES), 1))
     state.memories = [(state.memories[0][0] * float("inf"), *state.memories[0][1:])]
     found = meter.numbers(meter.take(CPU).tolist())

@@ -40,7 +40,9 @@ LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
 def run(tmp_path: Path) -> Iterator[RunConfig]:
     yield RunConfig(
         model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8),
+        data=DataConfig(
+            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
+        ),
         optim=OptimConfig(weight_decay=0.1, clip_norm=0.05),
         engine=EngineConfig(kind="torch"),
     )
@@ -51,26 +53,36 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
     assert result.layers is not None
     assert result.grad_norm is not None
     squares = result.layers.squares_KG.flatten().tolist()
-    return numbers_of_layers(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
+    return numbers_of_layers(
+        result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 @pytest.mark.parametrize("clip_norm", [0.05, 0.0])
-def test_norms_and_ratios_are_those_seen_from_outside(run: RunConfig, name: str, clip_norm: float) -> None:
+def test_norms_and_ratios_are_those_seen_from_outside(
+    run: RunConfig, name: str, clip_norm: float
+) -> None:
     run = replace(run, optim=replace(run.optim, name=name, clip_norm=clip_norm))
     engine, memory = build_engine(run, init_world()), None
     stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
     for step in range(4):
         _, memory = engine.forward_backward(next(stream), memory, step)
         before = {key: each.detach().clone() for key, each in engine.module.named_parameters()}
-        gradients = {key: each.grad.clone() for key, each in engine.module.named_parameters() if each.grad is not None}
+        gradients = {
+            key: each.grad.clone()
+            for key, each in engine.module.named_parameters()
+            if each.grad is not None
+        }
         result = engine.step(RATE, measure_layers=step == 3)
     found = measured(run, result)
     after = dict(engine.module.named_parameters())
     assert {key.split("/")[1] for key in found} == LAYERS
     for layer in LAYERS:
         keys = [key for key in after if layer_of(key) == layer]
-        assert found[f"grad_norm/{layer}"] == pytest.approx(norm_of([gradients[key] for key in keys]), rel=1e-5)
+        assert found[f"grad_norm/{layer}"] == pytest.approx(
+            norm_of([gradients[key] for key in keys]), rel=1e-5
+        )
         moved = norm_of([after[key].detach() - before[key] for key in keys])
         ratio = moved / norm_of([after[key].detach() for key in keys])
         assert found[f"update_ratio/{layer}"] == pytest.approx(ratio, rel=1e-4)
@@ -91,7 +103,11 @@ def test_measuring_changes_no_bit_and_only_asked_steps_are_measured(run: RunConf
             _, memory = engine.forward_backward(next(stream), memory, step)
             assert (engine.step(RATE, measure_layers=asked).layers is not None) == asked
         ends.append({fragment.name: fragment.values for fragment in engine.fragments()})
-    assert all(torch.equal(ends[0][name][kind], ends[1][name][kind]) for name in ends[0] for kind in ends[0][name])
+    assert all(
+        torch.equal(ends[0][name][kind], ends[1][name][kind])
+        for name in ends[0]
+        for kind in ends[0][name]
+    )
 
 
 def test_a_skipped_step_has_no_norms_and_leaves_none_to_the_next(run: RunConfig) -> None:
@@ -117,11 +133,19 @@ def test_every_parameter_counts_to_a_layer(name: str, layer: str) -> None:
 
 
 def test_a_layer_of_zeros_has_no_ratio() -> None:
-    found = numbers_of_layers(["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0)
-    assert found == {"grad_norm/a": pytest.approx(8.0, rel=1e-6), "grad_norm/b": 0.0, "update_ratio/a": 0.2}
+    found = numbers_of_layers(
+        ["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0
+    )
+    assert found == {
+        "grad_norm/a": pytest.approx(8.0, rel=1e-6),
+        "grad_norm/b": 0.0,
+        "update_ratio/a": 0.2,
+    }
 
 
-def test_a_run_writes_them_at_the_end_of_its_intervals_and_into_tensorboard(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_writes_them_at_the_end_of_its_intervals_and_into_tensorboard(
+    run: RunConfig, tmp_path: Path
+) -> None:
     run = replace(
         run,
         optim=replace(run.optim, steps=6),

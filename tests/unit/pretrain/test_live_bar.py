@@ -61,7 +61,9 @@ def test_the_lines_of_a_run_are_recognised():
 
 
 def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
-    plain = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     assert plain.stdout == "before\nstep  5/10  loss 2.5\nstep 10/10  loss 2.0\nafter\n"
     assert plain.stderr == "saved\n"
     ours, theirs = pty.openpty()
@@ -69,7 +71,13 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
     os.close(theirs)
     shown = os.read(ours, 10_000).decode()
     os.close(ours)
-    assert screen(shown) == ["before", "saved", f"[{'#' * 24}] 100%  step 10/10  loss 2.0", "after", ""]
+    assert screen(shown) == [
+        "before",
+        "saved",
+        f"[{'#' * 24}] 100%  step 10/10  loss 2.0",
+        "after",
+        "",
+    ]
 
 
 def test_lines_of_other_processes_are_shown_without_a_bar_too(capfd):

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, describe_exit, describe_failure, rank_environment
+from pretrain.processes.local_ranks import (
+    EXIT_STOPPED,
+    RankGroup,
+    describe_exit,
+    describe_failure,
+    rank_environment,
+)
 
 STOP_ON_TERM = f"""
 import signal, sys, time

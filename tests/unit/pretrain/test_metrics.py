@@ -47,7 +47,9 @@ class Recorder:
             self.metrics.add_loss(torch.tensor(loss))
         self.state.step += 1
         self.state.tokens_seen += RUN.tokens_per_step
-        self.metrics.end_step(self.state, StepResult(grad_norm=grad_norm, skipped=False), learning_rate=1e-3)
+        self.metrics.end_step(
+            self.state, StepResult(grad_norm=grad_norm, skipped=False), learning_rate=1e-3
+        )
 
     def close(self) -> None:
         self.metrics.close(finished=True)
@@ -60,7 +62,9 @@ def run_dir(tmp_path) -> RunDir:
 
 
 def losses_of(run_dir: RunDir) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in run_dir.read_metrics() if line["kind"] == "train"]
+    return [
+        (line["step"], line["loss"]) for line in run_dir.read_metrics() if line["kind"] == "train"
+    ]
 
 
 def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
@@ -71,7 +75,11 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     recorder.make_step(5.0, 5.0)
     recorder.close()
     lines = run_dir.read_metrics()
-    assert [(line["step"], line["tokens"], line["loss"]) for line in lines] == [(1, 8, 1.5), (2, 16, 3.5), (3, 24, 5.0)]
+    assert [(line["step"], line["tokens"], line["loss"]) for line in lines] == [
+        (1, 8, 1.5),
+        (2, 16, 3.5),
+        (3, 24, 5.0),
+    ]
     assert lines[0]["perplexity"] == pytest.approx(4.4817, abs=1e-4)
     assert "tokens_per_second" not in lines[0]
     assert {"seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib"} <= lines[1].keys()
@@ -111,12 +119,16 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
         second.make_step(loss)
     second.close()
     assert losses_of(run_dir) == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    assert all(line["kind"] == "train" for line in run_dir.read_metrics()), "the evaluation after step 4 comes again"
+    assert all(line["kind"] == "train" for line in run_dir.read_metrics()), (
+        "the evaluation after step 4 comes again"
+    )
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == losses_of(run_dir)
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == losses_of(
+        run_dir
+    )
 
 
 def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):
@@ -141,7 +153,9 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
     recorder.make_step(1.0)
     recorder.make_step(2.0)
     recorder.metrics.write()
-    recorder.metrics.write_evaluation(2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5})
+    recorder.metrics.write_evaluation(
+        2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5}
+    )
     recorder.close()
     peak, interval, evaluation, end = capsys.readouterr().out.splitlines()
     assert peak.startswith("MFU = tokens/s x ")
@@ -165,7 +179,9 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
 
 
 def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, capsys):
-    monkeypatch.setattr(f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3))))
+    monkeypatch.setattr(
+        f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3)))
+    )
     recorder = Recorder(world, run_dir)
     for step in range(1, 6):
         with torch.profiler.record_function(f"step {step}"):
@@ -173,7 +189,9 @@ def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, c
         recorder.make_step(1.0)
     recorder.close()
     path = run_dir.traces / "steps-00000002-00000003.json.gz"
-    names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    names = {
+        event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    }
     assert {name for name in names if str(name).startswith("step ")} == {"step 2", "step 3"}
     assert str(path) in capsys.readouterr().out
 
@@ -205,8 +223,15 @@ def test_numbers_for_people():
     assert clock(3725) == "1:02:05"
     assert si(8.123e6) == "8.12 M"
     assert si(1.5) == "1.5 "
-    assert [si(5.04 * 1000**power) for power in range(5, 11)] == [f"5.04 {prefix}" for prefix in "PEZYRQ"]
+    assert [si(5.04 * 1000**power) for power in range(5, 11)] == [
+        f"5.04 {prefix}" for prefix in "PEZYRQ"
+    ]
     assert si(5e34) == "5e+04 Q"
     assert si(999.7e3) == "1 M"
-    assert [counted(count, "rank") for count in (0, 1, 2, 1000)] == ["0 ranks", "1 rank", "2 ranks", "1,000 ranks"]
+    assert [counted(count, "rank") for count in (0, 1, 2, 1000)] == [
+        "0 ranks",
+        "1 rank",
+        "2 ranks",
+        "1,000 ranks",
+    ]
     assert perplexity(0.0) == 1.0

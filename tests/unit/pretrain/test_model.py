@@ -13,11 +13,24 @@ from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelC
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.masks import Visibility, forbidden_LC
-from pretrain.model.memory import behind_forgotten, concatenate_lanes, memory_num_lanes, memory_num_rows, take_lanes
+from pretrain.model.memory import (
+    behind_forgotten,
+    concatenate_lanes,
+    memory_num_lanes,
+    memory_num_rows,
+    take_lanes,
+)
 from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_PD
 from pretrain.model.transformer_xl import TransformerXL
-from tests.helpers.models import TINY, VARIANTS, random_starts, random_tokens, stream_nll, tiny_model
+from tests.helpers.models import (
+    TINY,
+    VARIANTS,
+    random_starts,
+    random_tokens,
+    stream_nll,
+    tiny_model,
+)
 from tests.helpers.reference_attention import ReferenceAttention
 
 ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
@@ -43,7 +56,9 @@ def test_memory_grows_from_nothing_to_its_length_and_holds_the_layers_inputs() -
     stream_BT = random_tokens(3, 16)
     memory, rows = None, []
     for first in range(0, 15, 5):
-        _, memory = model(stream_BT[:, first : first + 5], stream_BT[:, first + 1 : first + 6], memory)
+        _, memory = model(
+            stream_BT[:, first : first + 5], stream_BT[:, first + 1 : first + 6], memory
+        )
         rows.append(memory_num_rows(memory))
         assert all(not part.requires_grad for part in memory)
         embedded = model.embedding(stream_BT[:, max(0, first + 5 - 8) : first + 5])
@@ -91,7 +106,9 @@ def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
     model = tiny_model(isolate_documents=True)
     stream_BT = random_tokens(2, 17)
     none_start = torch.zeros(2, 17, dtype=torch.bool)
-    assert torch.equal(stream_nll(model, stream_BT, [8, 8])[0], stream_nll(model, stream_BT, [8, 8], none_start)[0])
+    assert torch.equal(
+        stream_nll(model, stream_BT, [8, 8])[0], stream_nll(model, stream_BT, [8, 8], none_start)[0]
+    )
 
 
 @pytest.mark.parametrize("same_length", [False, True])
@@ -103,7 +120,10 @@ def test_a_calls_memory_length_acts_like_the_configured_one(same_length: bool) -
         expected, expected_memory = stream_nll(configured, stream_BT, [8, 8, 8])
         parts, memory = [], None
         for first in (0, 8, 16):
-            tokens_BL, targets_BL = stream_BT[:, first : first + 8], stream_BT[:, first + 1 : first + 9]
+            tokens_BL, targets_BL = (
+                stream_BT[:, first : first + 8],
+                stream_BT[:, first + 1 : first + 9],
+            )
             nll_BL, memory = model(tokens_BL, targets_BL, memory, memory_length=length)
             parts.append(nll_BL)
         assert torch.equal(torch.cat(parts, dim=1), expected)
@@ -148,14 +168,20 @@ def test_log_probabilities_sum_to_one_and_hold_the_loss(variant: str) -> None:
     torch.testing.assert_close(last_BLV, logits_BLV[:, -2:])
 
 
-def checkpointed(model: TransformerXL, kind: ActivationCheckpointing, every: int = 1) -> TransformerXL:
+def checkpointed(
+    model: TransformerXL, kind: ActivationCheckpointing, every: int = 1
+) -> TransformerXL:
     """The same model in every bit that keeps less for its backward pass."""
     other = TransformerXL(model.config, kind, checkpoint_every_n_layers=every).double()
     other.load_state_dict(model.state_dict())
     return other
 
 
-CHECKPOINTING: list[tuple[ActivationCheckpointing, int]] = [("full", 1), ("full", 2), ("selective", 1)]
+CHECKPOINTING: list[tuple[ActivationCheckpointing, int]] = [
+    ("full", 1),
+    ("full", 2),
+    ("selective", 1),
+]
 
 
 @ALL_VARIANTS
@@ -172,7 +198,9 @@ def test_checkpointed_layers_give_bitwise_the_same_gradients_with_dropout(varian
 
 @pytest.mark.parametrize("variant", ["plain", "adaptive_div2", "rope"])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-def test_a_chunked_head_changes_neither_losses_nor_gradients(variant: str, chunk_tokens: int) -> None:
+def test_a_chunked_head_changes_neither_losses_nor_gradients(
+    variant: str, chunk_tokens: int
+) -> None:
     whole = tiny_model(**VARIANTS[variant], **DROPPING)
     chunked = TransformerXL(whole.config, logits_chunk_tokens=chunk_tokens).double()
     chunked.load_state_dict(whole.state_dict())
@@ -184,7 +212,9 @@ def test_a_chunked_head_changes_neither_losses_nor_gradients(variant: str, chunk
 def test_a_chunked_head_never_holds_the_logits_of_more_tokens_than_a_chunk() -> None:
     model = TransformerXL(TINY, logits_chunk_tokens=5)
     sizes: list[int] = []
-    model.head.bins[0].register_forward_hook(lambda _module, _inputs, logits_TV: sizes.append(len(logits_TV)))
+    model.head.bins[0].register_forward_hook(
+        lambda _module, _inputs, logits_TV: sizes.append(len(logits_TV))
+    )
     model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()
     assert sizes[:3] == [5, 5, 2]
     assert sorted(sizes[3:]) == [2, 5, 5]  # once more, in the backward pass
@@ -210,7 +240,9 @@ def test_of_every_k_layers_one_is_recomputed() -> None:
     model = checkpointed(tiny_model(num_layers=5), "full", 2)
     calls = [0] * 5
     for number, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+        layer.register_forward_pre_hook(
+            lambda *_, number=number: calls.__setitem__(number, calls[number] + 1)
+        )
     nll_BL, _ = model(random_tokens(2, 6), random_tokens(2, 6, 1))
     nll_BL.mean().backward()
     assert calls == [2, 1, 2, 1, 2]
@@ -221,7 +253,8 @@ def test_selective_checkpointing_keeps_no_scores() -> None:
     for kind in ("none", "selective"):
         model, shapes = checkpointed(tiny_model(), kind), set()
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, shapes=shapes: (shapes.add(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
+            lambda tensor, shapes=shapes: (shapes.add(tuple(tensor.shape)), tensor)[1],
+            lambda tensor: tensor,
         ):
             model(random_tokens(3, 9), random_tokens(3, 9, 1))
         kept[kind] = {shape for shape in shapes if shape[-2:] == (9, 9)}
@@ -235,7 +268,9 @@ def test_dropout_does_not_depend_on_the_micro_batches(groups: list[list[int]]) -
     nll_BT = train_two_segments(whole, [0, 1, 2, 3])
     cut = tiny_model(**DROPPING)
     for lanes in groups:
-        torch.testing.assert_close(train_two_segments(cut, lanes), nll_BT[lanes], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            train_two_segments(cut, lanes), nll_BT[lanes], rtol=0, atol=1e-12
+        )
     for name, gradient in gradients(whole).items():
         torch.testing.assert_close(gradients(cut)[name], gradient, rtol=0, atol=1e-11)
     plain = tiny_model()
@@ -274,7 +309,9 @@ def test_bfloat16_runs_with_float32_losses_close_to_the_exact_ones(variant: str)
     rounded = rounded.to(torch.bfloat16)
     stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
     expected, _ = stream_nll(exact, stream_BT, [8, 8, 8], starts_BT)
-    found, memory = stream_nll(rounded, stream_BT, [8, 8, 8], starts_BT, DropoutStream(1, 2, [0, 1]))
+    found, memory = stream_nll(
+        rounded, stream_BT, [8, 8, 8], starts_BT, DropoutStream(1, 2, [0, 1])
+    )
     assert found.dtype == torch.float32
     assert memory is not None
     assert {part.dtype for part in memory if part.is_floating_point()} == {torch.bfloat16}
@@ -305,7 +342,8 @@ def test_encodings_do_not_depend_on_the_lengths_asked_for_before() -> None:
         used.encodings_CD(length, torch.float32, cpu)
     for length in (1, 7, 64, 65, 500):
         assert torch.equal(
-            used.encodings_CD(length, torch.float32, cpu), fresh.encodings_CD(length, torch.float32, cpu)
+            used.encodings_CD(length, torch.float32, cpu),
+            fresh.encodings_CD(length, torch.float32, cpu),
         )
 
 
@@ -318,17 +356,26 @@ def test_a_table_made_during_inference_serves_training() -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("untie_biases", [False, True])
-def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool, kernel: AttentionKernel) -> None:
+def test_gradients_of_attention_agree_with_finite_differences(
+    untie_biases: bool, kernel: AttentionKernel
+) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
-        d_model=6, num_heads=2, d_head=3, untie_biases=untie_biases, attention_dropout=0.3, init_std=0.5
+        d_model=6,
+        num_heads=2,
+        d_head=3,
+        untie_biases=untie_biases,
+        attention_dropout=0.3,
+        init_std=0.5,
     )
     attention = RelativeAttention(config, layer=1, kernel=kernel).double()
     names, parameters = zip(*attention.named_parameters(), strict=True)
     biases = [] if untie_biases else [torch.randn(2, 3).double().requires_grad_() for _ in range(2)]
     segment_BLD, memory_BMD = (torch.randn(2, rows, 6).double().requires_grad_() for rows in (3, 2))
     positions_CD = torch.randn(5, 6).double().requires_grad_()
-    visibility = Visibility(num_queries=3, num_keys=5, dtype=torch.float64, device=torch.device("cpu"))
+    visibility = Visibility(
+        num_queries=3, num_keys=5, dtype=torch.float64, device=torch.device("cpu")
+    )
 
     def attend(segment, memory, positions, *rest):
         shared, own = (rest[:0], rest) if untie_biases else (rest[:2], rest[2:])
@@ -344,7 +391,9 @@ def test_gradients_of_attention_agree_with_finite_differences(untie_biases: bool
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("variant", [*VARIANTS, "same_length"])
-def test_the_fast_attention_changes_neither_losses_nor_gradients(variant: str, checkpointing) -> None:
+def test_the_fast_attention_changes_neither_losses_nor_gradients(
+    variant: str, checkpointing
+) -> None:
     options = VARIANTS.get(variant, {"same_length": True, "isolate_documents": True}) | DROPPING
     fast = tiny_model(**options)
     fast.activation_checkpointing = checkpointing
@@ -362,15 +411,21 @@ def test_attention_computes_what_the_originals_layout_computes(kernel: Attention
     attention = RelativeAttention(config, layer=0, kernel=kernel).double()
     reference = ReferenceAttention(2, 12, 5).double()
     with torch.no_grad():
-        reference.qkv_net.weight.copy_(torch.cat([attention.query_weight, attention.key_value_weight]))
+        reference.qkv_net.weight.copy_(
+            torch.cat([attention.query_weight, attention.key_value_weight])
+        )
         reference.r_net.weight.copy_(attention.position_weight)
         reference.o_net.weight.copy_(attention.output_weight)
     hidden_BLD, memory_BMD = torch.randn(3, 4, 12).double(), torch.randn(3, 6, 12).double()
     u_NH, v_NH = torch.randn(2, 2, 5).double()
     positions_CD = RelativePositions(12, 0).encodings_CD(10, torch.float64, hidden_BLD.device)
     forbidden = forbidden_LC(4, 10)
-    visibility = Visibility(num_queries=4, num_keys=10, dtype=torch.float64, device=hidden_BLD.device)
-    attended_BLD = attention(hidden_BLD, memory_BMD, positions_CD, u_NH, v_NH, visibility=visibility, dropout=None)
+    visibility = Visibility(
+        num_queries=4, num_keys=10, dtype=torch.float64, device=hidden_BLD.device
+    )
+    attended_BLD = attention(
+        hidden_BLD, memory_BMD, positions_CD, u_NH, v_NH, visibility=visibility, dropout=None
+    )
     expected_LBD = reference(
         hidden_BLD.transpose(0, 1), positions_CD, u_NH, v_NH, forbidden, memory_BMD.transpose(0, 1)
     )
@@ -381,7 +436,13 @@ def test_attention_computes_what_the_originals_layout_computes(kernel: Attention
 
 def test_initialisation_is_the_published_one_and_repeats_with_the_seed() -> None:
     config = ModelConfig(
-        vocab_size=500, num_layers=2, d_model=128, num_heads=4, d_embed=64, tie_embeddings=False, init_std=0.03
+        vocab_size=500,
+        num_layers=2,
+        d_model=128,
+        num_heads=4,
+        d_embed=64,
+        tie_embeddings=False,
+        init_std=0.03,
     )
     torch.manual_seed(0)
     model = TransformerXL(config)
@@ -400,7 +461,10 @@ def test_initialisation_is_the_published_one_and_repeats_with_the_seed() -> None
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
-    "enwik8_base": (41_055_436, {"vocab_size": 204, "num_layers": 12, "d_model": 512, "num_heads": 8, "d_inner": 2048}),
+    "enwik8_base": (
+        41_055_436,
+        {"vocab_size": 204, "num_layers": 12, "d_model": 512, "num_heads": 8, "d_inner": 2048},
+    ),
     "enwik8_large": (
         277_231_820,
         {"vocab_size": 204, "num_layers": 24, "d_model": 1024, "num_heads": 8, "d_inner": 3072},
@@ -412,7 +476,14 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "wt103_large": (
         285_170_506,
-        {"vocab_size": 267735, "num_layers": 18, "d_model": 1024, "num_heads": 16, "d_inner": 4096, "div_val": 4}
+        {
+            "vocab_size": 267735,
+            "num_layers": 18,
+            "d_model": 1024,
+            "num_heads": 16,
+            "d_inner": 4096,
+            "div_val": 4,
+        }
         | {"cutoffs": (20_000, 40_000, 200_000), "tie_projections": (False, True, True, True)},
     ),
 }

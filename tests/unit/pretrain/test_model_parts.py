@@ -14,7 +14,13 @@ from pretrain.config.run import ModelConfig, OptimConfig
 from pretrain.model.compression import num_leaving_rows
 from pretrain.model.feed_forward import FeedForward
 from pretrain.model.parameters import RMSNorm
-from pretrain.model.positions import DistanceBias, alibi_slopes_N, rotated_BXNH, sinusoids_PD, t5_buckets_of
+from pretrain.model.positions import (
+    DistanceBias,
+    alibi_slopes_N,
+    rotated_BXNH,
+    sinusoids_PD,
+    t5_buckets_of,
+)
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.groups import parameter_groups
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
@@ -28,20 +34,26 @@ def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
     memory = None
     for first in range(0, 4 * segments, 4):
         model.zero_grad()
-        nll_BL, memory = model(stream_BT[:, first : first + 4], stream_BT[:, first + 1 : first + 5], memory)
+        nll_BL, memory = model(
+            stream_BT[:, first : first + 4], stream_BT[:, first + 1 : first + 5], memory
+        )
         nll_BL.mean().backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 @settings(max_examples=30, deadline=None)
 @given(query=st.integers(0, 2000), key=st.integers(0, 2000), shift=st.integers(0, 500))
-def test_rotated_products_depend_on_the_difference_of_distances_alone(query: int, key: int, shift: int) -> None:
+def test_rotated_products_depend_on_the_difference_of_distances_alone(
+    query: int, key: int, shift: int
+) -> None:
     numbers = torch.Generator().manual_seed(query)
     vectors = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64, generator=numbers)
 
     def product(offset: int) -> float:
         angles = sinusoids_PD(torch.tensor([query + offset, key + offset], dtype=torch.float64), 10)
-        left, right = (rotated_BXNH(each, angle[None]) for each, angle in zip(vectors, angles, strict=True))
+        left, right = (
+            rotated_BXNH(each, angle[None]) for each, angle in zip(vectors, angles, strict=True)
+        )
         return float((left * right).sum())
 
     assert product(shift) == pytest.approx(product(0), abs=1e-9)
@@ -50,10 +62,14 @@ def test_rotated_products_depend_on_the_difference_of_distances_alone(query: int
 def test_rotation_is_the_complex_product_of_roformer() -> None:
     values = torch.randn(1, 7, 2, 6, dtype=torch.float64)
     distances = torch.arange(6, -1, -1, dtype=torch.float64)
-    rotated = torch.view_as_complex(torch.stack(rotated_BXNH(values, sinusoids_PD(distances, 6)).chunk(2, -1), -1))
+    rotated = torch.view_as_complex(
+        torch.stack(rotated_BXNH(values, sinusoids_PD(distances, 6)).chunk(2, -1), -1)
+    )
     frequencies = 10_000.0 ** (-torch.arange(3, dtype=torch.float64) * 2 / 6)
     turns = torch.exp(-1j * distances[:, None] * frequencies)[:, None]
-    torch.testing.assert_close(rotated, torch.view_as_complex(torch.stack(values.chunk(2, -1), -1)) * turns)
+    torch.testing.assert_close(
+        rotated, torch.view_as_complex(torch.stack(values.chunk(2, -1), -1)) * turns
+    )
 
 
 def test_linear_biases_have_the_published_slopes() -> None:
@@ -94,14 +110,20 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
 
 @pytest.mark.parametrize("kind", ["relu", "gelu", "swiglu"])
 def test_feed_forward_is_its_formula(kind) -> None:
-    layer = FeedForward(ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind, init_std=0.5), 0).double()
+    layer = FeedForward(
+        ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind, init_std=0.5), 0
+    ).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     inner = x @ layer.inner_weight.T
     if kind == "swiglu":
         gate = x @ layer.gate_weight.T
         expected = (gate * torch.sigmoid(gate) * inner) @ layer.output_weight.T
     else:
-        active = inner.clamp(min=0) if kind == "relu" else inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+        active = (
+            inner.clamp(min=0)
+            if kind == "relu"
+            else inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+        )
         expected = active @ layer.output_weight.T
     torch.testing.assert_close(layer(x, dropout=None), expected)
 
@@ -123,12 +145,16 @@ def test_z_loss_changes_gradients_but_not_the_loss_shown(cutoffs: tuple[int, ...
         assert any(not torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_position": "pre", "norm": "rmsnorm", "query_key_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_position": "pre", "norm": "rmsnorm", "query_key_norm": True}], ids=str
+)
 def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> None:
     model = tiny_model(**COMPRESSIVE, **options)
     found = gradients_of(model)
     convolutions = {name for name in found if name.startswith("compressions.")}
-    assert convolutions == {f"compressions.{layer}.{part}" for layer in range(2) for part in ("weight", "bias")}
+    assert convolutions == {
+        f"compressions.{layer}.{part}" for layer in range(2) for part in ("weight", "bias")
+    }
     assert all(found[name].abs().max() > 0 for name in convolutions)
     # The same model whose compressed rows are made by a convolution that learns nothing: every other gradient is equal.
     still = tiny_model(**COMPRESSIVE, **options)
@@ -143,7 +169,9 @@ def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> Non
 def test_reconstruction_is_learned() -> None:
     torch.manual_seed(0)
     model = TransformerXL(
-        ModelConfig(vocab_size=37, num_layers=1, d_model=16, num_heads=2, init_std=0.2, **COMPRESSIVE)
+        ModelConfig(
+            vocab_size=37, num_layers=1, d_model=16, num_heads=2, init_std=0.2, **COMPRESSIVE
+        )
     )
     assert model.compressions is not None
     optimizer = torch.optim.Adam(model.compressions[0].parameters(), lr=1e-2)
@@ -189,7 +217,9 @@ def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> No
     memory_length=st.integers(1, 15),
     rate=st.integers(1, 5),
 )
-def test_rows_leave_in_whole_groups_whatever_the_segments(segments: list[int], memory_length: int, rate: int) -> None:
+def test_rows_leave_in_whole_groups_whatever_the_segments(
+    segments: list[int], memory_length: int, rate: int
+) -> None:
     recent, gone, total = 0, 0, 0
     for length in segments:
         total += length

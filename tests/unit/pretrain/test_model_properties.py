@@ -23,9 +23,13 @@ def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(varian
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("compressive")])
+@pytest.mark.parametrize(
+    "variant", [name for name in VARIANTS if not name.startswith("compressive")]
+)
 @pytest.mark.parametrize("memory_length", [1, 8])
-def test_with_same_length_segment_length_does_not_matter_for_any_memory(variant: str, memory_length: int) -> None:
+def test_with_same_length_segment_length_does_not_matter_for_any_memory(
+    variant: str, memory_length: int
+) -> None:
     model = tiny_model(**VARIANTS[variant], same_length=True, memory_length=memory_length)
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
@@ -37,16 +41,23 @@ def test_with_same_length_segment_length_does_not_matter_for_any_memory(variant:
 def test_without_same_length_a_short_memory_makes_segments_matter() -> None:
     model = tiny_model(memory_length=8)
     stream_BT = random_tokens(2, LENGTH + 1)
-    assert (stream_nll(model, stream_BT, [LENGTH])[0] - stream_nll(model, stream_BT, [4] * 6)[0]).abs().max() > 1e-3
+    assert (
+        stream_nll(model, stream_BT, [LENGTH])[0] - stream_nll(model, stream_BT, [4] * 6)[0]
+    ).abs().max() > 1e-3
 
 
 @settings(max_examples=25, deadline=None)
-@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), variant=st.sampled_from(sorted(VARIANTS)))
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    variant=st.sampled_from(sorted(VARIANTS)),
+)
 def test_unequal_segments_give_what_one_segment_gives(cuts: list[int], variant: str) -> None:
     model = tiny_model(**VARIANTS[variant], memory_length=sum(cuts))
     stream_BT, starts_BT = random_tokens(2, sum(cuts) + 1), random_starts(2, sum(cuts) + 1)
     whole, _ = stream_nll(model, stream_BT, [sum(cuts)], starts_BT)
-    torch.testing.assert_close(stream_nll(model, stream_BT, cuts, starts_BT)[0], whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        stream_nll(model, stream_BT, cuts, starts_BT)[0], whole, rtol=0, atol=1e-12
+    )
 
 
 @ALL_VARIANTS
@@ -59,7 +70,9 @@ def test_lanes_permute_bitwise(variant: str) -> None:
     assert torch.equal(permuted, straight[order])
     assert memory is not None
     assert permuted_memory is not None
-    assert all(torch.equal(part[order], other) for part, other in zip(memory, permuted_memory, strict=True))
+    assert all(
+        torch.equal(part[order], other) for part, other in zip(memory, permuted_memory, strict=True)
+    )
 
 
 @ALL_VARIANTS
@@ -80,7 +93,10 @@ def test_no_token_sees_the_future_bitwise(variant: str, changed: int) -> None:
 @pytest.mark.parametrize("variant", ["isolated", "adaptive"])
 def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, start: int) -> None:
     model = tiny_model(**{**VARIANTS[variant], "isolate_documents": True, "memory_length": 16})
-    stream_BT, starts_BT = random_tokens(2, LENGTH + 1), torch.zeros(2, LENGTH + 1, dtype=torch.bool)
+    stream_BT, starts_BT = (
+        random_tokens(2, LENGTH + 1),
+        torch.zeros(2, LENGTH + 1, dtype=torch.bool),
+    )
     starts_BT[:, start] = True
     other_BT = stream_BT.clone()
     other_BT[:, :start] = (other_BT[:, :start] + 7) % 37
@@ -88,15 +104,22 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, s
     losses = [stream_nll(model, tokens, segments, starts_BT)[0] for tokens in (stream_BT, other_BT)]
     assert torch.equal(losses[0][:, start:], losses[1][:, start:])
     assert (losses[0][:, : start - 1] != losses[1][:, : start - 1]).any()
-    open_model = tiny_model(**{**VARIANTS[variant], "isolate_documents": False, "memory_length": 16})
-    losses = [stream_nll(open_model, tokens, segments, starts_BT)[0] for tokens in (stream_BT, other_BT)]
+    open_model = tiny_model(
+        **{**VARIANTS[variant], "isolate_documents": False, "memory_length": 16}
+    )
+    losses = [
+        stream_nll(open_model, tokens, segments, starts_BT)[0] for tokens in (stream_BT, other_BT)
+    ]
     assert (losses[0][:, start:] != losses[1][:, start:]).all()
 
 
 @pytest.mark.parametrize("start", [5, 8, 11])
 def test_an_isolated_document_scores_as_if_it_stood_alone(start: int) -> None:
     model = tiny_model(isolate_documents=True, memory_length=LENGTH)
-    stream_BT, starts_BT = random_tokens(2, LENGTH + 1), torch.zeros(2, LENGTH + 1, dtype=torch.bool)
+    stream_BT, starts_BT = (
+        random_tokens(2, LENGTH + 1),
+        torch.zeros(2, LENGTH + 1, dtype=torch.bool),
+    )
     starts_BT[:, start] = True
     nll_BT, _ = stream_nll(model, stream_BT, [8, 8, 8], starts_BT)
     alone_BT, _ = stream_nll(model, stream_BT[:, start:], [LENGTH - start])

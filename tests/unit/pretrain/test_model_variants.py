@@ -25,12 +25,21 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 }
 EVERY_POSITION = pytest.mark.parametrize("positions", POSITIONS)
 EVERY_COMPRESSION = pytest.mark.parametrize("compression", COMPRESSIONS)
-SMALL = {"d_model": 8, "num_heads": 2, "d_head": 4, "d_inner": 10, "t5_buckets": 4, "t5_max_distance": 7}
+SMALL = {
+    "d_model": 8,
+    "num_heads": 2,
+    "d_head": 4,
+    "d_inner": 10,
+    "t5_buckets": 4,
+    "t5_max_distance": 7,
+}
 
 
 def combinations(positions: str, compression: str) -> list[dict[str, Any]]:
     """Every choice of norm, norm position, feed-forward, key heads and query-key norm with the two given ones."""
-    choices = product(("layernorm", "rmsnorm"), ("post", "pre"), FEED_FORWARDS, (1, 2), (False, True))
+    choices = product(
+        ("layernorm", "rmsnorm"), ("post", "pre"), FEED_FORWARDS, (1, 2), (False, True)
+    )
     names = ("norm", "norm_position", "feed_forward", "num_key_heads", "query_key_norm")
     given = {**SMALL, "positions": positions, **COMPRESSIONS[compression]}
     return [{**given, **dict(zip(names, choice, strict=True))} for choice in choices]
@@ -38,7 +47,9 @@ def combinations(positions: str, compression: str) -> list[dict[str, Any]]:
 
 @EVERY_POSITION
 @pytest.mark.parametrize("compression", ["none", "conv"])
-def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(positions: str, compression: str) -> None:
+def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(
+    positions: str, compression: str
+) -> None:
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     for options in combinations(positions, compression):
         model = tiny_model(**options, memory_length=LENGTH)
@@ -57,22 +68,33 @@ def test_segment_length_does_not_matter_to_1e_5_in_float32(positions: str) -> No
         whole, _ = stream_nll(model, stream_BT, [64])
         for length in (1, 7):
             lengths = [length] * (64 // length) + [64 % length] * (64 % length > 0)
-            torch.testing.assert_close(stream_nll(model, stream_BT, lengths)[0], whole, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                stream_nll(model, stream_BT, lengths)[0], whole, rtol=0, atol=1e-5
+            )
 
 
 @EVERY_POSITION
 @EVERY_COMPRESSION
 def test_lanes_permute_bitwise(positions: str, compression: str) -> None:
-    stream_BT, starts_BT, order = random_tokens(4, LENGTH + 1), random_starts(4, LENGTH + 1), [2, 0, 3, 1]
+    stream_BT, starts_BT, order = (
+        random_tokens(4, LENGTH + 1),
+        random_starts(4, LENGTH + 1),
+        [2, 0, 3, 1],
+    )
     for options in combinations(positions, compression)[::3]:
         # Sizes that fill vector registers: a product's last few rows may be summed in another order than the others.
-        model = tiny_model(**{**options, "d_model": 16, "d_head": 8, "d_inner": 16}, memory_length=4)
+        model = tiny_model(
+            **{**options, "d_model": 16, "d_head": 8, "d_inner": 16}, memory_length=4
+        )
         straight, memory = stream_nll(model, stream_BT, [4, 4, 4], starts_BT)
         permuted, permuted_memory = stream_nll(model, stream_BT[order], [4, 4, 4], starts_BT[order])
         assert torch.equal(permuted, straight[order]), options
         assert memory is not None
         assert permuted_memory is not None
-        assert all(torch.equal(part[order], other) for part, other in zip(memory, permuted_memory, strict=True))
+        assert all(
+            torch.equal(part[order], other)
+            for part, other in zip(memory, permuted_memory, strict=True)
+        )
 
 
 @EVERY_POSITION
@@ -84,7 +106,9 @@ def test_no_token_sees_the_future_bitwise(positions: str, compression: str) -> N
         for changed in (2, 6, 9):
             other_BT = stream_BT.clone()
             other_BT[:, changed] = (other_BT[:, changed] + 1) % 37
-            before, after = (stream_nll(model, tokens, [4, 4, 4])[0] for tokens in (stream_BT, other_BT))
+            before, after = (
+                stream_nll(model, tokens, [4, 4, 4])[0] for tokens in (stream_BT, other_BT)
+            )
             assert torch.equal(before[:, : changed - 1], after[:, : changed - 1]), options
             assert (before[:, changed:] != after[:, changed:]).any(), options
 
@@ -92,10 +116,15 @@ def test_no_token_sees_the_future_bitwise(positions: str, compression: str) -> N
 @EVERY_POSITION
 @EVERY_COMPRESSION
 @pytest.mark.parametrize("start", [3, 5, 8])
-def test_an_isolated_document_is_bitwise_blind_to_the_one_before(positions: str, compression: str, start: int) -> None:
+def test_an_isolated_document_is_bitwise_blind_to_the_one_before(
+    positions: str, compression: str, start: int
+) -> None:
     """A memory of 4 and compression by 2 or 3: some compressed row holds the boundary, wherever it is."""
     length = 20
-    stream_BT, starts_BT = random_tokens(2, length + 1), torch.zeros(2, length + 1, dtype=torch.bool)
+    stream_BT, starts_BT = (
+        random_tokens(2, length + 1),
+        torch.zeros(2, length + 1, dtype=torch.bool),
+    )
     starts_BT[:, start] = True
     other_BT = stream_BT.clone()
     other_BT[:, :start] = (other_BT[:, :start] + 7) % 37
@@ -103,7 +132,9 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(positions: str,
         losses = {}
         for isolated in (True, False):
             model = tiny_model(**options, memory_length=4, isolate_documents=isolated)
-            losses[isolated] = [stream_nll(model, tokens, [4] * 5, starts_BT)[0] for tokens in (stream_BT, other_BT)]
+            losses[isolated] = [
+                stream_nll(model, tokens, [4] * 5, starts_BT)[0] for tokens in (stream_BT, other_BT)
+            ]
         assert torch.equal(losses[True][0][:, start:], losses[True][1][:, start:]), options
         assert not torch.equal(losses[True][0][:, : start - 1], losses[True][1][:, : start - 1])
         assert not torch.equal(losses[False][0][:, start:], losses[False][1][:, start:]), options
@@ -111,19 +142,30 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(positions: str,
 
 @EVERY_POSITION
 @EVERY_COMPRESSION
-def test_the_fast_attention_changes_neither_losses_nor_gradients(positions: str, compression: str) -> None:
+def test_the_fast_attention_changes_neither_losses_nor_gradients(
+    positions: str, compression: str
+) -> None:
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     for options in combinations(positions, compression)[::5]:
         results = []
         for kernel in ("auto", "plain"):
             like = tiny_model(
-                **options, memory_length=4, dropout=0.1, attention_dropout=0.2, isolate_documents=True, z_loss=1e-2
+                **options,
+                memory_length=4,
+                dropout=0.1,
+                attention_dropout=0.2,
+                isolate_documents=True,
+                z_loss=1e-2,
             )
             model = TransformerXL(like.config, attention_kernel=kernel).double()
             model.load_state_dict(like.state_dict())
-            nll_BT, _ = stream_nll(model, stream_BT, [4, 4, 4], starts_BT, DropoutStream(1, 2, [0, 1]))
+            nll_BT, _ = stream_nll(
+                model, stream_BT, [4, 4, 4], starts_BT, DropoutStream(1, 2, [0, 1])
+            )
             nll_BT.mean().backward()
-            results.append((nll_BT.detach(), {name: each.grad for name, each in model.named_parameters()}))
+            results.append(
+                (nll_BT.detach(), {name: each.grad for name, each in model.named_parameters()})
+            )
         torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11, msg=str(options))
 
 
@@ -133,16 +175,21 @@ def test_window_of_same_length_makes_segment_length_irrelevant(positions: str) -
     for options in combinations(positions, "none")[::5]:
         model = tiny_model(**options, same_length=True, memory_length=3)
         whole, _ = stream_nll(model, stream_BT, [LENGTH])
-        torch.testing.assert_close(stream_nll(model, stream_BT, [1, 2, 4, 5])[0], whole, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            stream_nll(model, stream_BT, [1, 2, 4, 5])[0], whole, rtol=0, atol=1e-12
+        )
 
 
 @EVERY_COMPRESSION
 def test_what_is_compressed_does_not_depend_on_how_the_stream_is_cut(compression: str) -> None:
     """One layer: its inputs are the embeddings, the same for every cut."""
-    model = tiny_model(**{**SMALL, **COMPRESSIONS[compression], "num_layers": 1, "memory_length": 4})
+    model = tiny_model(
+        **{**SMALL, **COMPRESSIONS[compression], "num_layers": 1, "memory_length": 4}
+    )
     stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
     memories = [
-        stream_nll(model, stream_BT, lengths, starts_BT)[1] for lengths in ([24], [4] * 6, [5, 7, 1, 11], [1] * 24)
+        stream_nll(model, stream_BT, lengths, starts_BT)[1]
+        for lengths in ([24], [4] * 6, [5, 7, 1, 11], [1] * 24)
     ]
     for memory in memories:
         assert memory is not None

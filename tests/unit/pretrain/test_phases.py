@@ -31,7 +31,10 @@ AT_40 = PhaseConfig(from_step=40, lanes=4)
 BOOKS = (MixturePart(path="books"),)  # type: ignore[arg-type]
 RUN = RunConfig(
     seed=7,
-    data=DataConfig(lanes=4, phases=(PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8))),
+    data=DataConfig(
+        lanes=4,
+        phases=(PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8)),
+    ),
 )
 WARM_UP = RunConfig(
     seed=7,
@@ -69,7 +72,9 @@ def test_phases_that_change_nothing_or_are_out_of_order_are_refused():
 def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RUN)
     (run_dir.checkpoints / "step-00000020").mkdir()
-    later = replace(RUN, data=replace(RUN.data, phases=(RUN.data.phases[0], PhaseConfig(from_step=20, lanes=2))))
+    later = replace(
+        RUN, data=replace(RUN.data, phases=(RUN.data.phases[0], PhaseConfig(from_step=20, lanes=2)))
+    )
     run_dir.refuse_other_run(later)
     earlier = replace(RUN, data=replace(RUN.data, phases=RUN.data.phases[1:]))
     with pytest.raises(ConfigError, match=r"begun before step 20; only later ones may change"):
@@ -78,7 +83,13 @@ def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
 
 
 def test_a_phase_of_another_segment_length_alone_goes_on_in_its_lanes():
-    assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [16, 16, 32, 64, 64]
+    assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [
+        16,
+        16,
+        32,
+        64,
+        64,
+    ]
     assert [step for step in range(60) if begins_phase(WARM_UP, step)] == [10, 30, 50]
     assert [step for step in range(60) if begins_lanes(WARM_UP, step)] == [50]
     assert [lanes_since(WARM_UP, step) for step in (9, 10, 49, 50)] == [0, 0, 0, 50]
@@ -94,17 +105,23 @@ def test_tokens_are_counted_by_the_lanes_and_segments_of_each_phase():
 
 def test_data_passed_over_is_of_the_phase_in_which_the_spike_was_met():
     spike = Spike(41, 43, 9.0, 3.0)
-    without, begun = (replace(RUN, data=DataConfig(phases=each), recovery=SETTINGS) for each in ((), (AT_40,)))
+    without, begun = (
+        replace(RUN, data=DataConfig(phases=each), recovery=SETTINGS) for each in ((), (AT_40,))
+    )
     assert window_of(spike, [], without, to_step=35).start == 39
     assert window_of(spike, [], begun, to_step=35).start == 40
-    assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_consumed(40, [range(10, 15)])
+    assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_consumed(
+        40, [range(10, 15)]
+    )
 
 
 def test_a_window_that_crosses_into_longer_segments_counts_their_tokens():
     # Steps 29 and 30 read 32 tokens of a lane each, 31 and 32 read 64: as much as six segments of 32.
     window = window_of(Spike(29, 32, 9.0, 3.0), [], WARM_UP, to_step=20)
     assert window == range(27, 28 + 6 + SETTINGS.skip_margin_segments)
-    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(30, 33 + SETTINGS.skip_margin_segments)
+    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(
+        30, 33 + SETTINGS.skip_margin_segments
+    )
 
 
 def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
@@ -121,4 +138,7 @@ def test_phases_beyond_the_end_are_said(capsys: pytest.CaptureFixture[str]) -> N
     assert "step 10, 30 on" in advice_on_phases(replace(RUN, optim=OptimConfig(steps=5)))
     settings = ["optim.steps=20", "data.phases=[{from_step: 20, segment_length: 32}]"]
     assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings]) == 0
-    assert "the run ends after step 20: data.phases from step 20 on never begin" in capsys.readouterr().out
+    assert (
+        "the run ends after step 20: data.phases from step 20 on never begin"
+        in capsys.readouterr().out
+    )

@@ -3,7 +3,16 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from pretrain.reporting.html import FIRST, Card, chart_html, new_chart, page, paragraph, section, table
+from pretrain.reporting.html import (
+    FIRST,
+    Card,
+    chart_html,
+    new_chart,
+    page,
+    paragraph,
+    section,
+    table,
+)
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
 
@@ -18,12 +27,16 @@ class _Checker(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+        self.links += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and value
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+        self.links += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and value
+        ]
 
     def handle_endtag(self, tag):
         if tag not in VOID:
@@ -47,11 +60,15 @@ def chart() -> str:
 
 
 def test_a_page_is_well_formed_and_refers_to_nothing_outside_itself():
-    document = page("Title", "kicker", "lead", [Card("1", "one", "good")], [section("Chart", chart())], "foot")
+    document = page(
+        "Title", "kicker", "lead", [Card("1", "one", "good")], [section("Chart", chart())], "foot"
+    )
     checker = checked(document)
     assert all(link.startswith("#") for link in checker.links)
     without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", document)
-    assert not re.search(r"https?:|//|@import|url\((?!#)", re.sub(r"<!doctype[^>]*>", "", without_namespaces))
+    assert not re.search(
+        r"https?:|//|@import|url\((?!#)", re.sub(r"<!doctype[^>]*>", "", without_namespaces)
+    )
 
 
 def test_text_from_a_model_or_a_corpus_cannot_become_markup():

@@ -32,7 +32,10 @@ def test_a_new_directory_holds_identity_and_resolved_settings(tmp_path):
 
 
 def test_two_runs_of_one_name_have_different_ids(tmp_path):
-    assert RunDir.create(tmp_path / "a", RUN).identity.id != RunDir.create(tmp_path / "b", RUN).identity.id
+    assert (
+        RunDir.create(tmp_path / "a", RUN).identity.id
+        != RunDir.create(tmp_path / "b", RUN).identity.id
+    )
 
 
 def test_a_directory_without_a_run_can_not_be_opened(tmp_path):
@@ -62,7 +65,9 @@ def test_another_run_is_refused_with_both_names(tmp_path):
 
 def test_a_changed_setting_that_changes_the_model_is_refused_and_nothing_is_written(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
-    changed = replace(RUN, model=replace(RUN.model, d_model=64), seed=2, metrics=MetricsConfig(interval=3))
+    changed = replace(
+        RUN, model=replace(RUN.model, d_model=64), seed=2, metrics=MetricsConfig(interval=3)
+    )
     message = resume_error(tmp_path, changed)
     assert "model.d_model: 128 -> 64" in message
     assert "seed: 1 -> 2" in message
@@ -154,9 +159,16 @@ def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
     code = f"from pretrain.rundir.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"
     with run_dir.locked(), run_dir.locked("launcher"):
-        refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        refused = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
     assert f"in use by process {os.getpid()} (train)" in refused.stderr
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout == "mine\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        ).stdout
+        == "mine\n"
+    )
 
 
 def test_a_lock_ends_with_its_process(tmp_path):

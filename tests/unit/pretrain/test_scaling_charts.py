@@ -30,7 +30,10 @@ CHARTS = [
 def fit():
     """Runs at three budgets within one decade, as small sweeps have them, with curves for approach 1."""
     points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 3), num_sizes=5, seed=1)
-    size_P, tokens_P = np.repeat(np.geomspace(1e4, 1e6, 9), 20), np.tile(np.geomspace(1e5, 1e8, 20), 9)
+    size_P, tokens_P = (
+        np.repeat(np.geomspace(1e4, 1e6, 9), 20),
+        np.tile(np.geomspace(1e5, 1e8, 20), 9),
+    )
     loss_P = HOFFMANN.loss(size_P, tokens_P)
     training = {"run": size_P.astype(str), "N": size_P, "C": 6 * size_P * tokens_P, "loss": loss_P}
     return fit_all(points, training=training, num_draws=50)
@@ -52,12 +55,18 @@ def assert_labels_stand_apart(axes) -> None:
     for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
         low, high = sorted(axis.get_view_interval())
         ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        shown = [tick.label1 for tick in ticks if tick.label1.get_visible() and low <= tick.get_loc() <= high]
+        shown = [
+            tick.label1
+            for tick in ticks
+            if tick.label1.get_visible() and low <= tick.get_loc() <= high
+        ]
         texts = [text for text in shown if text.get_text()]
         boxes = [text.get_window_extent() for text in texts]
         spans = sorted(tuple(getattr(box, end) for end in ends) for box in boxes)
         assert len(spans) != 1, "one number is no scale"
-        assert all(first[1] < second[0] for first, second in pairwise(spans)), [text.get_text() for text in texts]
+        assert all(first[1] < second[0] for first, second in pairwise(spans)), [
+            text.get_text() for text in texts
+        ]
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.__name__)
@@ -84,7 +93,8 @@ def test_draws_outside_of_a_cloud_are_counted(fit):
     law = fit.approach("parametric")
     axes = cloud_charts.exponent_cloud(fit, PRINT).axes[0]
     inside = [
-        (axes.get_xlim()[0] <= alpha <= axes.get_xlim()[1]) and (axes.get_ylim()[0] <= beta <= axes.get_ylim()[1])
+        (axes.get_xlim()[0] <= alpha <= axes.get_xlim()[1])
+        and (axes.get_ylim()[0] <= beta <= axes.get_ylim()[1])
         for alpha, beta in law.draws.theta[:, 3:]
     ]
     said = axes.get_legend().get_title().get_text()
@@ -103,7 +113,9 @@ def test_other_memories_have_a_panel_per_segment_and_a_ring_where_evaluation_is_
     figure = loss_by_evaluated_memory(context_rows(), PRINT)
     figure.draw_without_rendering()
     panels = [axes for axes in figure.axes if axes.get_visible()]
-    assert [axes.get_title() for axes in panels] == [f"segments of {length}" for length in (16, 32, 64, 128)]
+    assert [axes.get_title() for axes in panels] == [
+        f"segments of {length}" for length in (16, 32, 64, 128)
+    ]
     assert figure.get_supxlabel() == "memory length in evaluation (tokens)"
     assert "memory length M in training (tokens)" in figure.legends[0].get_title().get_text()
     evaluated = [0, 16, 32, 64, 128, 256, 512, 1024]

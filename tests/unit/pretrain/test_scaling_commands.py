@@ -40,7 +40,9 @@ def command(*arguments: object) -> int:
     return exit_status_of(lambda: scale.run(parsed))
 
 
-def train_by_the_law(directory, config: RunConfig, until: float = 1.0, loss: float | None = None) -> None:
+def train_by_the_law(
+    directory, config: RunConfig, until: float = 1.0, loss: float | None = None
+) -> None:
     """A run directory as training leaves it, with the losses that the law gives; `until` is the part that was done."""
     run_dir, cost = RunDir.create(directory, config), cost_of(config)
     last = round(until * config.optim.steps)
@@ -48,7 +50,9 @@ def train_by_the_law(directory, config: RunConfig, until: float = 1.0, loss: flo
     for step in sorted({*range(1, last, max(1, last // 40)), last}):
         tokens = step * cost.tokens_per_step
         value = float(HOFFMANN.loss(cost.parameters, tokens))
-        lines.append({"kind": "train", "step": step, "tokens": tokens, "loss": value, "seconds": 2.0})
+        lines.append(
+            {"kind": "train", "step": step, "tokens": tokens, "loss": value, "seconds": 2.0}
+        )
     if until == 1.0:
         final = lines[-1]["loss"] if loss is None else loss
         lines.append({"kind": "evaluation", "step": last, "loss": final})
@@ -63,7 +67,9 @@ def swept(tmp_path_factory):
     write_text(directory / "books.yaml", EXPERIMENT)
     sweep_path = directory / "sweep.yaml"
     budgets = ("--budgets", "1e14", "1e15", "1e16", "--holdout-budgets", "1e17")
-    assert command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
+    assert (
+        command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
+    )
     for cell in read_sweep(sweep_path).cells:
         train_by_the_law(directory / "runs" / cell.name, config_of(cell, sweep_path))
     return directory
@@ -80,7 +86,9 @@ def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
     arguments = ("--budgets", "1e14", "1e15", "--out", swept / "other.yaml", "--speed", "1e12")
     assert command("plan", swept / "books.yaml", *arguments) == 0
     said = capsys.readouterr().out
-    assert re.search(r"total: 10 runs, 5\.\d+e\+15 FLOPs .* 1\.5\d hours at 1e\+12 FLOPs per second", said)
+    assert re.search(
+        r"total: 10 runs, 5\.\d+e\+15 FLOPs .* 1\.5\d hours at 1e\+12 FLOPs per second", said
+    )
     assert "note: no corpus at absent" in said
     assert re.search(r"c1e15-d\d+-l\d+ .* [+-]0\.\d\d%", said)
 
@@ -98,13 +106,17 @@ def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected
         )
         assert float(row["C"]) == pytest.approx(cost.flops)
         assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
-        assert float(row["loss"]) == pytest.approx(float(HOFFMANN.loss(cost.parameters, cost.tokens)))
+        assert float(row["loss"]) == pytest.approx(
+            float(HOFFMANN.loss(cost.parameters, cost.tokens))
+        )
         assert (row["schedule"], row["code"], row["progress"]) == ("cosine", "v1-7-gabc", "1.0")
     assert [row["holdout"] for row in rows].count("yes") == 1
 
 
 def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(collected, capsys):
-    assert command("fit", collected / "runs.csv", "--draws", 50, "--json", collected / "fit.json") == 0
+    assert (
+        command("fit", collected / "runs.csv", "--draws", 50, "--json", collected / "fit.json") == 0
+    )
     tree = json.loads((collected / "fit.json").read_text())
     assert tree["law"]["alpha"]["value"] == pytest.approx(HOFFMANN.alpha, rel=1e-3)
     assert tree["law"]["E"]["value"] == pytest.approx(HOFFMANN.E, rel=1e-3)
@@ -113,16 +125,22 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
     assert "18 runs at 3 budgets" in said
     assert "1 envelope" in said
     assert (
-        "the largest budget (1e+16 FLOPs) as a fit without it predicts it; errors are predicted minus measured" in said
+        "the largest budget (1e+16 FLOPs) as a fit without it predicts it; errors are predicted minus measured"
+        in said
     )
-    assert "at 1e+17 FLOPs, 10 times the largest budget, the largest N* of an approach is 1." in said
+    assert (
+        "at 1e+17 FLOPs, 10 times the largest budget, the largest N* of an approach is 1." in said
+    )
     assert re.search(r"left out: c1e17-\S+-holdout: held out: predicted, not fitted", said)
 
 
 def test_training_curves_feed_approach_1(collected, capsys):
     curves = read_curves(collected / "curves.csv")
     assert len(set(curves["run"])) == 18
-    assert command("fit", collected / "runs.csv", "--draws", 50, "--curves", collected / "curves.csv") == 0
+    assert (
+        command("fit", collected / "runs.csv", "--draws", 50, "--curves", collected / "curves.csv")
+        == 0
+    )
     assert "approach 1 envelope: training curves" in capsys.readouterr().out
 
 
@@ -137,10 +155,16 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     train_by_the_law(runs / cells[2].name, config_of(cells[2], sweep_path), loss=float("nan"))
     train_by_the_law(runs / cells[3].name, config_of(cells[3], sweep_path))
     metrics = RunDir(runs / cells[3].name).metrics
-    write_text(metrics, "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line))
+    write_text(
+        metrics,
+        "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
+    )
     RunDir(runs / cells[4].name).append_ledger({"event": "resume", "step": 9, "code": "v1-8-gdef"})
     assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
-    reasons = {row["name"]: row["excluded"] for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())}
+    reasons = {
+        row["name"]: row["excluded"]
+        for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
+    }
     assert "never started" in reasons[cells[0].name]
     assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
     assert reasons[cells[2].name] == "diverged: its last evaluation's loss is nan"
@@ -150,7 +174,9 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     assert "note: 2 versions of the code trained these cells" in said
     assert command("fit", tmp_path / "runs.csv", "--draws", 50) == 0
     said = capsys.readouterr().out
-    assert all(f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4))
+    assert all(
+        f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4)
+    )
 
 
 def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
@@ -164,7 +190,9 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     assert cost.flops == pytest.approx(1e17, rel=0.01)
     best = float(re.search(r"3 parametric +([\d.]+)M", said)[1]) * 1e6
     assert cost.parameters == pytest.approx(best, rel=0.1)
-    assert written.read_text().startswith("# The optimum at 1e+17 FLOPs by approach 3 parametric: loss ")
+    assert written.read_text().startswith(
+        "# The optimum at 1e+17 FLOPs by approach 3 parametric: loss "
+    )
 
 
 def test_a_plan_can_be_centred_on_earlier_runs(collected):
@@ -173,16 +201,27 @@ def test_a_plan_can_be_centred_on_earlier_runs(collected):
     assert command("plan", collected / "books.yaml", *around) == 0
     sweep = read_sweep(out)
     assert "approach 3 parametric of runs.csv" in sweep.notes[0]
-    losses = [float(HOFFMANN.loss(cell.facts["parameters"], cell.facts["tokens"])) for cell in sweep.cells]
+    losses = [
+        float(HOFFMANN.loss(cell.facts["parameters"], cell.facts["tokens"])) for cell in sweep.cells
+    ]
     assert losses[1] == min(losses)
 
 
 def test_predict_answers_for_one_run_and_refuses_wild_questions(collected, capsys):
-    assert command("predict", collected / "runs.csv", "--draws", 50, "--params", "1e7", "--tokens", "1e9") == 0
+    assert (
+        command(
+            "predict", collected / "runs.csv", "--draws", 50, "--params", "1e7", "--tokens", "1e9"
+        )
+        == 0
+    )
     assert re.search(r"loss of N = 10M over D = 1G .*: 4\.\d+ \[", capsys.readouterr().out)
     assert command("predict", collected / "runs.csv", "--draws", 50, "--flops", "1e22") == 2
-    assert re.fullmatch(r"error: refusing to extrapolate: 1e\+22 FLOPs are .* --force\n", capsys.readouterr().err)
-    assert command("predict", collected / "runs.csv", "--draws", 50, "--flops", "1e22", "--force") == 0
+    assert re.fullmatch(
+        r"error: refusing to extrapolate: 1e\+22 FLOPs are .* --force\n", capsys.readouterr().err
+    )
+    assert (
+        command("predict", collected / "runs.csv", "--draws", 50, "--flops", "1e22", "--force") == 0
+    )
     assert "doubt: 1e+22 FLOPs are" in capsys.readouterr().out
 
 
@@ -193,7 +232,16 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     page = (out / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)', page)
     pictures = {path.stem for path in out.glob("*.png")}
-    assert pictures == {"isoflop", "frontier", "sizes", "tokens", "residuals", "exponents", "optimum", "envelope"}
+    assert pictures == {
+        "isoflop",
+        "frontier",
+        "sizes",
+        "tokens",
+        "residuals",
+        "exponents",
+        "optimum",
+        "envelope",
+    }
     assert page.count("<svg") == len(pictures)
     for picture in out.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -210,9 +258,14 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
     modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
-    for heavy, names in (("torch", modules), ("numpy", ["pretrain.scaling.sweep_file", "pretrain.commands.scale"])):
+    for heavy, names in (
+        ("torch", modules),
+        ("numpy", ["pretrain.scaling.sweep_file", "pretrain.commands.scale"]),
+    ):
         code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(scaling.__path__[0]).parents[1])
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, cwd=Path(scaling.__path__[0]).parents[1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +274,10 @@ def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
         ("N,D,final\n1,2,3\n", "no column 'loss'"),
         ("N,D,loss\n1,2,nan\n", "expected a finite number"),
         ("N,D,loss\n1,2,-3\n", "expected a positive number"),
-        ("N,D,loss\n" + "".join(f"{n},{10**9 // n},3\n" for n in range(100, 110)), "share one budget"),
+        (
+            "N,D,loss\n" + "".join(f"{n},{10**9 // n},3\n" for n in range(100, 110)),
+            "share one budget",
+        ),
         ("N,D,loss\n100,200,3\n100,900,2.9\n", "no approach fits these runs"),
     ],
 )
@@ -243,16 +299,25 @@ def test_wrong_questions_take_one_line(collected, capsys):
             ("predict", runs, "--flops", "1e16", "--approach", "bogus"),
             "--approach bogus is no approach; known here: env",
         ),
-        (("predict", runs, "--flops", "1e16", "--experiment", collected), "is a directory; name a YAML file"),
+        (
+            ("predict", runs, "--flops", "1e16", "--experiment", collected),
+            "is a directory; name a YAML file",
+        ),
         (
             ("predict", runs, "--params", "1e6", "--tokens", "1e8", "--approach", "isoflop"),
             "--approach says nothing to --tokens with --params",
         ),
         (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
         (("fit", runs, "--draws", "5"), "--draws 5 is too few"),
-        (("fit", runs, "--column", "size=N"), "expected NAME=COLUMN with one of the names parameters, tokens"),
+        (
+            ("fit", runs, "--column", "size=N"),
+            "expected NAME=COLUMN with one of the names parameters, tokens",
+        ),
         (("fit", runs, "--curves", collected / "none.csv"), "none.csv does not exist"),
-        (("collect", collected / "sweep.yaml", "--runs-dir", collected / "nowhere"), "is no directory"),
+        (
+            ("collect", collected / "sweep.yaml", "--runs-dir", collected / "nowhere"),
+            "is no directory",
+        ),
     ):
         assert command(*arguments) == 2
         error = capsys.readouterr().err
@@ -260,21 +325,44 @@ def test_wrong_questions_take_one_line(collected, capsys):
         assert error.count("\n") == 1
 
 
-def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(collected, tmp_path, capsys):
+def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
+    collected, tmp_path, capsys
+):
     runs, sweep, books = (collected / name for name in ("runs.csv", "sweep.yaml", "books.yaml"))
     file = tmp_path / "file"
     write_text(file, "kept")
     draws = ("--draws", 20)
     for arguments, said in (
-        (("fit", runs, *draws, "--json", tmp_path), f"--json {tmp_path} is a directory; name a file, such as"),
-        (("fit", runs, *draws, "--json", file / "fit.json"), f"{file} is a file, so nothing can lie in it"),
+        (
+            ("fit", runs, *draws, "--json", tmp_path),
+            f"--json {tmp_path} is a directory; name a file, such as",
+        ),
+        (
+            ("fit", runs, *draws, "--json", file / "fit.json"),
+            f"{file} is a file, so nothing can lie in it",
+        ),
         (("report", runs, *draws, "--out", file), f"--out {file} is a file; name a directory"),
-        (("report", runs, *draws, "--out", file / "report"), f"{file} is a file, so nothing can lie in it"),
+        (
+            ("report", runs, *draws, "--out", file / "report"),
+            f"{file} is a file, so nothing can lie in it",
+        ),
         (("context", "report", runs, "--out", file), f"--out {file} is a file; name a directory"),
-        (("collect", sweep, "--runs-dir", collected / "runs", "--out", tmp_path), "is a directory; name a file"),
-        (("collect", sweep, "--runs-dir", collected, "--curves-out", tmp_path), f"--curves-out {tmp_path} is a dir"),
-        (("plan", books, "--budgets", "1e15", "--out", tmp_path), f"--out {tmp_path} is a directory"),
-        (("predict", runs, "--flops", "1e16", "--experiment", books, "--write", tmp_path), "--write"),
+        (
+            ("collect", sweep, "--runs-dir", collected / "runs", "--out", tmp_path),
+            "is a directory; name a file",
+        ),
+        (
+            ("collect", sweep, "--runs-dir", collected, "--curves-out", tmp_path),
+            f"--curves-out {tmp_path} is a dir",
+        ),
+        (
+            ("plan", books, "--budgets", "1e15", "--out", tmp_path),
+            f"--out {tmp_path} is a directory",
+        ),
+        (
+            ("predict", runs, "--flops", "1e16", "--experiment", books, "--write", tmp_path),
+            "--write",
+        ),
     ):
         assert command(*arguments) == 2
         printed = capsys.readouterr()
@@ -293,10 +381,16 @@ def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(collecte
         (("--params", "5e6"), ["approach", "D*", "C", "loss"]),
     ],
 )
-def test_predict_gives_an_interval_to_everything_but_what_was_asked(collected, capsys, question, heads):
+def test_predict_gives_an_interval_to_everything_but_what_was_asked(
+    collected, capsys, question, heads
+):
     assert command("predict", collected / "runs.csv", "--draws", 50, *question) == 0
     first, head, *rows = capsys.readouterr().out.splitlines()
-    asked = {"--flops": "at C = 1e+15 FLOPs", "--tokens": "that reads D = 100M tokens", "--params": "of N = 5M param"}
+    asked = {
+        "--flops": "at C = 1e+15 FLOPs",
+        "--tokens": "that reads D = 100M tokens",
+        "--params": "of N = 5M param",
+    }
     assert asked[question[0]] in first
     assert "intervals hold 95 % of 50 bootstrap draws" in first
     assert head.split() == heads

@@ -55,7 +55,12 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
         (BASE, [24], [0, 32], "segments of 24 do not divide the 512 tokens of a step"),
         (BASE, [32, 32], [8], "compares nothing"),
         (BASE, [0], [8, 16], "--segments must be positive"),
-        (replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))), [32], [8, 16], "does not decay"),
+        (
+            replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
+            [32],
+            [8, 16],
+            "does not decay",
+        ),
         (
             replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
             [32],
@@ -86,14 +91,35 @@ metrics: {{tensorboard: false}}
 """,
     )
     sweep = directory / "sweep.yaml"
-    plan = ["scale", "context", "plan", str(directory / "tiny.yaml"), "--segments", "8", "--memories", "0", "8"]
+    plan = [
+        "scale",
+        "context",
+        "plan",
+        str(directory / "tiny.yaml"),
+        "--segments",
+        "8",
+        "--memories",
+        "0",
+        "8",
+    ]
     assert main([*plan, "--out", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
     assert [cell.name for cell in cells] == ["t8-m0-same-tokens", NOT_TRAINED, "t8-m8"]
     for cell in cells:
         if cell.name != NOT_TRAINED:
             run_dir = directory / "runs" / cell.name
-            assert main(["train", str(directory / "tiny.yaml"), "--run-dir", str(run_dir), *cell.overrides]) == 0
+            assert (
+                main(
+                    [
+                        "train",
+                        str(directory / "tiny.yaml"),
+                        "--run-dir",
+                        str(run_dir),
+                        *cell.overrides,
+                    ]
+                )
+                == 0
+            )
     torch.set_flush_denormal(False)  # training sets it for its process
     return directory
 
@@ -118,9 +144,17 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
             continue
         config = config_of(cell, swept / "sweep.yaml")
         unit = config.model.memory_length or config.data.segment_length
-        assert [int(row["evaluated_memory"]) for row in mine] == [round(unit * x) for x in (0, 0.5, 1, 2, 4, 8)]
-        measured = [line for line in RunDir(swept / "runs" / cell.name).read_metrics() if line["kind"] == "evaluation"]
-        as_trained = [row for row in mine if int(row["evaluated_memory"]) == config.model.memory_length]
+        assert [int(row["evaluated_memory"]) for row in mine] == [
+            round(unit * x) for x in (0, 0.5, 1, 2, 4, 8)
+        ]
+        measured = [
+            line
+            for line in RunDir(swept / "runs" / cell.name).read_metrics()
+            if line["kind"] == "evaluation"
+        ]
+        as_trained = [
+            row for row in mine if int(row["evaluated_memory"]) == config.model.memory_length
+        ]
         assert float(as_trained[0]["loss"]) == pytest.approx(measured[-1]["loss"], abs=1e-4)
 
 
@@ -128,7 +162,16 @@ def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_
     shutil.copytree(swept / "runs", tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs" / "t8-m8" / "checkpoints")
     runs, out = str(tmp_path / "runs"), str(tmp_path / "context.csv")
-    command = ["scale", "context", "collect", str(swept / "sweep.yaml"), "--runs-dir", runs, "--out", out]
+    command = [
+        "scale",
+        "context",
+        "collect",
+        str(swept / "sweep.yaml"),
+        "--runs-dir",
+        runs,
+        "--out",
+        out,
+    ]
     assert main([*command, "--max-tokens", "50"]) == 0
     said = capsys.readouterr().out
     assert "1 of 3 cells evaluated" in said
@@ -139,9 +182,29 @@ def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_
 def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     assert collect(swept, "--max-tokens", 100) == 0
     out = swept / "report"
-    assert main(["scale", "context", "report", str(swept / "context.csv"), "--out", str(out), "--title", "Tiny"]) == 0
+    assert (
+        main(
+            [
+                "scale",
+                "context",
+                "report",
+                str(swept / "context.csv"),
+                "--out",
+                str(out),
+                "--title",
+                "Tiny",
+            ]
+        )
+        == 0
+    )
     page = (out / "report.html").read_text()
-    for words in ("<h1>Tiny</h1>", "Equal tokens", "Equal FLOPs", "Other memory than in training", "8x"):
+    for words in (
+        "<h1>Tiny</h1>",
+        "Equal tokens",
+        "Equal FLOPs",
+        "Other memory than in training",
+        "8x",
+    ):
         assert words in page
     assert {path.stem for path in out.glob("*.png")} == {"same_tokens", "same_flops", "evaluated"}
     assert page.count("<svg") == 3
@@ -153,7 +216,10 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
         (None, "'pretrain scale context collect' writes it"),
         ("name,loss\na,1\n", "no column 'same_tokens'"),
         ("HEAD\na,yes,,8,8,100,100,1e9,8,1.0,nan,\n", "row 2: loss='nan', expected a number"),
-        ("HEAD\na,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n", "row 2: same_tokens='maybe', expected yes or nothing"),
+        (
+            "HEAD\na,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n",
+            "row 2: same_tokens='maybe', expected yes or nothing",
+        ),
         ("HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n", "holds no evaluated run"),
     ],
 )
@@ -161,7 +227,19 @@ def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
     head = "name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"
     if text is not None:
         write_text(tmp_path / "context.csv", text.replace("HEAD", head))
-    assert main(["scale", "context", "report", str(tmp_path / "context.csv"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            [
+                "scale",
+                "context",
+                "report",
+                str(tmp_path / "context.csv"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -169,9 +247,14 @@ def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
 
 def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_path, capsys):
     shutil.copy(swept / "tiny.yaml", tmp_path / "tiny.yaml")
-    write_text(tmp_path / "sweep.yaml", "format: 1\nname: x\ncells: [{name: a, experiment: tiny.yaml}]\n")
+    write_text(
+        tmp_path / "sweep.yaml", "format: 1\nname: x\ncells: [{name: a, experiment: tiny.yaml}]\n"
+    )
     collect = ["scale", "context", "collect", str(tmp_path / "sweep.yaml"), "--runs-dir"]
-    for runs, said in ((tmp_path, "belongs to no context sweep"), (tmp_path / "nowhere", "is no directory")):
+    for runs, said in (
+        (tmp_path, "belongs to no context sweep"),
+        (tmp_path / "nowhere", "is no directory"),
+    ):
         assert main([*collect, str(runs)]) == 2
         error = capsys.readouterr().err
         assert said in error

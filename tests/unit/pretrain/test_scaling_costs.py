@@ -66,7 +66,10 @@ def test_each_rung_of_the_ladder_has_the_size_of_its_name_and_sees_20_tokens_per
     run = load_config(RunConfig, path)
     parameters = parameters_of(run.model).total
     assert parameters == pytest.approx(LADDER[rung], rel=0.03)
-    assert f"{parameters:,} parameters; {run.tokens_per_step:,} tokens a step" in path.read_text().splitlines()[0]
+    assert (
+        f"{parameters:,} parameters; {run.tokens_per_step:,} tokens a step"
+        in path.read_text().splitlines()[0]
+    )
     assert cost_of(run).tokens == pytest.approx(20 * parameters, rel=0.02)
 
 
@@ -84,11 +87,15 @@ def test_a_run_costs_what_its_phases_cost_together():
     assert cost_of(run).flops == first.flops + second.flops
     assert cost_of(run, 10).flops == first.flops
     after = flops_after(run, [5, 10, 15])
-    assert after.tolist() == pytest.approx([first.flops / 2, first.flops, first.flops + second.flops])
+    assert after.tolist() == pytest.approx(
+        [first.flops / 2, first.flops, first.flops + second.flops]
+    )
 
 
 def test_every_rung_of_the_ladder_is_tested():
-    assert {path.stem for path in MODELS.glob("xl_modern_*.yaml")} == {f"xl_modern_{rung}" for rung in LADDER}
+    assert {path.stem for path in MODELS.glob("xl_modern_*.yaml")} == {
+        f"xl_modern_{rung}" for rung in LADDER
+    }
 
 
 @pytest.mark.parametrize("rung", ["10m", "30m"])
@@ -117,7 +124,13 @@ def test_counted_parameters_are_those_of_the_built_model(options):
         {"positions": "rope", "num_key_heads": 1},
         {"positions": "t5", "feed_forward": "gelu"},
         {"memory_length": 9, "compressed_length": 4},
-        {"memory_length": 9, "compressed_length": 4, "compression": "max", "positions": "alibi", "num_key_heads": 1},
+        {
+            "memory_length": 9,
+            "compressed_length": 4,
+            "compression": "max",
+            "positions": "alibi",
+            "num_key_heads": 1,
+        },
     ],
     ids=str,
 )
@@ -135,11 +148,20 @@ def test_flops_are_what_pytorch_counts(norm_position, options):
         forward = counter.get_total_flops()
         nll_BL.mean().backward()
     # The shift's padding column is a product the formula leaves out.
-    padding = 3 * 2 * model.num_layers * model.num_heads * model.head_width * (model.positions == "relative")
+    padding = (
+        3
+        * 2
+        * model.num_layers
+        * model.num_heads
+        * model.head_width
+        * (model.positions == "relative")
+    )
     counted = flops_of(model, length, lanes)
     tokens = lanes * length
     assert forward / tokens == pytest.approx(counted.forward + padding / 3, rel=1e-12)
-    assert counter.get_total_flops() / tokens == pytest.approx(counted.training + padding, rel=1e-12)
+    assert counter.get_total_flops() / tokens == pytest.approx(
+        counted.training + padding, rel=1e-12
+    )
 
 
 def test_the_shares_of_an_adaptive_softmax_are_a_distribution_that_favours_the_front():
@@ -161,7 +183,9 @@ def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
             d_head=int(row["kv_size"]),
             d_inner=int(row["ffw_size"]),
         )
-        assert cost_of(RunConfig(model=model)).parameters == pytest.approx(float(row["params"]), rel=0.007)
+        assert cost_of(RunConfig(model=model)).parameters == pytest.approx(
+            float(row["params"]), rel=0.007
+        )
 
 
 def test_one_of_table_a9s_shapes_matches_its_published_size():

@@ -16,7 +16,8 @@ READERS = [read_points, read_curves, read_context]
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(
-    ("raw", "said"), [(b"N,loss\n1,\xe9\n", "is not UTF-8 text"), (b"N,loss\n1,2,3\n", "row 2 has more cells")]
+    ("raw", "said"),
+    [(b"N,loss\n1,\xe9\n", "is not UTF-8 text"), (b"N,loss\n1,2,3\n", "row 2 has more cells")],
 )
 def test_every_table_is_refused_alike(read, raw: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_bytes(raw)

@@ -34,7 +34,10 @@ def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, 
     plan = next(words for words in commands if words[:3] == ["pretrain", "scale", "plan"])
     plan[3] = str(REPOSITORY / plan[3])
     plan[plan.index("--out") + 1] = str(tmp_path / "sweep.yaml")
-    assert main([*plan[1:], "--set", "model.vocab_size=257", "--set", f"data.path={tmp_path}/absent"]) == 0
+    assert (
+        main([*plan[1:], "--set", "model.vocab_size=257", "--set", f"data.path={tmp_path}/absent"])
+        == 0
+    )
     cells = read_sweep(tmp_path / "sweep.yaml").cells
     fitted = [cell for cell in cells if not cell.holdout]
     budgets = [cell.facts["budget"] for cell in fitted]
@@ -48,7 +51,11 @@ def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, 
 def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands):
     parser = argparse.ArgumentParser()
     scale.add_arguments(parser)
-    actions = [parser.parse_args(words[2:]).action for words in commands if words[:2] == ["pretrain", "scale"]]
+    actions = [
+        parser.parse_args(words[2:]).action
+        for words in commands
+        if words[:2] == ["pretrain", "scale"]
+    ]
     assert actions == ["plan", "collect", "fit", "predict", "report"]
     sweeping = next(words for words in commands if words[0] == "launcher")
     parser = argparse.ArgumentParser()
@@ -56,7 +63,10 @@ def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands
     parsed = parser.parse_args(sweeping[2:])
     assert (parsed.action, parsed.local, parsed.jobs) == ("submit", True, 2)
     assert any("demonstrates the workflow" in " ".join(words) for words in commands)
-    assert load_config(RunConfig, REPOSITORY / "configs/experiments/scaling-demo.yaml").name == "scaling-demo"
+    assert (
+        load_config(RunConfig, REPOSITORY / "configs/experiments/scaling-demo.yaml").name
+        == "scaling-demo"
+    )
 
 
 def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):

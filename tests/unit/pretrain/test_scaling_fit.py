@@ -38,7 +38,10 @@ def coverage_of_approach_3(num_worlds: int, num_draws: int) -> np.ndarray:
     theta = fit_draws(n_P, d_P, np.repeat(l_WP, num_draws, axis=0), weights, 1e-3)
 
     def measured(theta: np.ndarray) -> np.ndarray:
-        return np.stack([exponents(theta, SIX_N)[0], log_optimum(theta, FURTHER, SIX_N)[0], theta[..., 3]], axis=-1)
+        return np.stack(
+            [exponents(theta, SIX_N)[0], log_optimum(theta, FURTHER, SIX_N)[0], theta[..., 3]],
+            axis=-1,
+        )
 
     low, high = np.percentile(measured(theta).reshape(num_worlds, num_draws, 3), LEVELS, axis=1)
     return ((low <= measured(HOFFMANN.theta)) & (measured(HOFFMANN.theta) <= high)).mean(axis=0)
@@ -125,7 +128,9 @@ def test_every_error_is_predicted_minus_measured():
     points = simulated()
     held = points.budget_P == points.budgets[-1]
     # These runs end a tenth below what the law promises: too much was predicted.
-    lucky = replace(points, holdout_P=held, loss_P=np.where(held, points.loss_P / 1.1, points.loss_P))
+    lucky = replace(
+        points, holdout_P=held, loss_P=np.where(held, points.loss_P / 1.1, points.loss_P)
+    )
     fit = fit_all(lucky, num_draws=20)
     assert [item.error for item in fit.holdouts] == pytest.approx([0.1] * 8, abs=1e-3)
     assert re.search(r"held out point \d+: .* \(\+10\.\d\d%\)", "\n".join(check_lines(fit)))
@@ -137,7 +142,9 @@ def test_every_error_is_predicted_minus_measured():
     drawn = charts.residuals(left_out, PRINT).axes[0]
     shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
     law = left_out.estimates.parametric.law
-    assert shown_P == pytest.approx(100 * (law.loss(points.parameters_P, points.tokens_P) / lucky.loss_P - 1))
+    assert shown_P == pytest.approx(
+        100 * (law.loss(points.parameters_P, points.tokens_P) / lucky.loss_P - 1)
+    )
     assert drawn.get_ylabel().startswith("(predicted - measured)")
 
 
@@ -149,14 +156,22 @@ def test_an_approach_that_is_lost_with_the_largest_budget_says_why():
     assert fit.approach("envelope")
     assert "envelope" not in fit.left_out.optimum
     said = "\n".join(check_lines(fit))
-    assert "  1 envelope: not available without that budget: approach 1 needs two sizes that are lowest" in said
+    assert (
+        "  1 envelope: not available without that budget: approach 1 needs two sizes that are lowest"
+        in said
+    )
 
 
 def test_held_out_runs_that_nothing_predicts_are_said_to_be():
-    size_P, tokens_P = np.repeat(np.geomspace(1e7, 1e9, 5), 30), np.tile(np.geomspace(1e8, 1e12, 30), 5)
+    size_P, tokens_P = (
+        np.repeat(np.geomspace(1e7, 1e9, 5), 30),
+        np.tile(np.geomspace(1e8, 1e12, 30), 5),
+    )
     loss_P = HOFFMANN.loss(size_P, tokens_P)
     training = {"run": size_P.astype(str), "N": size_P, "C": 6 * size_P * tokens_P, "loss": loss_P}
-    few = make_points([1e7, 3e7, 1e7, 3e7, 1e8], [2e9, 7e8, 2e10, 7e9, 1e11], [4.0, 3.9, 3.7, 3.6, 3.0])
+    few = make_points(
+        [1e7, 3e7, 1e7, 3e7, 1e8], [2e9, 7e8, 2e10, 7e9, 1e11], [4.0, 3.9, 3.7, 3.6, 3.0]
+    )
     fit = fit_all(replace(few, holdout_P=few.parameters_P > 9e7), training=training, num_draws=20)
     assert [approach.key for approach in fit.approaches] == ["envelope"]
     said = "1 held-out run not predicted: that takes approach 3, which is not available"
@@ -177,19 +192,28 @@ def test_held_out_runs_are_predicted_and_never_fitted():
 def test_the_spread_between_seeds_is_measured_where_runs_were_repeated():
     once, again = simulated(noise=0.004, seed=1), simulated(noise=0.004, seed=2)
     assert seed_spread(once) is None
-    both = make_points(*(np.concatenate([getattr(x, name) for x in (once, again)]) for name in COLUMNS))
+    both = make_points(
+        *(np.concatenate([getattr(x, name) for x in (once, again)]) for name in COLUMNS)
+    )
     assert seed_spread(both) == pytest.approx(0.004, rel=0.2)
 
 
 def test_traps_are_named():
     points = simulated(noise=0.001)
     mixed = replace(points, progress_P=np.where(np.arange(len(points)) % 8 == 0, 0.5, 1.0))
-    assert any("6 mid-schedule points left out" in warning for warning in fit_all(mixed, num_draws=20).warnings)
+    assert any(
+        "6 mid-schedule points left out" in warning
+        for warning in fit_all(mixed, num_draws=20).warnings
+    )
     repeated = replace(points, names=("same run",) * len(points))
     assert any("mid-schedule" in warning for warning in fit_all(repeated, num_draws=20).warnings)
     shapes = points.flops_P * np.where(np.arange(len(points)) % 2, 1.0, 1.2)
-    rough = make_points(points.parameters_P, points.tokens_P, points.loss_P, flops=shapes, budget=points.budget_P)
-    assert any("FLOPs per token differ" in warning for warning in fit_all(rough, num_draws=20).warnings)
+    rough = make_points(
+        points.parameters_P, points.tokens_P, points.loss_P, flops=shapes, budget=points.budget_P
+    )
+    assert any(
+        "FLOPs per token differ" in warning for warning in fit_all(rough, num_draws=20).warnings
+    )
 
 
 def test_approaches_that_disagree_are_said_to():
@@ -204,11 +228,20 @@ def test_approaches_that_disagree_are_said_to():
 
 
 def test_losses_whose_intervals_do_not_overlap_are_named_with_both_intervals():
-    near, also_near, far = Interval(3.0, 2.9, 3.1), Interval(3.15, 3.05, 3.2), Interval(3.4, 3.3, 3.5)
+    near, also_near, far = (
+        Interval(3.0, 2.9, 3.1),
+        Interval(3.15, 3.05, 3.2),
+        Interval(3.4, 3.3, 3.5),
+    )
     assert contradictions({"1 envelope": near, "2 IsoFLOP": also_near}, "here") == []
-    (said,) = contradictions({"1 envelope": near, "2 IsoFLOP": also_near, "3 parametric": far}, "at 1e+21 FLOPs")
+    (said,) = contradictions(
+        {"1 envelope": near, "2 IsoFLOP": also_near, "3 parametric": far}, "at 1e+21 FLOPs"
+    )
     assert said.startswith("at 1e+21 FLOPs, the intervals of the loss do not overlap: ")
-    assert "1 envelope 3.0000 [2.9000, 3.1000] and 3 parametric 3.4000 [3.3000, 3.5000]; 2 IsoFLOP" in said
+    assert (
+        "1 envelope 3.0000 [2.9000, 3.1000] and 3 parametric 3.4000 [3.3000, 3.5000]; 2 IsoFLOP"
+        in said
+    )
     assert "1 envelope 3.0000 [2.9000, 3.1000] and 2 IsoFLOP" not in said
     unknown = Interval(9.0, np.nan, np.nan)
     assert contradictions({"1 envelope": near, "2 IsoFLOP": unknown}, "here") == []
@@ -219,7 +252,9 @@ def test_a_fit_says_that_its_approaches_losses_contradict_each_other():
     fit = fit_all(simulated(noise=1e-4, budgets=(1e18, 1e20, 3), seed=1), num_draws=50)
     isoflop, law = (fit.approach(key).loss(FURTHER) for key in ("isoflop", "parametric"))
     assert isoflop.high < law.low
-    said = [warning for warning in fit.warnings if "the intervals of the loss do not overlap" in warning]
+    said = [
+        warning for warning in fit.warnings if "the intervals of the loss do not overlap" in warning
+    ]
     assert any("1e+21 FLOPs, 10 times the largest budget" in warning for warning in said)
 
 

@@ -23,7 +23,9 @@ def test_parabolas_find_the_exponent_and_sizes_of_the_law():
     fit = fit_isoflop(simulated(spread=3))
     assert fit.frontier.power == pytest.approx(A_TRUE, abs=1e-3)
     size = np.exp(fit.frontier.log_parameters(np.log(1e19)))
-    assert size == pytest.approx(np.exp(log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]), rel=0.03)
+    assert size == pytest.approx(
+        np.exp(log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]), rel=0.03
+    )
     assert fit.warnings == ()
 
 
@@ -38,7 +40,9 @@ def test_a_floor_of_the_loss_is_seen_and_extrapolates():
     frontier = fit_frontier(log_flops_F, np.linspace(16, 19, 5), loss_F)
     assert frontier.floor == pytest.approx(1.7, abs=1e-3)
     later = np.log(1e22)
-    assert frontier.loss(later) == pytest.approx(1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0])), abs=1e-3)
+    assert frontier.loss(later) == pytest.approx(
+        1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0])), abs=1e-3
+    )
 
 
 def test_vertex_outside_the_sizes_is_not_used_and_said():
@@ -58,7 +62,8 @@ def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():
     assert "span over 40x" in wide
     points = simulated()
     lopsided = points.take(
-        points.parameters_P < 1.6 * np.exp(log_optimum(HOFFMANN.theta, np.log(points.flops_P), SIX_N)[0])
+        points.parameters_P
+        < 1.6 * np.exp(log_optimum(HOFFMANN.theta, np.log(points.flops_P), SIX_N)[0])
     )
     assert "lies near the edge" in " ".join(fit_isoflop(lopsided).warnings)
     assert "nothing checks it" in " ".join(fit_isoflop(simulated(budgets=(1e18, 1e19, 2))).warnings)
@@ -76,7 +81,11 @@ def test_losses_that_bend_downwards_are_no_valley():
 def test_a_wide_grid_biases_the_vertex_which_is_why_it_is_said():
     truth = log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]
     narrow, wide = (
-        abs(float(fit_isoflop(simulated(spread=spread)).frontier.log_parameters(np.log(1e19)) - truth))
+        abs(
+            float(
+                fit_isoflop(simulated(spread=spread)).frontier.log_parameters(np.log(1e19)) - truth
+            )
+        )
         for spread in (2, 10)
     )
     assert wide > 3 * narrow

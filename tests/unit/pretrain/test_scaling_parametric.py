@@ -30,7 +30,9 @@ def test_noise_free_runs_give_their_law_back(law):
     fit = fit_parametric(simulated(law))
     assert as_row(fit.law) == pytest.approx(as_row(law), rel=1e-5)
     assert fit.warnings == ()
-    assert as_row(fit.start) != pytest.approx(as_row(law), rel=1e-3), "the start alone must not be the answer"
+    assert as_row(fit.start) != pytest.approx(as_row(law), rel=1e-3), (
+        "the start alone must not be the answer"
+    )
 
 
 def test_cs336_points_are_recovered_to_1e_5():
@@ -59,10 +61,17 @@ def test_olmo_ladder_fit_predicts_what_was_published():
 def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection():
     points = simulated(noise=0.003, seed=3)
     fit = fit_parametric(points)
-    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
+    n_P, d_P, l_P = (
+        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
+    )
     n_P, d_P = n_P - n_P.mean(), d_P - d_P.mean()
-    grid = itertools.product((-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0))
-    ends = [minimise(np.array(start), n_P, d_P, l_P, 1e-3)[1] for start in itertools.islice(grid, 0, None, 4)]
+    grid = itertools.product(
+        (-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0)
+    )
+    ends = [
+        minimise(np.array(start), n_P, d_P, l_P, 1e-3)[1]
+        for start in itertools.islice(grid, 0, None, 4)
+    ]
     assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
 
 
@@ -85,7 +94,9 @@ def test_gradient_of_the_objective_matches_differences():
     for index in range(5):
         step = np.zeros(5)
         step[index] = 1e-7
-        difference = huber_sum(theta + step, *data, 1e-3)[0] - huber_sum(theta - step, *data, 1e-3)[0]
+        difference = (
+            huber_sum(theta + step, *data, 1e-3)[0] - huber_sum(theta - step, *data, 1e-3)[0]
+        )
         assert gradient[index] == pytest.approx(difference / 2e-7, rel=1e-4)
 
 
@@ -111,7 +122,9 @@ def test_too_few_points_or_lengths_are_refused():
     with pytest.raises(DataError, match="5 usable points, approach 3 needs at least 6"):
         fit_parametric(points.take(np.arange(5)))
     with pytest.raises(DataError, match="fewer than 3 distinct N"):
-        fit_parametric(make_points([1e7] * 4 + [2e7] * 4, np.arange(1, 9) * 1e9, np.linspace(4, 3, 8)))
+        fit_parametric(
+            make_points([1e7] * 4 + [2e7] * 4, np.arange(1, 9) * 1e9, np.linspace(4, 3, 8))
+        )
 
 
 def test_a_loss_that_grows_with_size_is_refused():
@@ -143,8 +156,12 @@ def test_flops_per_token_are_fitted_as_a_power_and_kept_exact_for_6n():
 
 def test_fits_of_many_draws_at_once_end_where_single_fits_end():
     points = simulated(noise=0.003, budgets=(1e18, 1e20, 4), num_sizes=6)
-    n_P, d_P, l_P = (np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
-    weight_KP = np.random.default_rng(5).multinomial(len(points), np.full(len(points), 1 / len(points)), size=12)
+    n_P, d_P, l_P = (
+        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
+    )
+    weight_KP = np.random.default_rng(5).multinomial(
+        len(points), np.full(len(points), 1 / len(points)), size=12
+    )
     theta_K5 = fit_draws(n_P, d_P, l_P[None], weight_KP.astype(float), 1e-3)
     center = np.array([n_P.mean(), d_P.mean()])
     for theta, weights in zip(theta_K5, weight_KP, strict=True):

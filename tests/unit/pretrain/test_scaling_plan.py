@@ -63,7 +63,10 @@ def test_depth_is_kept_where_that_is_asked_for():
 
 def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
     narrow = replace(
-        BASE, model=ModelConfig(vocab_size=256, d_model=96, num_heads=4, d_head=32, d_inner=256, num_layers=3)
+        BASE,
+        model=ModelConfig(
+            vocab_size=256, d_model=96, num_heads=4, d_head=32, d_inner=256, num_layers=3
+        ),
     )
     model = nearest_shape(narrow, 1e7).model
     assert model.d_model / model.num_heads == 24
@@ -82,7 +85,9 @@ def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
     for item in runs:
         assert item.cost.flops == pytest.approx(item.budget, rel=0.01)
         assert item.cost == cost_of(item.run)
-        assert item.run.optim.schedule.warmup_steps == pytest.approx(0.05 * item.run.optim.steps, abs=1)
+        assert item.run.optim.schedule.warmup_steps == pytest.approx(
+            0.05 * item.run.optim.steps, abs=1
+        )
         assert item.run.optim.steps >= 50
     assert [item.holdout for item in runs] == [False] * 10 + [True]
 
@@ -132,7 +137,9 @@ def test_what_cannot_be_planned_is_said():
         planned(spread=1.001)
     with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0 steps"):
         with_budget(BASE, 1e13, "base")
-    with pytest.raises(ConfigError, match=r"model\.vocab_size is not set and absent holds no corpus"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size is not set and absent holds no corpus"
+    ):
         with_vocabulary(replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent"))))
 
 
@@ -141,7 +148,9 @@ def test_more_tokens_than_the_corpus_has_are_refused():
     tokens = {item.name: item.cost.tokens for item in runs}
     most = max(tokens.values())
     refuse_more_tokens(tokens, most)
-    with pytest.raises(DataError, match=r"1 of 10 cells need more tokens than the corpus has .*; c1e18-"):
+    with pytest.raises(
+        DataError, match=r"1 of 10 cells need more tokens than the corpus has .*; c1e18-"
+    ):
         refuse_more_tokens(tokens, most - 1)
 
 
@@ -168,8 +177,14 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
             "format=2, this version reads sweeps of format 1",
         ),
         ("format: 1\nname: x\ncells: []\n", "cells is empty"),
-        ("format: 1\nname: x\ncells: [{name: a, experiment: e}, {name: a, experiment: e}]\n", "'a' is there twice"),
-        ("format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n", "cannot be the name of a directory"),
+        (
+            "format: 1\nname: x\ncells: [{name: a, experiment: e}, {name: a, experiment: e}]\n",
+            "'a' is there twice",
+        ),
+        (
+            "format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n",
+            "cannot be the name of a directory",
+        ),
         (
             "format: 1\nname: x\ncells: [{name: a, experiment: e, hold: true}]\n",
             r"cells\[0\].*hold: unknown setting; did you mean 'holdout'",

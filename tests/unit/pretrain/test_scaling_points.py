@@ -36,17 +36,38 @@ def test_tokens_follow_from_flops_where_there_is_no_column_of_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("N,D,final\n1,2,3\n", "no column 'loss' (found: N, D, final); name it with --column loss=NAME"),
-        ("N,D,loss\n1,2,3\n1,3,nan\n2,2,nan\n", "row 3: loss='nan' (and 1 more such row), expected a finite number"),
+        (
+            "N,D,final\n1,2,3\n",
+            "no column 'loss' (found: N, D, final); name it with --column loss=NAME",
+        ),
+        (
+            "N,D,loss\n1,2,3\n1,3,nan\n2,2,nan\n",
+            "row 3: loss='nan' (and 1 more such row), expected a finite number",
+        ),
         ("N,D,loss\n1,2,3\n1,3,\n", "row 3: loss='', expected a finite number"),
         ("N,D,loss\n1,2,3\n1,3,-2.5\n", "row 3: loss='-2.5', expected a positive number"),
         ("N,D,loss\n0,2,3\n", "row 2: N='0', expected a positive number"),
         ("N,loss\n1,2\n", "no column 'D' (found: N, loss); name it with --column tokens=NAME"),
-        ("N,D,loss,progress\n1,2,3,half\n", "row 2: progress='half', expected a part of the schedule from 0 to 1"),
-        ("N,D,loss,progress\n1,2,3,1\n1,3,3,40\n", "row 3: progress='40', expected a part of the schedule from 0 to 1"),
-        ("N,D,loss,progress\n1,2,3,-0.1\n", "row 2: progress='-0.1', expected a part of the schedule"),
-        ("N,D,loss,progress\n1,2,3,inf\n", "row 2: progress='inf', expected a part of the schedule"),
-        ("N,D,loss,holdout\n1,2,3,ja\n1,3,3,2\n", "row 2: holdout='ja' (and 1 more such row), expected 1, true or yes"),
+        (
+            "N,D,loss,progress\n1,2,3,half\n",
+            "row 2: progress='half', expected a part of the schedule from 0 to 1",
+        ),
+        (
+            "N,D,loss,progress\n1,2,3,1\n1,3,3,40\n",
+            "row 3: progress='40', expected a part of the schedule from 0 to 1",
+        ),
+        (
+            "N,D,loss,progress\n1,2,3,-0.1\n",
+            "row 2: progress='-0.1', expected a part of the schedule",
+        ),
+        (
+            "N,D,loss,progress\n1,2,3,inf\n",
+            "row 2: progress='inf', expected a part of the schedule",
+        ),
+        (
+            "N,D,loss,holdout\n1,2,3,ja\n1,3,3,2\n",
+            "row 2: holdout='ja' (and 1 more such row), expected 1, true or yes",
+        ),
         ("N,D,loss\n", "holds no runs"),
         ("N,D,loss\n1,2,3,4\n", "row 2 has more cells than the header names"),
     ],
@@ -62,10 +83,17 @@ def test_each_kind_of_bad_file_gets_one_line_that_says_what_to_do(tmp_path, text
 
 def test_hold_outs_are_marked_by_any_spelling_of_yes_and_no(tmp_path):
     marks = ("1", "1.0", "true", "True", " YES ", "0", "0.0", "false", "FALSE", "no", "")
-    text = "N,D,loss,holdout\n" + "".join(f"1,{index + 2},3,{mark}\n" for index, mark in enumerate(marks))
-    assert read_points(written(tmp_path / "runs.csv", text)).holdout_P.tolist() == [True] * 5 + [False] * 6
+    text = "N,D,loss,holdout\n" + "".join(
+        f"1,{index + 2},3,{mark}\n" for index, mark in enumerate(marks)
+    )
+    assert (
+        read_points(written(tmp_path / "runs.csv", text)).holdout_P.tolist()
+        == [True] * 5 + [False] * 6
+    )
     values = (True, False, 1, 0, None)
-    rows = [{"N": 1, "D": index + 2, "loss": 3, "holdout": mark} for index, mark in enumerate(values)]
+    rows = [
+        {"N": 1, "D": index + 2, "loss": 3, "holdout": mark} for index, mark in enumerate(values)
+    ]
     found = read_points(written(tmp_path / "runs.json", json.dumps(rows)))
     assert found.holdout_P.tolist() == [True, False, True, False, False]
 
@@ -74,7 +102,10 @@ def test_a_run_that_the_file_says_is_not_excluded_is_not(tmp_path):
     text = "name,N,D,loss,excluded\na,1,2,3,no\nb,1,3,3,False\nc,1,4,3,\nd,1,5,3,yes\ne,1,6,3,diverged\n"
     points = read_points(written(tmp_path / "runs.csv", text))
     assert points.names == ("a", "b", "c")
-    assert {item.name: item.reason for item in points.excluded} == {"d": "excluded in the file", "e": "diverged"}
+    assert {item.name: item.reason for item in points.excluded} == {
+        "d": "excluded in the file",
+        "e": "diverged",
+    }
 
 
 def test_a_column_that_was_named_by_hand_must_be_there(tmp_path):
@@ -86,7 +117,9 @@ def test_a_column_that_was_named_by_hand_must_be_there(tmp_path):
         Columns(budget="heldd"),
         Columns(flops="heldd"),
     ):
-        with pytest.raises(DataError, match=r"no column 'heldd' for --column \w+=heldd; did you mean 'held'"):
+        with pytest.raises(
+            DataError, match=r"no column 'heldd' for --column \w+=heldd; did you mean 'held'"
+        ):
             read_points(path, columns)
 
 
@@ -108,8 +141,12 @@ def test_a_file_that_is_absent_or_no_json_is_named(tmp_path):
 
 
 def test_one_budget_only_is_refused_and_so_are_too_few_points():
-    one_budget = make_points([1e6, 2e6, 4e6, 8e6], [8e8, 4e8, 2e8, 1e8], [4, 3.8, 3.9, 4.1], source="runs.csv")
-    with pytest.raises(DataError, match=r"runs\.csv: all 4 usable runs share one budget \(4\.8e\+15 FLOPs\)"):
+    one_budget = make_points(
+        [1e6, 2e6, 4e6, 8e6], [8e8, 4e8, 2e8, 1e8], [4, 3.8, 3.9, 4.1], source="runs.csv"
+    )
+    with pytest.raises(
+        DataError, match=r"runs\.csv: all 4 usable runs share one budget \(4\.8e\+15 FLOPs\)"
+    ):
         fit_all(one_budget)
     few = make_points([1e6, 2e6, 4e6], [1e8, 2e8, 1e9], [4, 3.8, 3.5], source="runs.csv")
     with pytest.raises(DataError, match="3 usable points, approach 3 needs at least 6"):

@@ -41,7 +41,11 @@ def test_the_optimum_at_some_flops_is_the_laws_within_its_interval(fit):
     found = forecast(preferred(fit), fit.flops_law, flops=1e21)
     assert found.approach == "3 parametric"
     assert found.flops.low == found.flops.high == pytest.approx(1e21)
-    for interval, true in ((found.parameters, np.exp(n)), (found.tokens, np.exp(d)), (found.loss, least)):
+    for interval, true in (
+        (found.parameters, np.exp(n)),
+        (found.tokens, np.exp(d)),
+        (found.loss, least),
+    ):
         assert interval.low < true < interval.high
         assert interval.value == pytest.approx(true, rel=0.1)
 
@@ -66,7 +70,9 @@ def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose
     least = float(law.loss(np.log(1e20)))
 
     def loss(size):
-        return float(np.exp(log_loss(law.theta, np.log(size), SIX_N.log_tokens(np.log(1e20), np.log(size)))))
+        return float(
+            np.exp(log_loss(law.theta, np.log(size), SIX_N.log_tokens(np.log(1e20), np.log(size))))
+        )
 
     for edge, beyond in ((low, low / 1.01), (high, high * 1.01)):
         assert loss(edge) <= 1.01 * least < loss(beyond)
@@ -100,9 +106,13 @@ def test_the_loss_of_a_single_run_has_an_interval(fit):
 def test_wild_extrapolation_is_refused_and_says_why(fit):
     approach = preferred(fit)
     refuse_wild(doubts(fit, 5e21, approach))
-    with pytest.raises(ConfigError, match=r"1e\+23 FLOPs are 1e\+03 times the largest run fitted.*--force"):
+    with pytest.raises(
+        ConfigError, match=r"1e\+23 FLOPs are 1e\+03 times the largest run fitted.*--force"
+    ):
         refuse_wild(doubts(fit, 1e23, approach))
-    with pytest.raises(ConfigError, match=r"1e\+15 FLOPs are 1e\+03 times below the smallest .* with 6 budgets"):
+    with pytest.raises(
+        ConfigError, match=r"1e\+15 FLOPs are 1e\+03 times below the smallest .* with 6 budgets"
+    ):
         refuse_wild(doubts(fit, 1e15, approach))
     with pytest.raises(ConfigError, match=r"3e\+12 parameters lie over 30x outside"):
         refuse_wild(run_doubts(fit, 3e12, 1e10))
@@ -111,16 +121,28 @@ def test_wild_extrapolation_is_refused_and_says_why(fit):
 def test_two_budgets_reach_less_far():
     fit = fit_all(simulated(budgets=(1e18, 1e19, 2)), num_draws=50)
     assert doubts(fit, 5e19, preferred(fit)) == []
-    assert any("with 2 budgets the limit is 10 times" in doubt for doubt in doubts(fit, 5e20, preferred(fit)))
+    assert any(
+        "with 2 budgets the limit is 10 times" in doubt
+        for doubt in doubts(fit, 5e20, preferred(fit))
+    )
 
 
 def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
-    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1), num_draws=200)
+    noisy = fit_all(
+        simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1), num_draws=200
+    )
     assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, preferred(noisy)))
     points = simulated()
-    bent = points.loss_P * np.exp(0.02 * np.log(points.parameters_P / points.parameters_P.min()) ** 2)
-    differing = fit_all(make_points(points.parameters_P, points.tokens_P, bent, budget=points.budget_P), num_draws=50)
-    assert any("optimal sizes differ" in doubt for doubt in doubts(differing, 1e20, preferred(differing)))
+    bent = points.loss_P * np.exp(
+        0.02 * np.log(points.parameters_P / points.parameters_P.min()) ** 2
+    )
+    differing = fit_all(
+        make_points(points.parameters_P, points.tokens_P, bent, budget=points.budget_P),
+        num_draws=50,
+    )
+    assert any(
+        "optimal sizes differ" in doubt for doubt in doubts(differing, 1e20, preferred(differing))
+    )
 
 
 def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
@@ -144,9 +166,13 @@ metrics: {{tensorboard: false}}
 """,
     )
     # As many parameters as tokens are optimal by this law: at 2e8 FLOPs a few thousand of either.
-    points = simulated(Law(E=1.5, A=100.0, B=100.0, alpha=0.5, beta=0.5), budgets=(2e7, 2e8, 3), num_sizes=5)
+    points = simulated(
+        Law(E=1.5, A=100.0, B=100.0, alpha=0.5, beta=0.5), budgets=(2e7, 2e8, 3), num_sizes=5
+    )
     columns = (points.parameters_P, points.tokens_P, points.flops_P, points.loss_P)
-    rows = "".join(",".join(f"{value!r}" for value in row) + "\n" for row in np.stack(columns, 1).tolist())
+    rows = "".join(
+        ",".join(f"{value!r}" for value in row) + "\n" for row in np.stack(columns, 1).tolist()
+    )
     write_text(tmp_path / "runs.csv", "N,D,C,loss\n" + rows)
     written, run_dir = tmp_path / "best.yaml", tmp_path / "run"
     question = ["scale", "predict", str(tmp_path / "runs.csv"), "--draws", "20", "--flops", "2.5e8"]

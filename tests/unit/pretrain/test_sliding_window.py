@@ -28,7 +28,9 @@ def test_the_papers_lengths_are_scaled_to_the_training_memory() -> None:
 def test_memory_saves_what_its_flops_say(positions) -> None:
     module = TransformerXL(replace(CONFIG, positions=positions)).eval()
     speeds = compare(module, attention_length=64, segment_length=16, seconds=0.05)
-    assert speeds.ratio > 2.0  # of so small a model mostly the 16 tokens that one call predicts instead of one
+    assert (
+        speeds.ratio > 2.0
+    )  # of so small a model mostly the 16 tokens that one call predicts instead of one
     assert speeds.by_flops == pytest.approx(counted_ratio(module), rel=0.15)
 
 

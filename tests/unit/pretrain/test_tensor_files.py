@@ -9,12 +9,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline.files import sha256_of
-from pretrain.checkpoint.tensor_files import BLOCK_BYTES, Pieces, copy_to_host, layout_of, write_file
+from pretrain.checkpoint.tensor_files import (
+    BLOCK_BYTES,
+    Pieces,
+    copy_to_host,
+    layout_of,
+    write_file,
+)
 
 
 def written(path: Path, tensors: Pieces) -> dict[str, object]:
     layout = layout_of(tensors)
-    host = torch.full((layout.num_bytes + 100,), 0xAB, dtype=torch.uint8)  # a longer buffer, used before
+    host = torch.full(
+        (layout.num_bytes + 100,), 0xAB, dtype=torch.uint8
+    )  # a longer buffer, used before
     copy_to_host(tensors, layout, host)
     return write_file(path, layout, host, between_blocks=lambda: None)
 
