@@ -65,6 +65,74 @@ def test_the_rule_sees_imports_inside_functions(tmp_path):
     assert list(imports_of(path)) == ["torch.nn", "deepspeed"]
 
 
+def module_graph(paths: list[Path]) -> dict[str, set[str]]:
+    """module -> modules among `paths` that it imports anywhere: in functions and under TYPE_CHECKING too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    graph: dict[str, set[str]] = {}
+    for path in paths:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & names
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & names
+                graph[name] |= inner or ({node.module} & names)
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """What is left of a graph after nodes without arrows out, or in, have been taken away again and again."""
+    graph = {node: set(targets) - {node} for node, targets in graph.items()}
+    while True:
+        reached = set().union(*graph.values()) if graph else set()
+        kept = {
+            node for node, targets in graph.items() if targets & graph.keys() and node in reached
+        }
+        if kept == graph.keys():
+            return [sorted(kept)] if kept else []
+        graph = {node: graph[node] & kept for node in kept}
+
+
+def folder_of(module: str) -> str:
+    """`pretrain.model` for `pretrain.model.layer`; a module at the top of a package stands for itself."""
+    parts = module.split(".")
+    return ".".join(parts[:2])
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert cycles(module_graph(MODULES)) == []
+
+
+def test_no_folders_import_each_other_in_a_circle():
+    folders: dict[str, set[str]] = {}
+    for module, targets in module_graph(MODULES).items():
+        folders.setdefault(folder_of(module), set()).update(map(folder_of, targets))
+    assert cycles(folders) == []
+
+
+def test_a_circle_would_be_seen():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert cycles(graph) == [["b", "c"]]
+    assert cycles({"a": {"b"}, "b": set()}) == []
+
+
+FOLDERS = sorted({path.parent for path in MODULES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_folder_says_what_it_is_for_and_what_may_import_it(folder):
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert docstring is not None
+    assert len(docstring.splitlines()) >= 3, "two lines: purpose, and who may import it"
+
+
+def test_the_top_level_of_pretrain_stays_small():
+    entries = [path for path in (ROOT / "pretrain").iterdir() if path.name != "__pycache__"]
+    assert len([path for path in entries if path.is_dir()]) <= 20
+    assert len([path for path in entries if path.suffix == ".py"]) <= 6
+
+
 @pytest.mark.parametrize("package", ["data_pipeline", "launcher"])
 def test_a_torch_free_package_imports_no_torch_by_detours_either(package):
     modules = [
