@@ -67,7 +67,10 @@ def test_lanes_permute_bitwise(variant: str) -> None:
     order = [2, 0, 3, 1]
     straight, memory = stream_nll(model, stream_BT, [8, 8, 8], starts_BT)
     permuted, permuted_memory = stream_nll(model, stream_BT[order], [8, 8, 8], starts_BT[order])
-    assert torch.equal(permuted, straight[order])
+    # The adaptive softmax gathers the rows of each bin. A permutation moves them to other rows of
+    # a matrix product, and some CPUs compute a block's last rows with another kernel.
+    rounding = 1e-13 if variant == "adaptive" else 0.0
+    torch.testing.assert_close(permuted, straight[order], rtol=0, atol=rounding)
     assert memory is not None
     assert permuted_memory is not None
     assert all(
