@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, ShardInfo
 from data_pipeline.errors import ConfigError, DataError, UserError
+from data_pipeline.file_lock import try_lock
 from data_pipeline.files import named_errors, write_json
 
 BUILD_DIRECTORY = ".build"  # gone when the build is finished
@@ -116,12 +116,10 @@ def claimed_output(output: Path) -> Iterator[Path]:
     existed = output.exists()
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             raise ConfigError(
                 f"another build is writing to {output}; wait for it or choose another output"
-            ) from None
+            )
         remove_leftovers(output)
         try:
             yield output

@@ -11,7 +11,6 @@ is found by its free lock. The directory must be on a local file system.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -24,7 +23,7 @@ from data_pipeline.corpora.fetch import fetch_shard
 from data_pipeline.corpora.manifest import ShardInfo, mismatch
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import exclusive_lock, try_lock
+from data_pipeline.file_lock import exclusive_lock, open_shared, try_lock
 from data_pipeline.files import fsync_directory
 
 ROOM_SECONDS = 120.0  # making room takes a few milliseconds
@@ -81,7 +80,7 @@ class ShardCache:
         """The shard's file, opened and held, if it is there and in order; the caller has its lock."""
         path = self._shards / info.sha256
         try:
-            file = _held(path)
+            file = open_shared(path)
         except FileNotFoundError:
             return None
         is_there = (
@@ -99,7 +98,7 @@ class ShardCache:
         arrived = reserved / info.sha256
         try:
             fetch_shard(store, info, arrived, reserved)
-            file = _held(arrived)  # before others can see it, so that it is not evicted first
+            file = open_shared(arrived)  # before others can see it, so that it is not evicted first
             os.replace(arrived, self._shards / info.sha256)
             fsync_directory(self._shards)
         finally:
@@ -157,13 +156,6 @@ class ShardCache:
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._shards) as entries:
             yield from entries
-
-
-def _held(path: Path) -> BinaryIO:
-    """The file, opened and share-locked."""
-    file = open(path, "rb")  # noqa: SIM115  (handed to the caller)
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
 
 
 def _evict(path: Path) -> bool:

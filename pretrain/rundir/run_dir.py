@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import fnmatch
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
+from data_pipeline.file_lock import try_lock
 from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
@@ -213,9 +213,7 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"{holder}.lock"
         with open(path, "a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not try_lock(file):
                 file.seek(0)
                 owner = file.read().decode(errors="replace").strip() or "another process"
                 if is_fenced and not owner.endswith(f" on {socket.gethostname()}"):
@@ -223,7 +221,7 @@ class RunDir:
                     return
                 raise ConfigError(
                     f"{self.path} is in use by {owner}; wait for it, stop it, or choose another --run-dir"
-                ) from None
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} ({holder}) on {socket.gethostname()}\n".encode())
             file.flush()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
+from data_pipeline.file_lock import try_lock
 from tests.helpers.corpora import contents, some_texts
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
@@ -89,9 +89,7 @@ def test_processes_killed_in_the_middle_go_on_to_the_bytes_of_the_undisturbed_bu
 def all_locks_are_free(parts: Path) -> bool:
     for path in parts.glob("*/.build/lock"):
         with open(path) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock):
                 return False
     return True
 
