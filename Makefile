@@ -62,15 +62,15 @@ test-slurm: $(STAMP)  ## runs on a real Slurm of four hosts on this machine (doc
 chaos: $(STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30
 
-golden: $(STAMP)  ## compare with recorded results of the original, where they are at hand
-	pretrain golden ../shared/golden/*.npz
+golden: $(STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
+	pretrain golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)
 
 bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m benchmarks model
 	OMP_NUM_THREADS=1 python -m benchmarks data
 
 bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
-	python -m pytest -q -m gpu tests/gpu
+	python -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi

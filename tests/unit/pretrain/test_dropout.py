@@ -156,7 +156,6 @@ def test_lanes_may_come_as_a_tensor_and_large_seeds_are_accepted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_masks_equal_the_hash_computed_on_the_cpu() -> None:
     stream = DropoutStream(1, 2, [3, 1 << 40])
     values = torch.ones(2, 1001, device="cuda")

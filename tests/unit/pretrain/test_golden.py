@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from data_pipeline.errors import DataError
 from pretrain.cli import main
 from pretrain.weights import golden
-from tests.golden.record import CASES, LOSSES, losses_of
-from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
-from tests.helpers.shared import shared_path
+from tests.golden.record_losses import CASES, LOSSES, losses_of
+from tests.golden.record_vectors import CASES as RECORDED_CASES
+from tests.golden.record_vectors import DIRECTORY, case_arrays, write
+from tests.helpers.reference_model import DEFAULTS
 
 # Options that the recorded files leave out, alone and together.
 REFERENCE_CASES: dict[str, dict[str, Any]] = {
@@ -47,51 +47,14 @@ REFERENCE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def golden_directory() -> Path:
-    return shared_path("golden")
-
-
 def write_case(path: Path, options: dict[str, Any]) -> Path:
     """A file in the golden format, computed by the independent reimplementation."""
-    settings = {**DEFAULTS, **options}
-    state, ties = random_state(settings)
-    lanes, length, context = settings["bsz"], settings["tgt_len"], settings["ext_len"]
-    generator = torch.Generator().manual_seed(1)
-    stream = torch.randint(
-        0, settings["n_token"], (settings["n_seg"] * length + 1, lanes), generator=generator
-    )
-    arrays: dict[str, np.ndarray] = {"config": np.array(json.dumps(settings))}
-    losses, memories = [], []
-    for s in range(settings["n_seg"]):
-        first = s * length
-        tokens, targets = (
-            stream[max(0, first - context) : first + length],
-            stream[first + 1 : first + length + 1],
-        )
-        result = reference_segment(state, ties, settings, tokens, targets, memories)
-        memories = result.memories
-        losses.append(result.nll.mean())
-        arrays |= {f"inp/{s}": tokens.numpy(), f"tgt/{s}": targets.numpy()}
-        arrays |= {
-            f"nll/{s}": result.nll.detach().numpy(),
-            f"hid/{s}": result.hidden.detach().numpy(),
-        }
-        arrays |= {f"mem/{s}/{level}": rows.numpy() for level, rows in enumerate(memories)}
-    torch.stack(losses).sum().backward()
-    for name, tensor in state.items():
-        assert tensor.grad is not None
-        arrays |= {f"param/{name}": tensor.detach().numpy(), f"grad/{name}": tensor.grad.numpy()}
-    arrays |= {f"alias/{name}": np.array(origin) for name, origin in ties.items()}
-    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
-    return path
+    return write(path, case_arrays(options))
 
 
-def test_every_recorded_case_of_the_original_agrees_to_1e_10(
-    golden_directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = sorted(golden_directory.glob("*.npz"))
-    assert len(files) >= 9
+def test_every_recorded_case_agrees_to_1e_10(capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(DIRECTORY.glob("*.npz"))
+    assert len(files) == len(RECORDED_CASES) + 2  # masks and shifts
     assert main(["golden", *map(str, files)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[1 : len(files) + 1]] == ["ok"] * len(files)
@@ -119,9 +82,9 @@ def test_one_wrong_number_in_a_case_fails_it(
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_wrong_mask_or_shift_fails(golden_directory: Path, tmp_path: Path) -> None:
-    for name in ("masks.npz", "rel_shift.npz"):
-        with np.load(golden_directory / name) as file:
+def test_a_wrong_mask_or_shift_fails(tmp_path: Path) -> None:
+    for name in ("masks.npz", "relative_shift.npz"):
+        with np.load(DIRECTORY / name) as file:
             arrays = dict(file)
         last = sorted(key for key in arrays if not key.startswith("in_"))[-1]
         arrays[last].flat[0] = not arrays[last].flat[0]
