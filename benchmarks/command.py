@@ -21,7 +21,7 @@ from benchmarks.scaling import growth_table
 from benchmarks.training import training_comparisons
 from data_pipeline.errors import UserError
 from pretrain.costs.throughput import measured_matmul_peak
-from pretrain.terminal.train_lines import si
+from pretrain.terminal.text import si
 
 # What is measured without a goal.
 TABLES = {"growth of a token's cost": growth_table, "restart to first step": restart_table}

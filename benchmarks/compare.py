@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pretrain.terminal.text import markdown_table
+
 TOLERANCE = 0.85  # a ratio may be this part of its goal before the bench fails: machines and neighbours differ
 
 
@@ -106,14 +108,7 @@ def table(measurements: list[Measurement], flops_per_second: float) -> str:
                 _verdict(each),
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    return markdown_table(rows)
 
 
 def _verdict(measurement: Measurement) -> str:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pretrain.terminal.text import markdown_table
+
 TOLERANCE = (
     1.15  # machines and neighbours differ: a goal is missed when it is missed by more than this
 )
@@ -40,7 +42,7 @@ def medians(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
-    lines = ["| what | measured | goal | |", "|---|---|---|---|"]
+    cells = [["what", "measured", "goal", ""]]
     for row in rows:
         goal = f"at most {row.goal:g} {row.unit}" if row.goal else ""
         verdict = (
@@ -52,5 +54,5 @@ def table(rows: list[Row]) -> str:
             if row.passes
             else "MISSED"
         )
-        lines.append(f"| {row.name} | {row.value:.3g} {row.unit} | {goal} | {verdict} |")
-    return "\n".join(lines)
+        cells.append([row.name, f"{row.value:.3g} {row.unit}", goal, verdict])
+    return markdown_table(cells)

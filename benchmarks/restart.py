@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from pretrain.terminal.text import markdown_table
+
 ROUNDS = 3
 PARTS = (
     "interpreter and imports",
@@ -57,14 +59,7 @@ def _table(seconds: dict[str, float], compiling: float) -> str:
         ("together", f"{whole:.2f}", "100%"),
         (f"besides: {BYTECODE}", f"{compiling:.2f}", f"{compiling / whole:.0%}"),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    return markdown_table(rows)
 
 
 def _start(corpus: Path, run: Path, environment: dict[str, str] | None = None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from launcher.sweep.table import planned, write_results
 from pretrain.processes.local_ranks import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 _ACTIONS = (
     "plan: show the cells",

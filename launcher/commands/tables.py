@@ -12,7 +12,7 @@ from rich.text import Text
 
 from launcher.preflight.node_report import NodeReport
 from launcher.status.run_state import RunState
-from pretrain.terminal.train_lines import clock, counted, si
+from pretrain.terminal.text import counted, duration, number, si
 
 STYLES = {
     "running": "green",
@@ -61,9 +61,9 @@ def many_runs(states: Sequence[RunState]) -> Table:
             _word(state),
             f"{state.step:,}",
             f"{state.done_share:.0%}",
-            _number(state.loss, ".4f"),
-            _number(state.tokens_per_second, ",.0f"),
-            _number(state.goodput, ".0%"),
+            number(state.loss, ".4f"),
+            number(state.tokens_per_second, ",.0f"),
+            number(state.goodput, ".0%"),
             _left(state),
             "-"
             if state.checkpoint is None
@@ -118,13 +118,8 @@ def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def age(seconds: float | None) -> str:
-    """How long ago, in the largest unit that says enough."""
-    if seconds is None:
-        return "?"
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    """How long ago; `?` for unknown."""
+    return "?" if seconds is None else f"{duration(seconds)} ago"
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
@@ -145,7 +140,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             else _word(state).append(f"  {state.why}", style="default"),
         ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.done_share:.0%})"),
-        ("loss", _number(state.loss, ".4f")),
+        ("loss", number(state.loss, ".4f")),
         (
             "speed",
             "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s",
@@ -183,9 +178,5 @@ def _rate(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{si(value)}{unit}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _left(state: RunState) -> str:
-    return "-" if state.seconds_left is None else clock(state.seconds_left)
+    return "-" if state.seconds_left is None else duration(state.seconds_left)

@@ -24,7 +24,7 @@ from pretrain.rundir.goodput import (
     is_request,
     time_of,
 )
-from pretrain.terminal.train_lines import clock
+from pretrain.terminal.text import duration
 
 # A rank elsewhere whose last sign of life is older than this may be gone; one here is asked for by its process id.
 SILENT_SECONDS = 300.0
@@ -70,7 +70,7 @@ def judge(evidence: Evidence) -> tuple[str, str]:
         if silence < SILENT_SECONDS:
             return "running", _what_it_does(last, beats, evidence.now)
         host = beats[0].host if beats else evidence.locks[0].host
-        return "silent", f"no sign of life from {host} for {clock(silence)}"
+        return "silent", f"no sign of life from {host} for {duration(silence)}"
     return _waiting_or_cancelled(evidence, last) or _how_it_ended(evidence, last)
 
 
@@ -156,5 +156,7 @@ def _what_it_does(last: Event | None, beats: Sequence[Beat], now: float) -> str:
         newest.phase, ""
     )
     if now - newest.time > SILENT_SECONDS:
-        return f"no progress for {clock(now - newest.time)}" + (f" while {doing}" if doing else "")
+        return f"no progress for {duration(now - newest.time)}" + (
+            f" while {doing}" if doing else ""
+        )
     return doing

@@ -14,7 +14,7 @@ from launcher.sweep.cells import CellRun
 from pretrain.commands.describe import with_vocabulary
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.train_lines import si
+from pretrain.terminal.text import si
 
 _NOT_RESULTS = ("kind", "step")
 

@@ -14,7 +14,8 @@ from pretrain.reporting import run_charts as charts
 from pretrain.reporting.figures import Panel, save_panels
 from pretrain.reporting.html import chart_html, legend, new_chart, page, paragraph, section, table
 from pretrain.reporting.run_history import History, read_history
-from pretrain.terminal.train_lines import perplexity, si
+from pretrain.terminal.text import si, text_table
+from pretrain.terminal.train_lines import perplexity
 
 HEADS = ("run", "step", "tokens", "loss", "perplexity", "validation", "tokens/s", "goodput")
 
@@ -37,10 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     histories = [read_history(path) for path in arguments.runs]
     rows, changed = [_row(history) for history in histories], _differing_settings(histories)
-    print(_aligned([HEADS, *rows]))
+    print(text_table([HEADS, *rows]))
     if changed:
         print(
-            "\n" + _aligned([("setting", *(history.path.name for history in histories)), *changed])
+            "\n"
+            + text_table([("setting", *(history.path.name for history in histories)), *changed])
         )
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -128,12 +130,3 @@ def _value_at(tree: Any, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)

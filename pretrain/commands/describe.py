@@ -21,7 +21,7 @@ from pretrain.costs.memory import (
     memory_parts,
     total_bytes,
 )
-from pretrain.terminal.train_lines import counted, si
+from pretrain.terminal.text import counted, duration, si
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +204,7 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
             if len(spans) > 1
         ),
         *(f"  {advice}" for advice in [advice_on_phases(config)] if advice),
-        f"  run             {_duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
+        f"  run             {duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
         f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
         f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.peak_in_words(precision)})",
         *(formulas if arguments.explain else ()),
@@ -265,11 +265,3 @@ def _row(name: str, value: str, formula: str, explain: bool) -> str:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:,.2f} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.2f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.2g} seconds"
-    if seconds < 3600:
-        return f"{seconds / 60:.1f} minutes"
-    return f"{seconds / 3600:.1f} hours" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

@@ -16,7 +16,7 @@ from data_pipeline.errors import ConfigError
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, Scorer, TrainedScorer, evaluate
-from pretrain.terminal.train_lines import aligned
+from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         destroy_process_group()
     if world.is_main:
         values = [answer.values for answer in answers]
-        texts = [f"{answer.title}\n\n{aligned(answer.rows)}" for answer in answers]
+        texts = [f"{answer.title}\n\n{text_table(answer.rows, left=())}" for answer in answers]
         print(
             json.dumps(values[0] if len(values) == 1 else values)
             if arguments.json

@@ -25,7 +25,8 @@ from pretrain.reporting.html import (
     text,
 )
 from pretrain.reporting.run_history import History, read_history
-from pretrain.terminal.train_lines import clock, perplexity, si
+from pretrain.terminal.text import duration, si
+from pretrain.terminal.train_lines import perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +137,7 @@ def _cards(history: History) -> list[Card]:
     )
     cards.append(Card(si(history.tokens).strip(), f"tokens read, {speed}"))
     if history.goodput is not None:
-        spent = clock(history.seconds_under_way)
+        spent = duration(history.seconds_under_way)
         cards.append(
             Card(f"{history.goodput:.0%}", f"of {spent} under way went into steps that count")
         )

@@ -13,10 +13,9 @@ from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.context_table import Evaluate, context_rows, read_context
 from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
 from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
-from pretrain.scaling.summary import aligned
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.wording import amount
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted, text_table
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         ]
         for item in runs
     ]
-    print("\n".join(aligned(heads, rows)))
+    print(text_table([heads, *rows]))
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
     print("\n".join([f"total: {total}", *unchecked]))

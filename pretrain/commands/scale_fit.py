@@ -12,7 +12,7 @@ from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.summary import fit_lines, fit_tree
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 FEWEST_DRAWS = 20
 

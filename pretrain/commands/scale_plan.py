@@ -14,9 +14,8 @@ from pretrain.config.run import RunConfig
 from pretrain.scaling.outputs import refuse_no_file
 from pretrain.scaling.plan import PlannedRun, optimum_at_ratio, plan_runs
 from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
-from pretrain.scaling.summary import aligned
 from pretrain.scaling.wording import amount
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted, text_table
 
 PFLOPS_DAY = 86400e15
 
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         keep_layers=arguments.keep_layers,
     )
     unchecked = check_tokens(base, runs)
-    print("\n".join(aligned(*_table(runs))))
+    print(text_table(_table(runs)))
     totals = _totals(runs, arguments.speed)
     print("\n".join([totals, *unchecked]))
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
@@ -74,7 +73,7 @@ def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[f
     return optimum, f"approach {approach.title} of {arguments.around.name}"
 
 
-def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
+def _table(runs: list[PlannedRun]) -> list[list[str]]:
     heads = [
         "cell",
         "layers",
@@ -91,7 +90,7 @@ def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
         "of budget",
         "C/6ND",
     ]
-    rows = []
+    rows = [heads]
     for item in runs:
         model, cost = item.run.model, item.cost
         rows.append(
@@ -107,7 +106,7 @@ def _table(runs: list[PlannedRun]) -> tuple[list[str], list[list[str]]]:
                 f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
             ]
         )
-    return heads, rows
+    return rows
 
 
 def _totals(runs: list[PlannedRun], speed: float) -> str:

@@ -34,9 +34,9 @@ from pretrain.scaling.predict import (
 )
 from pretrain.scaling.recipe import with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
-from pretrain.scaling.summary import aligned, forecast_table, unavailable_lines, warning_lines
+from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
 from pretrain.scaling.wording import amount, shown
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted, text_table
 
 WORTH_SAYING = 0.01  # of the draws without an answer
 ASKED = {
@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     ((asked, value),) = given.items()
     where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
     print(f"the compute-optimal run {where}, by each approach; {_intervals(fit)}")
-    print("\n".join([*aligned(*forecast_table(forecasts, asked)), *unavailable_lines(fit)]))
+    heads, rows = forecast_table(forecasts, asked)
+    print("\n".join([text_table([heads, *rows]), *unavailable_lines(fit)]))
     if band := near_optimal_band(fit, chosen.flops.value):
         low, high = (wording.size(size) for size in band)
         flops = f"{chosen.flops.value:.3g} FLOPs" + (

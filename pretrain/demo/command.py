@@ -12,7 +12,7 @@ from pretrain.demo.settings import RANKS, Settings, make_settings
 from pretrain.demo.stages import Result, Results, Stage, remove
 from pretrain.demo.story import memory_gain, story
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.train_lines import clock
+from pretrain.terminal.text import duration
 
 EXIT_NOT_SHOWN = 1  # a claim of the demo did not hold
 
@@ -82,7 +82,7 @@ def tell(screen: Screen, journal: Journal, settings: Settings) -> Results:
 def conclude(screen: Screen, settings: Settings, journal: Journal, results: Results) -> int:
     """Say what was shown, where the report lies and what to do next."""
     problems, gain = results["resume"]["problems"], memory_gain(results["memory"])
-    screen.title("What you have seen", f"all stages together {clock(journal.seconds())}")
+    screen.title("What you have seen", f"all stages together {duration(journal.seconds())}")
     if problems:
         screen.bad(
             "the killed and resumed run differs from the undisturbed one: please report this as a bug"

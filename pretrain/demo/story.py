@@ -10,7 +10,7 @@ from pretrain.demo import stages
 from pretrain.demo.page import write_report
 from pretrain.demo.settings import RANKS, Settings
 from pretrain.demo.stages import Result, Stage
-from pretrain.terminal.train_lines import clock
+from pretrain.terminal.text import duration
 
 
 def story() -> tuple[Stage, ...]:
@@ -117,7 +117,7 @@ def _shards_line(result: Result) -> str:
 
 def _trained_line(result: Result) -> str:
     return (
-        f"loss {result['final_loss']:.3f} after {clock(result['seconds'])}, "
+        f"loss {result['final_loss']:.3f} after {duration(result['seconds'])}, "
         f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.0%}, {result['memory_gib']:.2f} GiB per rank"
     )
 

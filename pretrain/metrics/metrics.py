@@ -40,7 +40,8 @@ from pretrain.metrics.writers import MetricsFiles
 from pretrain.optim.layer_norms import numbers_of_layers
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
-from pretrain.terminal.train_lines import counted, evaluation_line, perplexity, si, train_line
+from pretrain.terminal.text import counted, si
+from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
 
 
 @dataclass(frozen=True)

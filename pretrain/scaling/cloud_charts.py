@@ -12,7 +12,7 @@ from pretrain.scaling.charts import APPROACH_COLOURS
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LawLine
 from pretrain.scaling.points import Array
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

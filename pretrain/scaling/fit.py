@@ -17,7 +17,7 @@ from pretrain.scaling.isoflop import isoflop_draws
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
 from pretrain.scaling.lines import Approach, LawLine
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 DEFAULT_DRAWS = 1000
 ROUGH_FLOPS_LAW = 0.03

@@ -14,7 +14,7 @@ import numpy as np
 from data_pipeline.errors import DataError
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
 from pretrain.scaling.points import Array, Points
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 FEWEST_SIZES = 3
 GOOD_SIZES = 5

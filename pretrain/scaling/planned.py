@@ -16,7 +16,7 @@ from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, write_sweep
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 
 class Planned(Protocol):

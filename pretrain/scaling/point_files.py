@@ -18,7 +18,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.csv_files import csv_rows, flag, text_of
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 Row = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from pretrain.scaling.summary import (
     unavailable_lines,
 )
 from pretrain.scaling.wording import amount, shown
-from pretrain.terminal.train_lines import counted
+from pretrain.terminal.text import counted
 
 PNG_DPI = 150
 MOST_ROWS = 60

@@ -17,16 +17,7 @@ from pretrain.scaling.law import NAMES
 from pretrain.scaling.lines import LEVEL, Interval, LawLine, interval
 from pretrain.scaling.predict import Forecast
 from pretrain.scaling.wording import shown
-from pretrain.terminal.train_lines import counted
-
-
-def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines, columns as wide as their widest entry."""
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (heads, *rows)
-    ]
+from pretrain.terminal.text import counted, text_table
 
 
 def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
@@ -65,6 +56,7 @@ def law_intervals(fit: Fit) -> dict[str, Interval]:
 def fit_lines(fit: Fit) -> list[str]:
     """Everything a fit found, for the terminal."""
     points = fit.points
+    heads, rows = approach_table(fit)
     lines = [
         f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')}, {points.flops_P.min():.3g} to "
         f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL} % of {counted(fit.num_draws, 'bootstrap draw')}",
@@ -72,7 +64,7 @@ def fit_lines(fit: Fit) -> list[str]:
         + (f", within {fit.flops_law.largest_error:.2%}" if fit.flops_law.largest_error else ""),
         *(f"note: {note}" for note in points.notes),
         "",
-        *aligned(*approach_table(fit)),
+        text_table([heads, *rows]),
         *unavailable_lines(fit),
     ]
     if law := law_intervals(fit):

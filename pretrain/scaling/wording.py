@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from pretrain.scaling.lines import Interval
-from pretrain.terminal.train_lines import prefixed, si
+from pretrain.terminal.text import prefixed, si
 
 LOSS_DECIMALS = 4
 ERRORS = "errors are predicted minus measured (+: too much was predicted)"

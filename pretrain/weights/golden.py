@@ -25,6 +25,7 @@ from pretrain.model.memory import Memory
 from pretrain.model.original import config_of_original, original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.terminal.text import text_table
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
@@ -74,15 +75,7 @@ def table(results: list[Result]) -> str:
             f"{result.errors[column]:.1e}" if column in result.errors else "-" for column in COLUMNS
         ]
         rows.append([result.name, *cells, result.verdict])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-            + [row[-1]]
-        )
-        for row in rows
-    )
+    return text_table(rows, left=(0, -1))
 
 
 def compare(path: Path) -> Result:

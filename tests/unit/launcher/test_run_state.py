@@ -72,8 +72,12 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, beats=[beat(5)]), "running", ""),
         (evidence(START, beats=[beat(5, phase="save")]), "running", "saving a checkpoint"),
         (evidence(START, beats=[beat(5), beat(SILENT_SECONDS + 60)], locks=[HELD]), "running", ""),
-        (evidence(START, beats=[beat(360)], locks=[HELD]), "running", "no progress for 6:00"),
-        (evidence(START, beats=[beat(360)]), "silent", "no sign of life from elsewhere for 6:00"),
+        (evidence(START, beats=[beat(360)], locks=[HELD]), "running", "no progress for 6.0 min"),
+        (
+            evidence(START, beats=[beat(360)]),
+            "silent",
+            "no sign of life from elsewhere for 6.0 min",
+        ),
         (
             evidence(START, RETRY, locks=[HELD]),
             "running",
@@ -95,7 +99,7 @@ def elsewhere(seconds_ago: float) -> Lock:
         (
             evidence(START, RETRY, locks=[elsewhere(400)]),
             "silent",
-            "no sign of life from n1 for 6:40",
+            "no sign of life from n1 for 6.7 min",
         ),
         (
             evidence(START, GIVEN_UP, locks=[elsewhere(20)], beats=[beat(30)]),

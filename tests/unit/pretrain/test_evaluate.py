@@ -15,7 +15,7 @@ from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.terminal.train_lines import aligned
+from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel
 
 
@@ -129,7 +129,7 @@ def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
 
 
 def test_the_table_aligns_its_columns(scorer, corpus):
-    rows = aligned(
+    rows = text_table(
         loss_rows([measured(scorer, corpus, memory_length=length) for length in (0, 16)])
     ).splitlines()
     assert len(rows) == 3

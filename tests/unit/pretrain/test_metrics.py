@@ -17,7 +17,8 @@ from pretrain.metrics.metrics import Metrics
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
-from pretrain.terminal.train_lines import clock, counted, perplexity, si
+from pretrain.terminal.text import counted, si
+from pretrain.terminal.train_lines import perplexity
 
 RUN = RunConfig(
     model=ModelConfig(vocab_size=50, num_layers=1, d_model=8, num_heads=2, memory_length=4),
@@ -219,8 +220,6 @@ def test_a_diverged_loss_is_written_and_read_back(world, run_dir):
 
 
 def test_numbers_for_people():
-    assert clock(59.6) == "1:00"
-    assert clock(3725) == "1:02:05"
     assert si(8.123e6) == "8.12 M"
     assert si(1.5) == "1.5 "
     assert [si(5.04 * 1000**power) for power in range(5, 11)] == [

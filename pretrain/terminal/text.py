@@ -1,0 +1,71 @@
+"""Numbers, durations and tables as text, the same everywhere. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
+# Largest first: a unit, its seconds, and the seconds from which it is used.
+DURATION_UNITS = (("days", 86400, 172_800), ("h", 3600, 6000), ("min", 60, 100))
+
+
+def number(value: float | None, form: str) -> str:
+    """The value in a format such as `,.0f`; `-` for None."""
+    return "-" if value is None else format(value, form)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 rank`, `8 ranks`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def prefixed(value: float) -> tuple[float, str]:
+    """The number below 1000 and the prefix that together are `value`; beyond Q the number grows."""
+    index = 0
+    while index < len(PREFIXES) - 1 and abs(float(f"{value:.3g}")) >= 1000 and math.isfinite(value):
+        value, index = value / 1000, index + 1
+    return value, PREFIXES[index]
+
+
+def si(value: float) -> str:
+    """A number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
+    number, prefix = prefixed(value)
+    return f"{number:.3g} {prefix}"
+
+
+def duration(seconds: float) -> str:
+    """A duration in one unit with two digits or more: 0.25 s, 40 s, 2.9 min, 12 h, 3.5 days."""
+    for unit, size, least in DURATION_UNITS:
+        if seconds >= least:
+            amount = seconds / size
+            return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows, heads first, in aligned columns: those of index `left` flush left, all others flush right."""
+    widths = _widths(rows)
+    flush_left = {index % len(widths) for index in left}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in flush_left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, heads first, as a Markdown table that is also aligned as plain text."""
+    widths = _widths(rows)
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
