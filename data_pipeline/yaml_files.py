@@ -15,14 +15,25 @@ from typing import Any
 from data_pipeline.errors import ConfigError
 
 Tree = dict[str, Any]
+# The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
+SHIPPED = Path(__file__).parent / "configs"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(
     r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"
 )  # PyYAML takes 1e-3 for text, YAML 1.2 does not
 
 
+def find_config(path: Path) -> Path:
+    """Return `path`, or where it is `configs/...` and missing, the shipped file of that name."""
+    if path.parts[:1] != ("configs",) or path.exists():
+        return path
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    return shipped if shipped.exists() else path
+
+
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
     """`path` merged over everything it extends, as plain dicts; not yet checked against any schema."""
+    path = find_config(path)
     resolved = path.resolve()
     if resolved in extended_by:
         chain = " -> ".join(item.name for item in (*extended_by, resolved))
@@ -46,7 +57,8 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        names = [item.name for item in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        parent = find_config(path.parent)
+        names = [item.name for item in parent.glob("*.y*ml")] if parent.is_dir() else []
         raise ConfigError(
             f"{path}{wanted_by} does not exist{did_you_mean(path.name, names)}"
         ) from None

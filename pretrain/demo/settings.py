@@ -7,10 +7,11 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.yaml_files import SHIPPED
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 
-CONFIG = Path(__file__).parents[2] / "configs" / "experiments" / "demo.yaml"
+CONFIG = SHIPPED / "experiments" / "demo.yaml"
 RANKS = 2
 FEWEST_STEPS = 16
 NUM_CHECKPOINTS = 8

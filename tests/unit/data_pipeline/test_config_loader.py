@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import dump_yaml
+from data_pipeline.yaml_files import SHIPPED, dump_yaml, read_tree
 from pretrain.config.run import RunConfig
 
 
@@ -235,3 +235,15 @@ def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
     )
     assert right.others == (Inner(rate=1.0), Inner(mode="fast"))
     assert parse_config(Outer, to_tree(right), "tree") == right
+
+
+def test_a_shipped_configuration_is_found_from_everywhere_after_the_users_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    wanted = Path("configs/data/bytes.yaml")
+    assert read_tree(wanted) == read_tree(SHIPPED / "data" / "bytes.yaml")
+    assert "did you mean 'bytes.yaml'?" in error_of(wanted.with_name("byte.yaml"))
+    wanted.parent.mkdir(parents=True)
+    write(wanted, "name: own\n")
+    assert read_tree(wanted) == {"name": "own"}

@@ -1,0 +1,126 @@
+"""The wheel, installed into an environment of its own and used from a directory without the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+SOURCES = ("configs", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "200",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy: setuptools leaves a build/ whose old files go into later wheels."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # Without isolation: pip would download a setuptools that the environment has already.
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", output, source], env=ENVIRONMENT, check=True)
+    (built,) = output.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    """The console scripts' folder in an environment of the wheel and our own dependencies."""
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, env=ENVIRONMENT, check=True)
+    # After the installation, or pip would replace the xl-pretrain of our own environment. An
+    # editable one there stays out: Python ignores .pth files of folders that a .pth file names.
+    (packages,) = environment.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return environment / "bin"
+
+
+def run(programs: Path, directory: Path, *command: str | Path) -> str:
+    """What the command prints, started from `directory`; it must succeed."""
+    program, *arguments = command
+    done = subprocess.run(
+        [programs / program, *arguments],
+        cwd=directory,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_the_packages_and_every_configuration_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"data_pipeline", "launcher", "pretrain"}
+    shipped = {name.removeprefix("data_pipeline/") for name in names if name.endswith(".yaml")}
+    assert shipped == {str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml")}
+    sources = {str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_the_modules_come_from_the_wheel(programs, tmp_path):
+    script = "import data_pipeline, launcher, pretrain; print(pretrain.__file__)"
+    printed = run(programs, tmp_path, "python", "-c", script)
+    assert Path(printed.strip()).is_relative_to(programs.parent)
+
+
+@pytest.mark.parametrize("program", ["pretrain", "launcher", "data-pipeline"])
+def test_a_program_lists_its_commands(programs, tmp_path, program):
+    assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
+
+
+def test_shipped_configurations_are_found_from_another_directory(programs, tmp_path):
+    model = "configs/models/xl_modern_100m.yaml"
+    described = run(programs, tmp_path, "pretrain", "describe", model, "--vocab-size", "32000")
+    assert "100,125,440" in described
+    (tmp_path / "text.jsonl").write_text('{"id": "a", "text": "some words"}\n' * 2)
+    run(
+        programs,
+        tmp_path,
+        *("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl"),
+        *("--validation-input", "text.jsonl", "--output", "data"),
+    )
+    assert (tmp_path / "data" / "train" / "manifest.json").is_file()
+
+
+def test_the_demo_trains(programs, tmp_path):
+    process = subprocess.Popen(
+        [programs / "pretrain", "demo", "--run-dir", "demo"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A suite started in the background ignores SIGINT, and so would all it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("demo/*/metrics.jsonl")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, printed
