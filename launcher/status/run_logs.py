@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from pretrain.terminal.log import LINE_START
 
 _RANK_LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 # What begins a block whose indented lines belong to it: a traceback, or the stacks of a rank that hung or crashed.
@@ -61,6 +62,7 @@ def error_lines(lines: Iterable[str]) -> Iterator[str]:
     """Tracebacks and stacks as they stand, and lines that speak of an error."""
     in_block = False
     for raw in lines:
+        level = LINE_START.match(raw)
         line = _PREFIX.sub("", raw)
         if _BLOCK.search(line):
             in_block = True
@@ -68,5 +70,5 @@ def error_lines(lines: Iterable[str]) -> Iterator[str]:
         elif in_block:
             yield line
             in_block = line.startswith((" ", "\t")) or not line.strip()
-        elif _ERROR.search(line):
+        elif level["level"] in ("ERROR", "CRITICAL") if level else _ERROR.search(line):
             yield line

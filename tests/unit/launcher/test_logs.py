@@ -75,7 +75,9 @@ def test_a_traceback_that_torch_marks_with_the_rank_is_shown_whole_without_the_m
         ("RuntimeError: connection closed", True),
         ("torch.OutOfMemoryError: CUDA out of memory", True),
         ("gave up: rank 0 was ended by SIGKILL", True),
-        ("step 17/100  loss 4.2  grad 0.9", False),
+        ("ERROR 12:04:31 supervisor: no attempt is left", True),
+        ("WARNING 12:04:31 rank 3: one error: retrying", False),
+        ("INFO 12:04:31 rank 0: step 17/100  loss 4.2  grad 0.9", False),
         ("a document about errors", False),
     ],
 )
