@@ -10,9 +10,9 @@ from typing import Any
 from data_pipeline.config_loader import differences, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
-from pretrain.reporting import run_charts as charts
-from pretrain.reporting.figures import Panel, save_panels
-from pretrain.reporting.html import chart_html, legend, new_chart, page, paragraph, section, table
+from pretrain.reporting.charts import panel_html, save_panels
+from pretrain.reporting.html import page, paragraph, section, table
+from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_history
 from pretrain.terminal.text import si, text_table
 from pretrain.terminal.train_lines import perplexity
@@ -47,25 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output / "compare.html", render(histories, rows, changed))
-        panels = [
-            Panel(
-                "Loss",
-                "tokens",
-                "loss, nats per token",
-                lambda axes, colours: _losses(axes, histories, colours),
-            ),
-            Panel(
-                "Speed",
-                "step",
-                "tokens per second",
-                lambda axes, colours: _speeds(axes, histories, colours),
-            ),
-        ]
-        save_panels(
-            arguments.output / "compare.png",
-            " / ".join(history.name for history in histories),
-            panels,
-        )
+        title = " / ".join(history.name for history in histories)
+        save_panels(arguments.output / "compare.png", title, comparison_panels(histories))
         print(f"\n{arguments.output / 'compare.html'} and compare.png")
     return 0
 
@@ -74,34 +57,23 @@ def render(
     histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]
 ) -> str:
     """The whole page."""
-    losses, axes = new_chart(3.4, "tokens", "loss, nats per token")
-    _losses(axes, histories, charts.PAGE)
-    legend(axes, loc="best")
-    speeds, axes = new_chart(2.4, "step", "tokens per second")
-    _speeds(axes, histories, charts.PAGE)
+    losses, speeds = comparison_panels(histories)
     settings = (
         table(["setting", *(history.path.name for history in histories)], changed, "named")
         if changed
         else paragraph("All settings are the same.")
     )
+    caption = "Smoothed training loss of every run over its tokens"
     sections = [
-        section(
-            "Loss",
-            chart_html(
-                losses, "Smoothed training loss of every run over its tokens; dots are validation"
-            ),
-        ),
+        section("Loss", panel_html(losses, 3.4, f"{caption}; dots are validation")),
         section("Numbers", table(HEADS, rows, "named")),
-        section("Settings that differ", settings),
-        section("Speed", chart_html(speeds, "Tokens per second of every run")),
+        section("Different settings", settings),
+        section("Speed", panel_html(speeds, 2.4, "Tokens per second of every run")),
     ]
     lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
     return page(
         "Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain compare'."
     )
-
-
-_losses, _speeds = charts.overlaid_losses, charts.overlaid_speeds
 
 
 def _row(history: History) -> tuple[str, ...]:

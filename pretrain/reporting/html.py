@@ -1,44 +1,75 @@
-"""Self-contained HTML reports: one file, no network, light and dark, readable on a phone. Torch-free.
-
-Charts are matplotlib's, inlined as SVG. Their colours are names that the page's style sheet gives a value, so that they
-follow the reader's light or dark setting.
-"""
+"""Self-contained HTML reports: one file, no network, light and dark, readable on a phone. Torch-free."""
 
 from __future__ import annotations
 
 import html
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from pretrain.reporting.style import STYLE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH_INCHES = 5.6
-# Stand-ins in the drawing -> names in the style sheet.
-INK, FAINT, GRID, FIRST, SECOND, ALARM, SURFACE = (
-    "#010101",
-    "#020202",
-    "#030303",
-    "#040404",
-    "#050505",
-    "#060606",
-    "#070707",
-)
-NAMES = {
-    INK: "--ink",
-    FAINT: "--faint",
-    GRID: "--grid",
-    FIRST: "--first",
-    SECOND: "--second",
-    ALARM: "--alarm",
-    SURFACE: "--surface",
+# Quiet, one column. The variables named like the fields of `charts.Palette` color the charts, too.
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f5f2; --surface: #ffffff; --ink: #22252a; --faint: #6d727b; --grid: #e4e2dc;
+  --first: #b9c7dd; --second: #2456a6; --alarm: #c2410c; --good: #1a7f4b;
+  --sans: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
+  --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
 }
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #16181c; --surface: #1e2126; --ink: #e6e4df; --faint: #9aa0aa; --grid: #33373e;
+    --first: #47587a; --second: #8ab6ff; --alarm: #fb923c; --good: #6fd19f;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 var(--sans);
+  -webkit-text-size-adjust: 100%; }
+main { max-width: 800px; margin: 0 auto; padding: 40px 20px 64px; }
+h1 { font-size: clamp(28px, 5.5vw, 40px); line-height: 1.15; letter-spacing: -.02em; margin: 6px 0 12px;
+  overflow-wrap: anywhere; }
+h2 { font-size: 20px; letter-spacing: -.01em; margin: 0 0 4px; }
+p { margin: 0 0 12px; max-width: 68ch; }
+.kicker { color: var(--faint); font-size: 13px; letter-spacing: .06em; text-transform: uppercase; margin: 0; }
+.lead { font-size: 17px; }
+.faint, .lead { color: var(--faint); }
+section, .card { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px; }
+section { padding: 24px; margin-top: 20px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-top: 28px; }
+.card { padding: 18px 20px; }
+.card b { display: block; font-size: 28px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }
+.card.good b { color: var(--good); }
+.card.bad b { color: var(--alarm); }
+.card span { color: var(--faint); font-size: 14px; line-height: 1.45; display: block; margin-top: 6px; }
+svg { display: block; width: 100%; max-width: 620px; height: auto; margin: 14px auto 6px; }
+svg text { font-family: var(--sans); }
+.scroll { overflow-x: auto; margin: 12px -24px 4px; padding: 0 24px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; white-space: nowrap; padding: 6px 0 6px 18px; }
+th { font-weight: 600; color: var(--faint); font-size: 12.5px; }
+td { border-top: 1px solid var(--grid); }
+th:first-child, td:first-child { padding-left: 0; }
+.named th:first-child, .named td:first-child, .words th, .words td { text-align: left; }
+.words td { white-space: normal; vertical-align: top; }
+.words td:first-child { color: var(--faint); white-space: nowrap; }
+.words tr:first-child td { border-top: 0; }
+td.bits { font: 12.5px var(--mono); }
+tr.mark td { text-align: left; font-weight: 600; font-size: 13px; color: var(--alarm); }
+tr.calm td { color: var(--second); }
+td.gap { text-align: left; color: var(--faint); }
+td.same { color: var(--good); }
+pre { font: 13px/1.55 var(--mono); background: var(--page); border-radius: 8px; padding: 16px; margin: 12px 0 0;
+  overflow-x: auto; }
+pre.prose { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre i { color: var(--faint); font-style: normal; }
+footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
+@media (max-width: 520px) {
+  main { padding: 24px 14px 40px; }
+  section { padding: 18px 16px; }
+  svg { width: calc(100% + 20px); margin-left: -10px; }
+  .scroll { margin: 12px -16px 4px; padding: 0 16px; }
+}
+@media print { body { background: #fff; } section, .card { break-inside: avoid; } }
+"""
 
 
 @dataclass(frozen=True)
@@ -93,47 +124,3 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") 
 def wrapped_table(head: str, body: str, style: str = "") -> str:
     """A table of rows that are HTML already."""
     return f'<div class="scroll"><table class="{style}"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
-
-
-def new_chart(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """A figure with quiet axes in the page's colours, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(x_label, color=FAINT, fontsize=8.5)
-    axes.set_ylabel(y_label, color=FAINT, fontsize=8.5)
-    axes.tick_params(colors=FAINT, labelsize=8.5, length=0)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(GRID)
-    return figure, axes
-
-
-def legend(axes: Axes, **options: Any) -> None:
-    """A legend without a frame."""
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.6, **options)
-
-
-def chart_html(figure: Figure, alternative: str) -> str:
-    """The drawing as inline SVG; `alternative` says in words what it shows."""
-    import matplotlib
-
-    buffer = io.StringIO()
-    # Text stays text, and the same drawing gives the same bytes.
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
-    with matplotlib.rc_context(options):
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alternative)}"', 1)
-    for stand_in, name in NAMES.items():
-        svg = svg.replace(stand_in, f"var({name})")
-    return svg

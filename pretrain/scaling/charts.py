@@ -1,4 +1,4 @@
-"""The pictures of a scaling report, each drawn in the colours it is given: the page's or print's.
+"""The pictures of a scaling report, each drawn in the colors it is given: the page's or print's.
 
 Legend: K draws, P points, X places on an axis.
 """
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.scaling.agreement import beyond
-from pretrain.scaling.chart_parts import (
-    LOSS,
+from pretrain.reporting.charts import (
+    SERIES,
     Palette,
     canvas,
     legend,
     legend_above,
-    log_amount_axis,
-    log_flops_axis,
+    log_amount_ticks,
+    log_ticks,
     plain_ticks,
-    spread_colours,
+    spread_colors,
 )
+from pretrain.scaling.agreement import beyond
 from pretrain.scaling.checks import relative_error
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.isoflop import Valley
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-APPROACH_COLOURS = {"envelope": "#c9822b", "isoflop": "#2f9e6e", "parametric": "#4f83d6"}
+APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SERIES[0]}
+LOSS = "loss (nats per token)"
 FEW_LABELS = 9
 BAND_POINTS = 60
 FLOPS = "training FLOPs C"
@@ -47,20 +48,20 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
     figure, axes = canvas(palette, 3.9, "parameters N", LOSS)
     points, isoflop = fit.points, fit.estimates.isoflop
     budgets = points.budgets
-    for budget, colour in zip(budgets, spread_colours(len(budgets)), strict=True):
+    for budget, color in zip(budgets, spread_colors(len(budgets)), strict=True):
         mine = points.budget_P == budget
         label = f"{budget:.3g}" if len(budgets) <= FEW_LABELS else None
         axes.plot(
             points.parameters_P[mine],
             points.loss_P[mine],
             "o",
-            color=colour,
+            color=color,
             markersize=4,
             label=label,
         )
         valley = next((v for v in isoflop.valleys if v.budget == budget), None) if isoflop else None
         if valley and np.isfinite(valley.parameters):
-            _parabola(axes, valley, colour)
+            _parabola(axes, valley, color)
         if valley and valley.is_used:
             axes.plot(
                 [valley.parameters], [valley.loss], "*", color=palette.ink, markersize=9, zorder=5
@@ -68,7 +69,7 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
     if isoflop:
         axes.plot([], [], "*", color=palette.ink, markersize=9, label="lowest point")
     axes.set_xscale("log")
-    log_amount_axis(axes.xaxis)
+    log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     legend(axes, palette, title=FLOPS if len(budgets) <= FEW_LABELS else "")
     return figure
@@ -89,7 +90,7 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
     log_flops_X = _axis_of_flops(fit)
     for approach in fit.approaches:
         values = [approach.loss(float(c)) for c in log_flops_X]
-        _line_with_band(axes, log_flops_X, values, APPROACH_COLOURS[approach.key], approach.title)
+        _line_with_band(axes, log_flops_X, values, APPROACH_COLORS[approach.key], approach.title)
     if fit.holdouts:
         flops, losses = zip(*((item.flops, item.measured) for item in fit.holdouts), strict=True)
         axes.plot(
@@ -98,7 +99,7 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    log_flops_axis(axes)
+    log_ticks(axes.xaxis, flops_text)
     plain_ticks(axes.yaxis)
     legend_above(figure, axes, palette, f"least loss {BANDS}")
     return figure
@@ -127,7 +128,7 @@ def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
 
 
 def residuals(fit: Fit, palette: Palette) -> Figure:
-    """How far approach 3's law lies from each run's loss, over its FLOPs, coloured by its tokens per parameter."""
+    """How far approach 3's law lies from each run's loss, over its FLOPs, colored by its tokens per parameter."""
     from matplotlib.colors import LogNorm
 
     figure, axes = canvas(palette, 3.4, FLOPS, "(predicted - measured) / measured loss, %")
@@ -144,10 +145,10 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
     )
     axes.axhline(0, color=palette.faint, linewidth=0.8)
     axes.set_xscale("log")
-    log_flops_axis(axes)
+    log_ticks(axes.xaxis, flops_text)
     bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30)
     bar.set_label("tokens per parameter D/N", color=palette.faint, fontsize=8.5)
-    log_amount_axis(bar.ax.yaxis)
+    log_amount_ticks(bar.ax.yaxis)
     bar.ax.tick_params(which="both", colors=palette.faint, labelsize=8, length=0)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
@@ -181,16 +182,23 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
         flops_G[inside],
         lowest_G[inside],
         "o",
-        color=APPROACH_COLOURS["envelope"],
+        color=APPROACH_COLORS["envelope"],
         markersize=3.5,
         label=label,
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    log_flops_axis(axes)
+    log_ticks(axes.xaxis, flops_text)
     plain_ticks(axes.yaxis)
     legend(axes, palette)
     return figure
+
+
+def flops_text(value: float) -> str:
+    """FLOPs as 10^11 or 2 x 10^11, set as a formula."""
+    exponent = int(np.floor(np.log10(value) + 1e-9))
+    digits = f"{value / 10.0**exponent:.3g}"
+    return f"$10^{{{exponent}}}$" if digits == "1" else f"${digits} \\times 10^{{{exponent}}}$"
 
 
 def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens: bool) -> Figure:
@@ -198,7 +206,7 @@ def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens:
     log_flops_X = _axis_of_flops(fit)
     for approach in fit.approaches:
         values = [value_of(approach, float(c)) for c in log_flops_X]
-        _line_with_band(axes, log_flops_X, values, APPROACH_COLOURS[approach.key], approach.title)
+        _line_with_band(axes, log_flops_X, values, APPROACH_COLORS[approach.key], approach.title)
     used = (
         [valley for valley in fit.estimates.isoflop.valleys if valley.is_used]
         if fit.estimates.isoflop
@@ -221,16 +229,16 @@ def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens:
     _largest_budget(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    log_flops_axis(axes)
-    log_amount_axis(axes.yaxis)
+    log_ticks(axes.xaxis, flops_text)
+    log_amount_ticks(axes.yaxis)
     legend_above(figure, axes, palette, f"optimum {BANDS}")
     return figure
 
 
-def _parabola(axes: Axes, valley: Valley, colour: str) -> None:
+def _parabola(axes: Axes, valley: Valley, color: str) -> None:
     n_X = np.linspace(np.log(valley.smallest), np.log(valley.largest), BAND_POINTS)
     curve_X = valley.loss + valley.bend / 2 * (n_X - np.log(valley.parameters)) ** 2
-    axes.plot(np.exp(n_X), curve_X, color=colour, linewidth=1.3)
+    axes.plot(np.exp(n_X), curve_X, color=color, linewidth=1.3)
 
 
 def _axis_of_flops(fit: Fit) -> Array:
@@ -239,15 +247,15 @@ def _axis_of_flops(fit: Fit) -> Array:
 
 
 def _line_with_band(
-    axes: Axes, log_flops_X: Array, values: Sequence, colour: str, label: str
+    axes: Axes, log_flops_X: Array, values: Sequence, color: str, label: str
 ) -> None:
     flops_X = np.exp(log_flops_X)
-    axes.plot(flops_X, [item.value for item in values], color=colour, linewidth=1.5, label=label)
+    axes.plot(flops_X, [item.value for item in values], color=color, linewidth=1.5, label=label)
     axes.fill_between(
         flops_X,
         [item.low for item in values],
         [item.high for item in values],
-        color=colour,
+        color=color,
         alpha=0.16,
         linewidth=0,
     )

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretrain.reporting.charts import Palette, canvas, legend, log_amount_ticks, plain_ticks
 from pretrain.scaling.agreement import beyond
-from pretrain.scaling.chart_parts import LOSS, Palette, canvas, legend, log_amount_axis, plain_ticks
-from pretrain.scaling.charts import APPROACH_COLOURS
+from pretrain.scaling.charts import APPROACH_COLORS, LOSS
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LawLine
 from pretrain.scaling.points import Array
@@ -36,7 +36,7 @@ def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
         axes,
         alpha_K,
         beta_K,
-        APPROACH_COLOURS["parametric"],
+        APPROACH_COLORS["parametric"],
         counted(fit.num_draws, "bootstrap draw"),
     )
     axes.plot(
@@ -65,25 +65,25 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
             (np.exp(approach.draws.log_parameters(log_flops)), approach.draws.loss(log_flops))
         )
         size_K, loss_K = clouds[-1]
-        _cloud(axes, size_K, loss_K, APPROACH_COLOURS[approach.key], f"{approach.title}, draws")
+        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, draws")
     for index, approach in enumerate(fit.approaches):
         size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
         axes.plot(
-            [size], [loss], "*", color=APPROACH_COLOURS[approach.key], markeredgecolor=palette.ink,
+            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
             markeredgewidth=0.8, markersize=11, zorder=5, label=None if index else "fit of all runs",
         )  # fmt: skip
     axes.set_xscale("log")
     size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
     outside = _keep_to_the_middle(axes, size_K, loss_K)
-    log_amount_axis(axes.xaxis)
+    log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     legend(axes, palette, title=outside)
     return figure
 
 
-def _cloud(axes: Axes, x_K: Array, y_K: Array, colour: str, label: str) -> None:
-    axes.scatter(x_K, y_K, s=7, color=colour, alpha=0.35, linewidths=0)
-    axes.plot([], [], "o", color=colour, markersize=4, label=label)
+def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
+    axes.scatter(x_K, y_K, s=7, color=color, alpha=0.35, linewidths=0)
+    axes.plot([], [], "o", color=color, markersize=4, label=label)
 
 
 def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pretrain.scaling.chart_parts import (
-    LOSS,
+from pretrain.reporting.charts import (
     Palette,
     canvas,
     legend,
     legend_above,
     panels,
     plain_ticks,
-    spread_colours,
+    spread_colors,
 )
+from pretrain.scaling.charts import LOSS
 from pretrain.scaling.context_table import ContextRow
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
     )
     memories = sorted({row.memory_length for row in rows})
     segments = sorted({row.segment_length for row in rows})
-    for segment, colour in zip(segments, spread_colours(len(segments)), strict=True):
+    for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
         mine = sorted(
             (row for row in rows if row.segment_length == segment),
             key=lambda row: row.memory_length,
@@ -41,7 +41,7 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
             places,
             [row.loss for row in mine],
             "o-",
-            color=colour,
+            color=color,
             markersize=4,
             linewidth=1.4,
             label=segment,
@@ -62,9 +62,9 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
     figure, all_axes = panels(palette, 3.2, len(segments), x_label, LOSS)
     for axes, segment in zip(all_axes, segments, strict=True):
         axes.set_title(f"segments of {segment}", color=palette.ink, fontsize=8.5)
-        for memory, colour in zip(memories, spread_colours(len(memories)), strict=True):
+        for memory, color in zip(memories, spread_colors(len(memories)), strict=True):
             _line(axes, [row for row in rows if (row.segment_length, row.memory_length) == (segment, memory)],
-                  evaluated, colour, palette)  # fmt: skip
+                  evaluated, color, palette)  # fmt: skip
         every = -(-len(evaluated) // MOST_LABELS)
         axes.set_xticks(
             range(0, len(evaluated), every), [str(length) for length in evaluated[::every]]
@@ -76,14 +76,14 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
 
 
 def _line(
-    axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], colour: str, palette: Palette
+    axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], color: str, palette: Palette
 ) -> None:
     rows = sorted(rows, key=lambda row: int(row.evaluated_memory))
     if not rows:
         return
     places = [evaluated.index(int(row.evaluated_memory)) for row in rows]
     axes.plot(
-        places, [row.loss for row in rows], "o-", color=colour, markersize=3.5, linewidth=1.3,
+        places, [row.loss for row in rows], "o-", color=color, markersize=3.5, linewidth=1.3,
         label=str(rows[0].memory_length),
     )  # fmt: skip
     as_trained = [

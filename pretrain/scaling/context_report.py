@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.files import atomic_write, write_text
-from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
+from data_pipeline.files import write_text
+from pretrain.reporting.charts import PAGE, PRINT, Palette, chart_html, save_png
+from pretrain.reporting.html import Card, page, paragraph, section, table
 from pretrain.scaling import context_charts
-from pretrain.scaling.chart_parts import PAGE, PRINT, Palette
 from pretrain.scaling.context_table import ContextRow
-from pretrain.scaling.report import PNG_DPI
 from pretrain.scaling.wording import amount
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
 
 
 def _drawn(png: Path, draw: Callable[[Palette], Figure], caption: str) -> str:
-    with atomic_write(png) as file:
-        draw(PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    save_png(png, draw(PRINT))
     return chart_html(draw(PAGE), caption) + paragraph(caption + ".")
 
 

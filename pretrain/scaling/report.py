@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.files import atomic_write, write_json, write_text
-from pretrain.reporting.html import Card, chart_html, page, paragraph, section, table
+from data_pipeline.files import write_json, write_text
+from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_png
+from pretrain.reporting.html import Card, page, paragraph, section, table
 from pretrain.scaling import charts, cloud_charts, wording
 from pretrain.scaling.agreement import beyond, disagreement
-from pretrain.scaling.chart_parts import PAGE, PRINT
 from pretrain.scaling.checks import relative_error
 from pretrain.scaling.estimates import TITLES
 from pretrain.scaling.fit import Fit
@@ -26,7 +26,6 @@ from pretrain.scaling.summary import (
 from pretrain.scaling.wording import amount, shown
 from pretrain.terminal.text import counted
 
-PNG_DPI = 150
 MOST_ROWS = 60
 
 
@@ -36,8 +35,7 @@ def write_report(fit: Fit, directory: Path, title: str) -> Path:
     drawn: dict[str, str] = {}
     for name, (chart, caption) in _charts(fit).items():
         drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
-        with atomic_write(directory / f"{name}.png") as file:
-            chart(fit, PRINT).savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+        save_png(directory / f"{name}.png", chart(fit, PRINT))
     path = directory / "report.html"
     write_text(path, render(fit, title, drawn))
     write_json(directory / "fit.json", fit_tree(fit))
@@ -82,7 +80,7 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
-            "Final loss over parameters N, one colour per budget of training FLOPs: a dot is a run, a curve approach "
+            "Final loss over parameters N, one color per budget of training FLOPs: a dot is a run, a curve approach "
             "2's parabola in ln N, a star its lowest point if that lies inside the sizes",
         ),
         "frontier": (
@@ -106,7 +104,7 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
         found["residuals"] = (
             charts.residuals,
             "What approach 3's law predicts of every fitted run, minus what was measured, in per cent of the measured "
-            "loss. A trend with FLOPs or colour is something the law does not hold",
+            "loss. A trend with FLOPs or color is something the law does not hold",
         )
         found["exponents"] = (
             cloud_charts.exponent_cloud,

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.reporting.charts import PRINT
 from pretrain.reporting.events import describe
-from pretrain.reporting.run_charts import PRINT
+from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.run_dir import RunDir
 
@@ -120,7 +122,7 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
     html = (run / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
     for words in (
-        "What memory is worth",
+        "Value of the memory",
         "back to step 10, passing over segments 12 to 24",
         "44%",
         "ended by SIGKILL",
@@ -184,5 +186,13 @@ def test_events_are_told_as_sentences(happened, words):
     assert words in describe(happened)
 
 
-def test_prints_colours_are_colours():
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in vars(PRINT).values())
+def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):
+    steps = [{"kind": "train", "step": step, "loss": 9.0 - step, "skipped": False, "tokens": step}
+             for step in range(1, 5)]  # fmt: skip
+    steps += [{**steps[-1], "step": step, "loss": 4.0} for step in range(5, 400)]
+    steps[200] = {**steps[200], "loss": 7.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    axes = Figure().add_subplot()
+    run_panels(read_history(run))[0].draw(axes, PRINT)
+    assert 7.0 < axes.get_ylim()[1] < 8.0
+    assert axes.get_ylim()[0] < 4.0

@@ -3,16 +3,12 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from pretrain.reporting.html import (
-    FIRST,
-    Card,
-    chart_html,
-    new_chart,
-    page,
-    paragraph,
-    section,
-    table,
-)
+import pytest
+from matplotlib.figure import Figure
+
+from pretrain.reporting import charts
+from pretrain.reporting.charts import PAGE, PRINT, Panel, canvas, chart_html, save_panels
+from pretrain.reporting.html import Card, page, paragraph, section, table
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
 
@@ -54,8 +50,8 @@ def checked(document: str) -> _Checker:
 
 
 def chart() -> str:
-    figure, axes = new_chart(2.0, "step", "loss")
-    axes.plot([1, 2, 3], [3.0, 2.0, 1.5], color=FIRST)
+    figure, axes = canvas(PAGE, 2.0, "step", "loss")
+    axes.plot([1, 2, 3], [3.0, 2.0, 1.5], color=PAGE.first)
     return chart_html(figure, "a falling <loss>")
 
 
@@ -79,7 +75,7 @@ def test_text_from_a_model_or_a_corpus_cannot_become_markup():
     assert checked(document).text.count(hostile) == 11  # nothing was lost either
 
 
-def test_a_chart_scales_follows_the_pages_colours_and_keeps_its_words_as_text():
+def test_a_chart_scales_follows_the_pages_colors_and_keeps_its_words_as_text():
     svg = chart()
     opening = re.match(r"<svg[^>]*>", svg)
     assert opening
@@ -93,3 +89,24 @@ def test_a_chart_scales_follows_the_pages_colours_and_keeps_its_words_as_text():
 
 def test_the_same_numbers_give_the_same_drawing():
     assert chart() == chart()
+
+
+def test_the_colors_of_print_are_colors():
+    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in vars(PRINT).values())
+
+
+@pytest.mark.parametrize("name", ["a-run-with-a-very-long-name-" * 8, "long words " * 20])
+def test_a_long_title_is_broken_into_lines_that_fit_the_figure(tmp_path, monkeypatch, name):
+    saved: list[Figure] = []
+    monkeypatch.setattr(charts, "save_png", lambda path, figure: saved.append(figure))
+    panel = Panel("Loss", "step", "loss", lambda axes, palette: axes.plot([1, 2], [2, 1]))
+    save_panels(tmp_path / "report.png", name, [panel])
+    (figure,) = saved
+    figure.draw_without_rendering()
+    title = figure._suptitle
+    assert title
+    assert title.get_text().replace("\n", "").replace(" ", "") == name.replace(" ", "")
+    box = title.get_window_extent()
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= figure.axes[0].get_window_extent().y1

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts, cloud_charts
-from pretrain.scaling.chart_parts import PRINT, flops_text
 from pretrain.scaling.context_charts import loss_by_evaluated_memory, loss_by_memory
 from pretrain.scaling.context_table import ContextRow
 from pretrain.scaling.fit import fit_all
@@ -104,9 +104,9 @@ def test_draws_outside_of_a_cloud_are_counted(fit):
 
 
 def test_flops_are_set_as_powers_of_ten():
-    assert flops_text(1e11) == "$10^{11}$"
-    assert flops_text(2e12) == "$2 \\times 10^{12}$"
-    assert flops_text(1000.0) == "$10^{3}$"
+    assert charts.flops_text(1e11) == "$10^{11}$"
+    assert charts.flops_text(2e12) == "$2 \\times 10^{12}$"
+    assert charts.flops_text(1000.0) == "$10^{3}$"
 
 
 def test_other_memories_have_a_panel_per_segment_and_a_ring_where_evaluation_is_as_training():

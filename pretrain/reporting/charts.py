@@ -1,0 +1,238 @@
+"""One look for every chart: palette, quiet axes, ticks, legends, and the drawing as SVG or PNG. Torch-free.
+
+A chart is drawn twice where it is shown twice: into an HTML page with PAGE, whose colors follow the reader's light or
+dark setting, and into a PNG with PRINT.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data_pipeline.files import atomic_write
+from pretrain.terminal.text import si
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+WIDTH_INCHES = 6.2
+PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
+PANELS_IN_A_ROW = 3  # of several axes in one chart
+DPI = 150
+SMALL = 8.5  # points
+TITLE_CHARACTERS = 58  # that fit above one panel at the title's font size
+# Colors that can be told apart, for series without an order ...
+SERIES = (
+    "#4f83d6",
+    "#d9772f",
+    "#2f9e6e",
+    "#a05bb5",
+    "#c9a02b",
+    "#d1495b",
+    "#3aa0b8",
+    "#86a03a",
+)
+# ... and the same from blue over green and red to purple, for series that have one.
+SPECTRUM = tuple(SERIES[index] for index in (0, 6, 2, 7, 4, 1, 5, 3))
+# Decades that an axis spans at most -> where within a decade it has ticks
+TICKS_OF_A_DECADE = (
+    (0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)),
+    (2.2, (1.0, 2.0, 5.0)),
+    (np.inf, (1.0,)),
+)
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colors by what they are for; each has a variable of the same name in the page's style sheet."""
+
+    ink: str
+    faint: str
+    grid: str
+    first: str
+    second: str
+    alarm: str
+    surface: str
+
+
+# matplotlib accepts no CSS variables, so the page's charts are drawn in placeholders that `chart_html` replaces.
+PAGE = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606", "#070707")
+PRINT = Palette("#22252a", "#50555d", "#e4e2dc", "#b9c7dd", "#2456a6", "#c2410c", "#ffffff")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart's title, the labels of its axes, and what draws it."""
+
+    title: str
+    x_label: str
+    y_label: str
+    draw: Callable[[Axes, Palette], None]
+
+
+def canvas(
+    palette: Palette, height_inches: float, x_label: str, y_label: str
+) -> tuple[Figure, Axes]:
+    """A figure with quiet axes, and its axes."""
+    figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label)
+    return figure, axes
+
+
+def panels(
+    palette: Palette, height_inches: float, count: int, x_label: str, y_label: str
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` axes beside each other that share their scales; each row is `height_inches` high."""
+    from matplotlib.figure import Figure
+
+    rows, columns = -(-count // PANELS_IN_A_ROW), min(count, PANELS_IN_A_ROW)
+    figure = Figure(figsize=(WIDTH_INCHES, rows * height_inches), layout="constrained")
+    figure.set_facecolor(palette.surface)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for unused in grid.flat[count:]:
+        unused.set_visible(False)
+    for index, axes in enumerate(grid.flat[:count]):
+        _make_quiet(axes, palette)
+        if index % columns == 0:
+            axes.set_ylabel(y_label, color=palette.faint, fontsize=SMALL)
+        axes.tick_params(labelbottom=index + columns >= count)
+    if count == 1:
+        grid[0, 0].set_xlabel(x_label, color=palette.faint, fontsize=SMALL)
+    else:
+        figure.supxlabel(x_label, color=palette.faint, fontsize=SMALL)
+    return figure, list(grid.flat[:count])
+
+
+def _make_quiet(axes: Axes, palette: Palette) -> None:
+    axes.set_facecolor("none")
+    axes.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
+    axes.grid(color=palette.grid, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(palette.grid)
+
+
+def spread_colors(count: int) -> list[str]:
+    """As many colors as there are values, in an order that follows theirs."""
+    return [SPECTRUM[round(i * (len(SPECTRUM) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
+    """Ticks of a logarithmic axis whose labels do not run into each other; call it when all is drawn."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    places = next(
+        places for decades, places in TICKS_OF_A_DECADE if np.log10(high / low) <= decades
+    )
+    axis.set_major_locator(LogLocator(subs=places, numticks=12))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def log_amount_ticks(axis: Axis) -> None:
+    """Ticks of a logarithmic axis of parameters or tokens: 20k, 50k, 100k."""
+    log_ticks(axis, lambda value: si(value).replace(" ", ""))
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Losses as 3.50 and not 3.5 x 10^0, all with as many decimals."""
+    from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+
+    axis.set_major_locator(MaxNLocator(6))
+    axis.set_major_formatter(ScalarFormatter(useOffset=False))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(axes: Axes, palette: Palette, title: str = "", **options: Any) -> None:
+    """A legend, if anything has a label, on a background that keeps lines from running through it."""
+    if not axes.get_legend_handles_labels()[1]:
+        return
+    shown = axes.legend(
+        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title, facecolor=palette.surface,
+        edgecolor="none", framealpha=0.85, alignment="left", **options,
+    )  # fmt: skip
+    shown.get_title().set(color=palette.faint, fontsize=8)
+
+
+def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
+    """The legend of these axes outside of them, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    shown = figure.legend(
+        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False, fontsize=8,
+        labelcolor=palette.ink, handlelength=1.8, title=title,
+    )  # fmt: skip
+    shown.get_title().set(color=palette.faint, fontsize=8)
+
+
+def chart_html(figure: Figure, alternative: str) -> str:
+    """The drawing as inline SVG; `alternative` describes it for screen readers."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    # Text remains text, and the same drawing gives the same bytes.
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
+    with matplotlib.rc_context(options):
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
+    svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alternative)}"', 1)
+    for name, placeholder in vars(PAGE).items():
+        svg = svg.replace(placeholder, f"var(--{name})")
+    return svg
+
+
+def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
+    """One panel as inline SVG."""
+    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label)
+    panel.draw(axes, PAGE)
+    legend(axes, PAGE, loc="best")
+    return chart_html(figure, alternative)
+
+
+def save_png(path: Path, figure: Figure) -> None:
+    """Write the figure as a PNG that appears whole or not at all."""
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+
+
+def save_panels(path: Path, title: str, shown: Sequence[Panel]) -> None:
+    """Draw the panels, two in a row, into a PNG."""
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(shown))
+    rows = -(-len(shown) // columns)
+    heading = textwrap.fill(title, TITLE_CHARACTERS * columns)  # breaks long words too
+    figure = Figure(
+        figsize=(
+            PANEL_INCHES[0] * columns,
+            PANEL_INCHES[1] * rows + 0.4 * (1 + heading.count("\n")),
+        ),
+        layout="constrained",
+    )
+    figure.suptitle(heading, fontsize=13, color=PRINT.ink)
+    for number, panel in enumerate(shown, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        _make_quiet(axes, PRINT)
+        axes.set_title(panel.title, fontsize=10.5, color=PRINT.ink, loc="left")
+        axes.set_xlabel(panel.x_label, color=PRINT.faint, fontsize=SMALL)
+        axes.set_ylabel(panel.y_label, color=PRINT.faint, fontsize=SMALL)
+        panel.draw(axes, PRINT)
+        legend(axes, PRINT)
+    save_png(path, figure)
