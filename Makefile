@@ -74,4 +74,4 @@ bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NV
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi
-	python -m benchmarks model --gpu
+	python -m benchmarks gpu

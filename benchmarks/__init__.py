@@ -1,4 +1,5 @@
-"""Measurements of speed and cost, as ratios within one run (`make bench`, `make bench-gpu`).
+"""Benchmarks: speeds and costs as ratios within one run, each with its goal (`make bench`).
 
-Not installed with the packages: a checkout is needed. May import everything, the tests' references too.
+They are not installed: run them at the root of a checkout. They may import everything, also the
+reference implementations under `tests/`. Only tests may import them.
 """

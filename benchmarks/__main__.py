@@ -1,4 +1,4 @@
-"""`python -m benchmarks model | data`: the speeds and costs that the project promises, measured on this machine."""
+"""`python -m benchmarks model | data | gpu`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pretrain.cli import end_process
 # name -> (module, what it does)
 COMMANDS = {
     "model": (
-        "benchmarks.command",
-        "training, evaluation and checkpoints against reference implementations",
+        "benchmarks.model.command",
+        "attention, training, evaluation and checkpoints against reference implementations",
     ),
-    "data": ("benchmarks.data_command", "reading, building and fetching a corpus"),
+    "data": ("benchmarks.data.command", "reading, planning, fetching and building a corpus"),
+    "gpu": ("benchmarks.gpu", "the fused kernel and a 1.3B model on an NVIDIA GPU"),
 }
 
 main = Program("benchmarks", "Measure ratios of speed and cost in one run.", COMMANDS).main

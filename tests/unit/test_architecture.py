@@ -59,6 +59,19 @@ def test_imports_go_in_one_direction_and_to_their_homes(path):
                 assert name.startswith(homes), f"{name} imports {imported}, whose home is {homes}"
 
 
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_packages_import_neither_benchmarks_nor_tests(path):
+    assert {"benchmarks", "tests"}.isdisjoint(each.split(".")[0] for each in imports_of(path))
+
+
+def test_benchmarks_import_each_other_in_no_circle_and_stay_readable():
+    assert cycles(module_graph(BENCHMARKS)) == []
+    assert all(len(path.read_text().splitlines()) <= 400 for path in BENCHMARKS)
+
+
 def test_the_rule_sees_imports_inside_functions(tmp_path):
     path = tmp_path / "x.py"
     path.write_text("def f():\n    import torch.nn\n    from deepspeed import x\n")

@@ -1,4 +1,4 @@
-"""The attention module, projections and norm included, against the original's layout: forward and backward.
+"""The attention module with its projections and norm, against the original's layout.
 
 B lanes, L queries, M memory rows, C = M + L keys, N heads, H head width, D d_model.
 """
@@ -11,36 +11,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from benchmarks.compare import Comparison
+from benchmarks.measure import Comparison, timed
 from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.masks import Visibility
 from pretrain.model.positions import RelativePositions
+from tests.helpers.reference_attention import ReferenceAttention
 
 LANES, HEADS, D_MODEL = 8, 8, 512
 GOALS = {128: (1.8, 20), 512: (4.5, 8)}  # segment = memory -> ratio, rounds
 
 
-def attention_comparisons() -> list[Comparison]:
-    """One for every segment length."""
-    return [_comparison(length, goal, rounds) for length, (goal, rounds) in GOALS.items()]
+def attention_comparisons(peak: float) -> list[Comparison]:
+    """Return one comparison of a forward and a backward pass for every segment length."""
+    return [
+        _comparison(length, peak, *goal_and_rounds) for length, goal_and_rounds in GOALS.items()
+    ]
 
 
-def _comparison(length: int, goal: float, rounds: int) -> Comparison:
+def _comparison(length: int, peak: float, goal: float, rounds: int) -> Comparison:
     generator = torch.Generator().manual_seed(length)
     segment_BLD, memory_BMD, gradient_BLD = (
         torch.randn(LANES, length, D_MODEL, generator=generator) for _ in range(3)
     )
-    encodings_CD = RelativePositions(D_MODEL, 0).encodings_CD(
-        2 * length, torch.float32, segment_BLD.device
-    )
+    positions = RelativePositions(D_MODEL, 0)
+    encodings_CD = positions.encodings_CD(2 * length, torch.float32, segment_BLD.device)
     return Comparison(
         name=f"attention module, segment = memory = {length}",
         goal=goal,
-        baseline=_reference(segment_BLD, memory_BMD, encodings_CD, gradient_BLD),
-        candidate=_ours(segment_BLD, memory_BMD, encodings_CD, gradient_BLD),
+        baseline=timed(_reference(segment_BLD, memory_BMD, encodings_CD, gradient_BLD)),
+        candidate=timed(_ours(segment_BLD, memory_BMD, encodings_CD, gradient_BLD)),
         rounds=rounds,
-        flops=_flops(length, length),
+        floor_seconds=_flops(length, length) / peak,
     )
 
 
@@ -61,9 +63,8 @@ def _ours(
         attended_BLD = attention(
             hidden_BLD, memory_BMD, encodings_CD, None, None, visibility=visibility, dropout=None
         )
-        layer_norm(hidden_BLD + attended_BLD, (D_MODEL,), norm.weight, norm.bias).backward(
-            gradient_BLD
-        )
+        normed_BLD = layer_norm(hidden_BLD + attended_BLD, (D_MODEL,), norm.weight, norm.bias)
+        normed_BLD.backward(gradient_BLD)
 
     return work
 
@@ -71,8 +72,6 @@ def _ours(
 def _reference(
     segment_BLD: Tensor, memory_BMD: Tensor, encodings_CD: Tensor, gradient_BLD: Tensor
 ) -> Callable[[], None]:
-    from tests.helpers.reference_attention import ReferenceAttention
-
     attention = ReferenceAttention(HEADS, D_MODEL, D_MODEL // HEADS)
     u_NH, v_NH = (torch.nn.Parameter(torch.zeros(HEADS, D_MODEL // HEADS)) for _ in range(2))
     segment_LBD, memory_MBD, gradient_LBD = (
@@ -89,12 +88,12 @@ def _reference(
 
 
 def _flops(num_queries: int, num_memory: int) -> float:
-    """Of the products that no implementation can do without; keys after a query are not counted."""
+    """Return the FLOPs of the products that no implementation can avoid: keys up to each query."""
     products_BLD = 2.0 * LANES * num_queries * D_MODEL * D_MODEL
     products_BMD = 2.0 * LANES * num_memory * D_MODEL * D_MODEL
-    # Forward, input gradient and weight gradient of query, key, value and output; no input gradient for memory rows.
+    # Query, key, value and output have a forward product, an input gradient and a weight gradient.
+    # Memory rows have keys and values only, and no input gradient.
     projections = 3 * 4 * products_BLD + 2 * 2 * products_BMD
     seen = num_queries * num_memory + num_queries * (num_queries + 1) / 2
-    return (
-        projections + 9 * 2.0 * LANES * seen * D_MODEL
-    )  # three products of scores forward, six backward
+    # Scores take three products forward (content, position, values) and six backward.
+    return projections + 9 * 2.0 * LANES * seen * D_MODEL

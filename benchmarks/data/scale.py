@@ -1,6 +1,6 @@
-"""A corpus of a terabyte and more, simulated: what its plan takes, and how much a node downloads.
+"""A simulated corpus of a terabyte and more: what its plan costs, and what a node downloads.
 
-The manifest and the plan are real; only the lengths of the documents inside a shard are made up when asked for.
+The manifest and the plan are real. Only the document lengths of a shard are drawn when needed.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.data_measure import Row, medians
+from benchmarks.measure import Measurement, in_turns
 from data_pipeline.corpora.manifest import Manifest, ShardInfo, read_manifest
 from data_pipeline.lanes.lane_plan import LanePlan
 
 MEMORY_GOAL_MB, EPOCH_GOAL_MS, SEEK_GOAL_MS, DOWNLOAD_GOAL = 64, 50, 5, 1.3
 SEED = 1
 SEEKS = 25
-TOKENS_AT_ONCE = 1 << 20  # in the simulation of downloads; what is downloaded does not depend on it
+TOKENS_PER_TURN = 1 << 20  # in the simulation; the number of downloads does not depend on it
 
 
 @dataclass(frozen=True)
@@ -44,51 +44,42 @@ class ScaleSize:
         return self.documents // self.shards
 
 
-def scale_rows(directory: Path, size: ScaleSize) -> list[Row]:
-    """Memory, time per epoch, time per seek, and downloads over the least possible."""
+def scale_costs(directory: Path, size: ScaleSize) -> Iterator[Measurement]:
+    """Yield host memory, CPU time per epoch and per seek, and downloads over the least possible."""
     _write_manifest(directory, size)
-    memory, peak = _plan_memory(directory, size)
-    costs = medians(
-        {"epoch": lambda: _epoch_seconds(size), "seek": lambda: _seek_seconds(size)}, rounds=5
+    held, peak = _plan_memory(directory, size)
+    cases = {"epoch": lambda: _epoch_seconds(size), "seek": lambda: _seek_seconds(size)}
+    costs = in_turns(cases, rounds=5)
+    milliseconds = {name: [1e3 * cost for cost in values] for name, values in costs.items()}
+    corpus = (
+        f"{size.shards:,} shards, {size.tokens:.0e} tokens, {size.documents:.0e} documents, "
+        f"{size.lanes:,} lanes"
     )
-    what = f"{size.shards:,} shards, {size.tokens:.0e} tokens, {size.documents:.0e} documents, {size.lanes:,} lanes: "
+    name = f"{corpus}: host memory of a rank for manifest and plan"
+    yield Measurement(name, [held / 1e6], "MB", at_most=MEMORY_GOAL_MB)
+    yield Measurement("the same while the manifest is being read", [peak / 1e6], "MB")
+    name, unit = "order of a new epoch", "ms of CPU"
+    yield Measurement(name, milliseconds["epoch"], unit, at_most=EPOCH_GOAL_MS)
+    name = "seek to an offset in a lane"
+    yield Measurement(name, milliseconds["seek"], unit, at_most=SEEK_GOAL_MS)
     lanes = size.ranks_of_node * size.lanes_of_rank
-    return [
-        Row(f"{what}memory of a rank for manifest and plan", memory / 1e6, MEMORY_GOAL_MB, "MB"),
-        Row("the same while the manifest is being read", peak / 1e6, 0, "MB"),
-        Row("order of a new epoch", 1e3 * costs["epoch"], EPOCH_GOAL_MS, "ms of CPU"),
-        Row("seek to a place in a lane", 1e3 * costs["seek"], SEEK_GOAL_MS, "ms of CPU"),
-        Row(
-            f"downloads of a node of {lanes} lanes with a cache of {2 * lanes} shards, over the shards it reads",
-            _downloads(size),
-            DOWNLOAD_GOAL,
-            "x",
-        ),
-    ]
+    name = f"downloads of a node of {lanes} lanes with a cache of {2 * lanes} shards"
+    downloads = _downloads(size)
+    yield Measurement(f"{name}, over the shards it reads", [downloads], at_most=DOWNLOAD_GOAL)
 
 
 def _write_manifest(directory: Path, size: ScaleSize) -> None:
     tokens, digest = size.shard_tokens, "0123456789abcdef" * 4
-    shards = tuple(
-        ShardInfo(
-            f"shard.{number:05d}.mds",
-            size.shard_documents,
-            tokens,
-            20_000,
-            2 * tokens,
-            digest,
-            tokens,
-            tokens,
-        )
-        for number in range(size.shards)
+    sizes = size.shard_documents, tokens, 20_000, 2 * tokens, digest, tokens, tokens
+    shards = tuple(ShardInfo(f"shard.{number:05d}.mds", *sizes) for number in range(size.shards))
+    manifest = Manifest(
+        dtype="uint16", tokenizer=digest, end_id=1, vocab_size=1 << 15, shards=shards
     )
-    Manifest(dtype="uint16", tokenizer=digest, end_id=1, vocab_size=1 << 15, shards=shards).write(
-        directory
-    )
+    manifest.write(directory)
 
 
 def _lengths_of(size: ScaleSize, unit: int) -> np.ndarray:
-    """Tokens of each document of a shard, of up to twice the mean length."""
+    """Return the tokens of each document of a shard, up to twice the mean."""
     weights = np.random.default_rng(unit).random(size.shard_documents) + 1e-9
     ends = np.round(np.cumsum(weights) * (size.shard_tokens / weights.sum())).astype(np.int64)
     return np.diff(ends, prepend=0)
@@ -99,7 +90,7 @@ def _plan(size: ScaleSize, document_lengths: Callable[[int], np.ndarray]) -> Lan
 
 
 def _plan_memory(directory: Path, size: ScaleSize) -> tuple[int, int]:
-    """Bytes held by a rank whose lanes stand in the first epoch and its neighbours, and the most there ever were."""
+    """Return the bytes that a rank holds with its lanes in the first two epochs, and their peak."""
     tracemalloc.start()
     manifest = read_manifest(directory)
     unit_tokens = [shard.tokens for shard in manifest.shards]
@@ -107,40 +98,39 @@ def _plan_memory(directory: Path, size: ScaleSize) -> tuple[int, int]:
     walks = [plan.walk(lane, epoch) for lane in range(size.lanes_of_rank) for epoch in (0, 1)]
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert walks
-    assert manifest.shards
+    del manifest, walks  # both had to live until here
     return held, peak
 
 
 def _epoch_seconds(size: ScaleSize) -> float:
     plan = _plan(size, lambda unit: _lengths_of(size, unit))
-    begin = time.process_time()
+    start = time.process_time()
     plan.epoch_order(3)
-    return time.process_time() - begin
+    return time.process_time() - start
 
 
 def _seek_seconds(size: ScaleSize) -> float:
-    """Without the time in which lengths are made up: a shard's are read from its headers in a run."""
-    made_up = 0.0
+    """Return the CPU seconds of a seek without those that draw lengths, which a run need not do."""
+    drawing = 0.0
 
     def lengths(unit: int) -> np.ndarray:
-        nonlocal made_up
-        begin = time.process_time()
+        nonlocal drawing
+        start = time.process_time()
         found = _lengths_of(size, unit)
-        made_up += time.process_time() - begin
+        drawing += time.process_time() - start
         return found
 
     plan = _plan(size, lengths)
     plan.epoch_order(0)
     generator = np.random.default_rng(0)
-    begin = time.process_time()
+    start = time.process_time()
     for lane in generator.choice(size.lanes, min(SEEKS, size.lanes), replace=False).tolist():
         plan.walk(lane, 0, int(generator.integers(size.tokens // size.lanes // 2)))
-    return (time.process_time() - begin - made_up) / min(SEEKS, size.lanes)
+    return (time.process_time() - start - drawing) / min(SEEKS, size.lanes)
 
 
 class _NodeCache:
-    """The shards of a node, those last used longest ago evicted first; counts downloads."""
+    """The shards that a node keeps; evicts the least recently used and counts downloads."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -156,12 +146,15 @@ class _NodeCache:
 
 
 def _downloads(size: ScaleSize) -> float:
-    """An epoch of all lanes of a node in lock step. Documents are few and long: only shards are counted."""
+    """Return downloads per shard read in an epoch of all lanes of a node, in lock step.
+
+    Documents are few and long, because only shards are counted.
+    """
     lanes = size.ranks_of_node * size.lanes_of_rank
     cache = _NodeCache(2 * lanes)
 
     def lengths(unit: int) -> np.ndarray:
-        cache.use(unit)  # a shard's headers are in the shard
+        cache.use(unit)  # a shard's document lengths are in its headers
         return np.full(16, size.shard_tokens // 16) + (np.arange(16) < size.shard_tokens % 16)
 
     plans = [_plan(size, lengths) for _ in range(size.ranks_of_node)]
@@ -169,7 +162,7 @@ def _downloads(size: ScaleSize) -> float:
     read: set[int] = set()
     while any(walk.epoch == 0 and walk.position < walk.length for walk in walks):
         for walk in walks:
-            for run in walk.take(min(TOKENS_AT_ONCE, walk.length - walk.position)):
+            for run in walk.take(min(TOKENS_PER_TURN, walk.length - walk.position)):
                 cache.use(run.unit)
                 read.add(run.unit)
     return cache.downloads / len(read)

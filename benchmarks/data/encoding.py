@@ -1,7 +1,8 @@
-"""How fast a corpus is built beside SentencePiece alone: the same text, tokenizer and number of processes.
+"""How fast a corpus is built, compared with SentencePiece alone.
 
-The baseline has its text in memory and throws its tokens away; the build reads JSONL, checks it, writes shards with
-checksums, syncs them to disk and merges the parts. The time in which modules are imported counts for neither.
+Both use the same text, tokenizer and number of processes. The baseline holds its text in host
+memory and discards its tokens. The build reads JSONL, validates it, writes shards with checksums,
+syncs them to disk and merges the parts. The time of imports does not count for either.
 """
 
 from __future__ import annotations
@@ -17,29 +18,28 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.data_measure import Row, medians
+from benchmarks.measure import Measurement, in_turns
 from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
-BUILD_GOAL = 1 / 0.8  # of the baseline's time: 80 % of its rate
+BUILD_GOAL = 1 / 0.8  # times the baseline's time: 80% of its rate
 
 
 @dataclass(frozen=True)
 class EncodingSize:
-    """How much text, from the library that comes with Python."""
+    """How much text, of Python's standard library."""
 
-    megabytes: float = (
-        128  # a rate: start and end of a build, a fifth of a second, are little beside it
-    )
+    # A rate: starting and ending a build take a fifth of a second, little in comparison.
+    megabytes: float = 128
     training_megabytes: float = 2
     vocab_size: int = 8_000
     processes: int = os.cpu_count() or 1
     rounds: int = 3
 
 
-def encoding_rows(directory: Path, size: EncodingSize) -> list[Row]:
-    """The time of a build over that of the baseline."""
+def encoding_costs(directory: Path, size: EncodingSize) -> Iterator[Measurement]:
+    """Yield both rates, and the time of the build over that of the baseline."""
     texts = list(_texts(size.megabytes * 1e6))
     tokenizer = train_tokenizer("unigram", size.vocab_size, _texts(size.training_megabytes * 1e6))
     tokenizer.save(directory / "tokenizer")
@@ -47,30 +47,24 @@ def encoding_rows(directory: Path, size: EncodingSize) -> list[Row]:
     for number, part in enumerate(parts):
         _write_jsonl(directory / "text" / f"{number}.jsonl", part)
     _write_jsonl(directory / "little" / "0.jsonl", texts[:1])
-    _build_seconds(directory, "little", size)  # starts the process that the others are forked from
-    seconds = medians(
-        {
-            "raw": lambda: _raw_seconds(directory, size),
-            "build": lambda: _build_seconds(directory, "text", size),
-        },
-        size.rounds,
-    )
-    num_bytes = sum(len(text.encode()) for text in texts)
-    what = f"of {size.processes} processes, {num_bytes / 1e6:.0f} MB of text, unigram"
-    return [
-        Row(f"SentencePiece alone, {what}", num_bytes / 1e6 / seconds["raw"], 0, "MB/s"),
-        Row(f"data-pipeline build, {what}", num_bytes / 1e6 / seconds["build"], 0, "MB/s"),
-        Row(
-            "time of the build over SentencePiece alone",
-            seconds["build"] / seconds["raw"],
-            BUILD_GOAL,
-            "x",
-        ),
-    ]
+    _build_seconds(directory, "little", size)  # starts the process that all others are forked from
+    cases = {
+        "SentencePiece alone": lambda: _raw_seconds(directory, size),
+        "data-pipeline build": lambda: _build_seconds(directory, "text", size),
+    }
+    seconds = in_turns(cases, size.rounds)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    what = f"{size.processes} processes, {megabytes:.0f} MB of text, unigram"
+    for name, values in seconds.items():
+        rates = [megabytes / each for each in values]
+        yield Measurement(f"{name}, {what}", rates, "MB/s")
+    raw, build = seconds.values()
+    ratios = [ours / baseline for ours, baseline in zip(build, raw, strict=True)]
+    yield Measurement("time of the build over SentencePiece alone", ratios, at_most=BUILD_GOAL)
 
 
 def _texts(num_bytes: float) -> Iterator[str]:
-    """Files of the standard library, again from the first when there are no more."""
+    """Yield files of the standard library, from the first again after the last."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
     while True:
@@ -95,15 +89,15 @@ def _build_seconds(directory: Path, folder: str, size: EncodingSize) -> float:
         validation_fraction=0.0,
         tokenizer=TokenizerConfig(path=directory / "tokenizer"),
     )
-    begin = time.perf_counter()
+    start = time.perf_counter()
     build_in_processes(config, size.processes)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     shutil.rmtree(config.output)
     return seconds
 
 
 def _raw_seconds(directory: Path, size: EncodingSize) -> float:
-    """From when every process has its text in memory until the last one has encoded it."""
+    """Return the seconds from when all processes have their text until the last has encoded it."""
     context = multiprocessing.get_context("forkserver")
     running = []
     for number in range(size.processes):
@@ -116,12 +110,12 @@ def _raw_seconds(directory: Path, size: EncodingSize) -> float:
         running.append((ours, process))
     for connection, _ in running:
         connection.recv()
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for connection, _ in running:
         connection.send("go")
     for connection, _ in running:
         connection.recv()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     for _, process in running:
         process.join()
     return seconds

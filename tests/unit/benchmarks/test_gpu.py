@@ -1,4 +1,4 @@
-"""The GPU's bench on small shapes of the CPU: both sides compute the same, and errors are seen."""
+"""The GPU benchmarks on small shapes on the CPU: both sides compute the same, errors are found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.__main__ import main
-from benchmarks.compare import measure
-from benchmarks.gpu_report import correctness, promised_flops
 from pretrain.costs.flops import cost_of
 from pretrain.model.attention_paths import plain_attention
 
@@ -31,15 +29,15 @@ def test_comparisons_run_and_leave_no_gradients() -> None:
     comparisons = list(gpu.attention_comparisons(SMALL, CPU, torch.float32))
     assert [comparison.goal for comparison in comparisons] == [1 / 2.2, 5.0]
     for comparison in comparisons:
-        assert measure(replace(comparison, rounds=1)).ratio > 0.0
+        [measurement] = replace(comparison, rounds=1).measure()
+        assert measurement.median > 0.0
 
 
 def test_errors_are_those_of_the_precision() -> None:
-    text, passes = correctness(SMALL, CPU, torch.float32)
-    assert passes, text
-    errors = gpu.errors_against_float64(SMALL, CPU, torch.float32)
-    assert list(errors) == ["output", "query", "keys and values", "positions", "u", "v"]
-    assert all(0.0 < error < 1e-5 for pair in errors.values() for error in pair)
+    errors = list(gpu.errors(SMALL, CPU, torch.float32))
+    assert len(errors) == 6
+    assert all(0.0 < error.median < 1e-5 for error in errors)
+    assert all(error.passes for error in errors), errors
 
 
 def test_the_large_model_has_its_size_and_a_step_of_it_trains() -> None:
@@ -48,7 +46,7 @@ def test_the_large_model_has_its_size_and_a_step_of_it_trains() -> None:
     model = replace(
         run.model, vocab_size=50, num_layers=2, d_model=32, num_heads=2, memory_length=8
     )
-    work = gpu.training_step(
+    work = gpu.large_step(
         replace(run, model=model, data=replace(run.data, lanes=2, segment_length=8)),
         CPU,
         torch.float32,
@@ -57,13 +55,13 @@ def test_the_large_model_has_its_size_and_a_step_of_it_trains() -> None:
     work()  # with memory
 
 
-def test_names_of_gpus_are_found_in_what_the_driver_says() -> None:
-    assert promised_flops("NVIDIA H200") == 989e12
-    assert promised_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert promised_flops("NVIDIA GeForce") is None
+def test_data_sheets_are_found_by_the_name_that_the_driver_reports() -> None:
+    assert gpu.promised_flops("NVIDIA H200") == 989e12
+    assert gpu.promised_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert gpu.promised_flops("NVIDIA GeForce") is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the bench would run")
-def test_without_a_gpu_it_says_so(capsys) -> None:
-    assert main(["model", "--gpu"]) == 2
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmarks would run on the GPU")
+def test_a_missing_gpu_is_an_error(capsys) -> None:
+    assert main(["gpu"]) == 2
     assert "found no CUDA device" in capsys.readouterr().err

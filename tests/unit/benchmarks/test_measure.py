@@ -1,0 +1,127 @@
+"""What all benchmarks share: fair turns, goals that can be missed, one report."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import (
+    Comparison,
+    Measurement,
+    Section,
+    add_report_arguments,
+    in_turns,
+    machine,
+    report_table,
+    run_benchmarks,
+    timed,
+)
+from data_pipeline.errors import UserError
+
+FAST = Section("quick case", lambda _: [Measurement("speed", [2.0], at_least=1.0)])
+MISSED = Section("slow case", lambda _: [Measurement("cost", [2.0], "ms", at_most=1.0)])
+
+
+def arguments(*command: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_report_arguments(parser)
+    return parser.parse_args(command)
+
+
+def test_cases_take_turns_and_the_first_round_does_not_count() -> None:
+    calls, values = [], iter([100.0, 1.0, 5.0, 3.0])
+
+    def changing() -> float:
+        calls.append("a")
+        return next(values)
+
+    def constant() -> float:
+        calls.append("b")
+        return 7.0
+
+    found = in_turns({"a": changing, "b": constant}, rounds=3)
+    assert found == {"a": [1.0, 5.0, 3.0], "b": [7.0, 7.0, 7.0]}
+    assert "".join(calls) == "ab" + "ba" + "ab" + "ba"
+
+
+def test_timed_work_returns_its_seconds() -> None:
+    now = [0.0]
+
+    def work() -> None:
+        now[0] += 6.0
+
+    assert timed(work, clock=lambda: now[0])() == 6.0
+
+
+def test_a_comparison_is_the_ratio_of_its_sides_in_each_round() -> None:
+    baseline = iter([100.0, 8.0, 12.0])
+    comparison = Comparison(
+        "case", 2.0, lambda: next(baseline), lambda: 2.0, 2, floor_seconds=0.5, candidate_work=3.0
+    )
+    [measurement] = comparison.measure()
+    assert measurement.values == [12.0, 18.0]
+    assert measurement.detail == "baseline 10,000.0 ms, ours 2,000.0 ms, floor 500.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("value", "result"), [(2.0, "ok"), (1.71, "close"), (1.69, "MISSED"), (math.nan, "MISSED")]
+)
+def test_a_lower_bound_may_be_missed_by_fifteen_percent(value: float, result: str) -> None:
+    measurement = Measurement("case", [value], at_least=2.0)
+    assert measurement.result == result
+    assert measurement.passes == (result != "MISSED")
+
+
+@pytest.mark.parametrize(("value", "result"), [(2.0, "ok"), (2.29, "close"), (2.31, "MISSED")])
+def test_an_upper_bound_may_be_exceeded_by_fifteen_percent(value: float, result: str) -> None:
+    measurement = Measurement("case", [value], at_most=2.0)
+    assert measurement.result == result
+    assert measurement.passes == (result != "MISSED")
+
+
+def test_a_goal_of_its_own_tolerance_is_kept_to_it() -> None:
+    assert not Measurement("case", [2.01], at_most=2.0, tolerance=0.0).passes
+
+
+def test_the_median_of_the_rounds_is_compared_with_the_goal() -> None:
+    assert Measurement("case", [1.0, 100.0, 3.0], at_least=3.0).result == "ok"
+
+
+def test_the_report_shows_median_range_goal_and_result() -> None:
+    ratio = Measurement("speed", [2.0, 4.0, 15_969.4], at_least=5.0, detail="floor 1 ms")
+    cost = Measurement("cost", [0.126], "ms")
+    rows = report_table([ratio, cost]).splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[2] == ["speed", "4x", "2x to 15,969x", "at least 5x", "MISSED", "floor 1 ms"]
+    assert cells[3] == ["cost", "0.126 ms", "", "", "", ""]
+
+
+def test_the_report_is_printed_and_appended_and_its_goals_decide_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log.md"
+    file.write_text("# Log\n")
+    command = arguments("--append", str(file))
+    assert run_benchmarks(command, "machine", [FAST], notes="a note") == 0
+    assert run_benchmarks(command, "machine", [FAST, MISSED]) == 1
+    captured = capsys.readouterr()
+    assert "cost: 2 ms (goal: at most 1 ms)" in captured.err
+    assert "a note" in captured.out
+    assert file.read_text().startswith("# Log\n\n## 20")
+    assert file.read_text().count("| speed") == 2
+
+
+def test_only_the_named_benchmarks_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmarks(arguments("--only", "quick"), "machine", [FAST, MISSED]) == 0
+    assert "cost" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--only none: .*quick case; slow case"):
+        run_benchmarks(arguments("--only", "none"), "machine", [FAST, MISSED])
+
+
+def test_the_machine_is_described_without_its_hostname() -> None:
+    assert platform.node() not in machine(threads=2)
+    assert "torch" in machine(threads=2)

@@ -1,0 +1,86 @@
+"""The benchmarks of the model: baselines do the same work, and no promise is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.measure import Comparison
+from benchmarks.model.checkpoints import bench_run
+from benchmarks.model.command import benchmarks
+from benchmarks.model.training import growth_points, training_step
+from pretrain.config.run import OptimConfig
+from pretrain.costs.flops import parameters_of
+from pretrain.model.original import original_to_ours
+from pretrain.model.parameters import load_parameters
+from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import TINY, random_tokens
+from tests.helpers.reference_training import ReferenceTransformerXL, original_state
+
+
+def test_the_reference_step_computes_the_models_loss() -> None:
+    """A baseline that did less or other work would make the ratios meaningless."""
+    torch.manual_seed(0)
+    reference = ReferenceTransformerXL(
+        TINY.vocab_size,
+        TINY.num_layers,
+        TINY.num_heads,
+        TINY.d_model,
+        TINY.inner_width,
+        dropout=0.0,
+    ).double()
+    model = TransformerXL(TINY).double()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(15.0)  # far from the linear regime of fresh weights
+    load_parameters(model, original_to_ours(original_state(reference), TINY))
+    memory, reference_memory = None, []
+    stream_BT = random_tokens(3, 19)
+    for first in (0, 6, 12):
+        tokens_BL, targets_BL = stream_BT[:, first : first + 6], stream_BT[:, first + 1 : first + 7]
+        nll_BL, memory = model(tokens_BL, targets_BL, memory)
+        loss, reference_memory = reference(
+            tokens_BL.t(), targets_BL.t(), reference_memory, TINY.memory_length
+        )
+        # The reference masks in float32.
+        torch.testing.assert_close(loss, nll_BL.mean(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            reference_memory[1].transpose(0, 1), memory[1], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_every_promised_comparison_is_there() -> None:
+    comparisons = [each for each in benchmarks(peak=1e9) if isinstance(each, Comparison)]
+    assert [(each.name, each.goal) for each in comparisons] == [
+        ("attention module, segment = memory = 128", 1.8),
+        ("attention module, segment = memory = 512", 4.5),
+        ("cached evaluation, segment 128, memory 1600, against the original's", 3.0),
+        ("cached evaluation, segment 128, memory 1600, against our hidden states", 1.7),
+        ("cached layer, attention length 3800, against the original's sliding window", 3000.0),
+        ("cached layer, attention length 3800, against our own sliding window", 2000.0),
+        ("12-layer training step, segment = memory = 128", 1.5),
+        ("12-layer training step, segment = memory = 512", 3.0),
+        ("stall of a save during training, 100M parameters, against a blocking one", 20.0),
+    ]
+
+
+def test_the_measured_training_step_trains() -> None:
+    torch.manual_seed(0)
+    step = training_step(TransformerXL(TINY), OptimConfig(learning_rate=1e-2))
+    tokens_BT = random_tokens(3, 7)
+    losses = [step(tokens_BT).item() for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_saved_model_has_a_hundred_million_parameters() -> None:
+    assert parameters_of(bench_run().model).total == pytest.approx(100e6, rel=0.02)
+
+
+def test_each_growth_point_changes_one_thing_of_the_base() -> None:
+    base, *others = growth_points()
+    for other in others:
+        changed = [
+            name for name, value in vars(other.model).items() if value != getattr(base.model, name)
+        ]
+        assert len(changed) + (other.segment_length != base.segment_length) == 1, other.name
+        assert other.flops_per_token != base.flops_per_token
