@@ -21,7 +21,7 @@ import torch
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import (
     begins_lanes,
@@ -33,8 +33,7 @@ from pretrain.config.phases import (
 )
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks, sum_over_ranks
-from pretrain.engines.engine import Engine
-from pretrain.engines.precision import check_precision
+from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.metrics import Metrics
 from pretrain.metrics.stragglers import ForwardClock
@@ -205,7 +204,7 @@ def _step_to_go_on_from(start: Start) -> int:
     run_dir, world = start.run_dir, start.world
     with raise_on_all_ranks():
         good = (
-            files.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id)
+            marker.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id)
             if world.is_main
             else None
         )

@@ -14,7 +14,7 @@ from pretrain.engines.engine import Engine, Memory
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.metrics import Metrics
 from pretrain.model.memory import behind_forgotten
-from pretrain.optim.schedule import learning_rate_at
+from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import StopRequest

@@ -16,7 +16,7 @@ from pretrain.costs.flops import cost_of, flops_of
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.groups import build_optimizer
+from pretrain.optim.optimizers import build_optimizer
 from tests.helpers.reference_training import ReferenceTrainer, ReferenceTransformerXL
 
 LANES = 8

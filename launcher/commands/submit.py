@@ -16,7 +16,7 @@ from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, render
 from launcher.slurm.snapshot import Snapshot, with_absolute_paths
-from pretrain.commands.describe import with_vocabulary
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 

@@ -10,17 +10,17 @@ from data_pipeline.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, seconds_of
 from launcher.slurm.sbatch import NodeRange
-from pretrain.commands.describe import flops_of_step
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.costs.memory import (
+from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,
     largest_phase,
     memory_parts,
     total_bytes,
 )
+from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.flops import flops_of_step
 
 
 def check_run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from data_pipeline.errors import UserError
 from launcher.status.queue_state import read_states
 from launcher.status.run_state import RunState, is_run
-from pretrain.commands.describe import with_vocabulary
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of

@@ -16,7 +16,7 @@ from launcher.slurm.sbatch import Job, NodeRange, render_array
 from launcher.slurm.snapshot import Snapshot, with_absolute_paths
 from launcher.status.journal import last_of
 from launcher.sweep.cells import CellRun
-from pretrain.commands.describe import with_vocabulary
+from pretrain.config.resolve import with_vocabulary
 from pretrain.rundir.run_dir import RunDir
 
 ARRAYS = ".arrays"  # below the cells' directories; no cell's name begins with a dot

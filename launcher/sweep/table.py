@@ -11,7 +11,7 @@ from typing import Any
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from launcher.sweep.cells import CellRun
-from pretrain.commands.describe import with_vocabulary
+from pretrain.config.resolve import with_vocabulary
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import si

@@ -18,8 +18,9 @@ from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.lanes.lane_stream import LaneCursor
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.reader import load_engine, load_memory, restore_random_state
-from pretrain.checkpoint.save import HostBuffers, RankFile, Save, files_of_rank
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of_rank
+from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore_random_state
 from pretrain.config.phases import begins_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
@@ -128,7 +129,7 @@ class Checkpointer:
         if self._world.is_main:
             files.remove_partial(self._root)
             try:
-                found = files.latest_valid(
+                found = marker.latest_valid(
                     self._root, say=lambda text: print(text, flush=True), run_id=self._run_id
                 )
             except UserError as error:
@@ -181,18 +182,18 @@ class Checkpointer:
         kept = self._run.checkpoint
 
         def publish(while_waiting: Callable[[], None]) -> None:
-            files.publish(
+            marker.publish(
                 partial, final, index, self._world.world_size, while_waiting, self._may_write
             )
             files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish
 
-    def _restore_state(self, engine: Engine, found: files.Checkpoint) -> TrainState:
+    def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         world = self._world
         lanes = lanes_of_rank(self._run, world.rank, world.world_size)
         num_slots = accumulation_steps(self._run, world.world_size)
-        lanes_before = sum(report["num_lanes"] for report in files.rank_reports(found.index))
+        lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
         # Other lanes, other texts: no memory fits, so that all begin empty as at a run's start.
         memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
         per_slot = len(lanes) // num_slots
@@ -213,9 +214,7 @@ class Checkpointer:
             restore_random_state(found.directory / files.rank_file("state", world.rank))
         cursor = None
         if not begins_lanes(self._run, found.index["step"]):
-            cursors = [
-                LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)
-            ]
+            cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
             cursor = LaneCursor.join(cursors).take(lanes)
         return TrainState(
             step=found.index["step"],

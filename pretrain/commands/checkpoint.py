@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import CheckpointError, ConfigError
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.rundir.run_dir import RunDir
 
 EXIT_DAMAGED = 1
@@ -74,7 +75,7 @@ def _verify(run_dir: RunDir, steps: list[int]) -> int:
     damaged = 0
     for step in steps:
         try:
-            files.verify(files.step_directory(run_dir.checkpoints, step))
+            marker.verify(files.step_directory(run_dir.checkpoints, step))
             print(f"step {step}: good", flush=True)
         except CheckpointError as error:
             damaged += 1
@@ -100,7 +101,9 @@ def _prune(run_dir: RunDir, arguments: argparse.Namespace) -> int:
         )
     with run_dir.locked():  # a run that trains removes its own
         steps = files.steps_on_disk(run_dir.checkpoints)
-        going = files.superfluous(steps, last, every, files.best_steps(run_dir.checkpoints, best))
+        going = files.steps_to_prune(
+            steps, last, every, files.best_steps(run_dir.checkpoints, best)
+        )
         _refuse_to_remove_the_last_good(run_dir, going)
         if not arguments.dry_run:
             files.prune(run_dir.checkpoints, last, every, best)
@@ -116,7 +119,7 @@ def _refuse_to_remove_the_last_good(run_dir: RunDir, going: list[int]) -> None:
     staying = [step for step in files.steps_on_disk(run_dir.checkpoints) if step not in going]
     for step in reversed(staying):
         try:
-            files.verify(files.step_directory(run_dir.checkpoints, step))
+            marker.verify(files.step_directory(run_dir.checkpoints, step))
             return
         except CheckpointError:
             continue

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.config.phases import advice_on_phases, spans_of_phases
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.costs.flops import Flops, Parameters, flops_of, parameters_of
-from pretrain.costs.memory import (
+from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,
     largest_phase,
     memory_parts,
     total_bytes,
+)
+from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.flops import (
+    Flops,
+    Parameters,
+    flops_of,
+    flops_of_step,
+    lanes_of_pass,
+    parameters_of,
 )
 from pretrain.terminal.text import counted, duration, si
 
@@ -40,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mfu", type=float, help="part of the peak to reckon with (default 0.35, on a CPU 0.25)"
     )
-    parser.add_argument(
-        "--vocab-size", type=int, help="where neither the file nor its corpus says it"
-    )
     parser.add_argument("--explain", action="store_true", help="show each number's formula")
 
 
@@ -53,26 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more"
             )
-    config = with_vocabulary(
-        load_config(RunConfig, arguments.config, arguments.overrides), arguments.vocab_size
-    )
+    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.overrides))
     for line in described(config, arguments):
         print(line)
     return 0
-
-
-def with_vocabulary(config: RunConfig, vocab_size: int | None = None) -> RunConfig:
-    """The run with its vocabulary's size: as given, from the settings, or from the corpus' manifest."""
-    if not vocab_size and config.model.vocab_size:
-        return config
-    manifest = config.data.directory() / "train" / "manifest.json"
-    if not vocab_size and not manifest.is_file():
-        raise ConfigError(
-            f"model.vocab_size is not set and there is no corpus at {config.data.path} to read it from; "
-            "give --vocab-size N, or build the corpus"
-        )
-    size = vocab_size or int(json.loads(manifest.read_text())["vocab_size"])
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
@@ -211,17 +198,8 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
     ]
 
 
-def _lanes_of_pass(run: RunConfig, world_size: int) -> int:
-    return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
-
-
 def _flops(run: RunConfig, world_size: int) -> Flops:
-    return flops_of(run.model, run.data.segment_length, _lanes_of_pass(run, world_size))
-
-
-def flops_of_step(run: RunConfig, world_size: int) -> float:
-    """FLOPs of all ranks in a step of the phase that `run` describes."""
-    return run.tokens_per_step * _flops(run, world_size).training
+    return flops_of(run.model, run.data.segment_length, lanes_of_pass(run, world_size))
 
 
 def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
@@ -239,7 +217,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "T": ("segment length", segment),
         "M": ("memory length, compressed rows among them", memory),
         "K": ("keys, T + M", segment + memory),
-        "B": ("lanes of one forward pass on a rank", _lanes_of_pass(config, world_size)),
+        "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
         "P": ("parameters", parameters_of(model).total),
         "b": ("bytes of an activation", 4 if config.engine.precision == "fp32" else 2),

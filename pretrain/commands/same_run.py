@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from data_pipeline.lanes.lane_stream import LaneCursor
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5
@@ -61,7 +61,7 @@ def _are_close(loss: float | None, other: float | None, tolerance: float) -> boo
     )
 
 
-def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
+def differing_progress(left: marker.Checkpoint, right: marker.Checkpoint) -> list[str]:
     """Where two checkpoints, of any numbers of ranks, disagree about steps, tokens or where each lane stands."""
     problems = _differing_counters(
         left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale")
@@ -71,14 +71,12 @@ def differing_progress(left: files.Checkpoint, right: files.Checkpoint) -> list[
     return problems
 
 
-def differing_state(left: files.Checkpoint, right: files.Checkpoint) -> list[str]:
+def differing_state(left: marker.Checkpoint, right: marker.Checkpoint) -> list[str]:
     """Where two checkpoints of the same world size disagree: tensors by name, cursors, counters."""
     problems = _differing_counters(
         left, right, ("step", "tokens_seen", "optimizer_steps", "loss_scale", "world_size")
     )
-    cursors = [
-        [report["cursor"] for report in files.rank_reports(found.index)] for found in (left, right)
-    ]
+    cursors = [[report["cursor"] for report in found.rank_reports] for found in (left, right)]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
     names = sorted(left.index["files"].keys() | right.index["files"].keys())
@@ -95,7 +93,7 @@ def summary(problems: list[str]) -> str:
 
 
 def _differing_counters(
-    left: files.Checkpoint, right: files.Checkpoint, keys: tuple[str, ...]
+    left: marker.Checkpoint, right: marker.Checkpoint, keys: tuple[str, ...]
 ) -> list[str]:
     return [
         f"{key}: {left.index.get(key)!r} against {right.index.get(key)!r}"
@@ -104,8 +102,8 @@ def _differing_counters(
     ]
 
 
-def _joined_cursor(found: files.Checkpoint) -> dict[str, Any]:
-    cursors = [LaneCursor.from_tree(report["cursor"]) for report in files.rank_reports(found.index)]
+def _joined_cursor(found: marker.Checkpoint) -> dict[str, Any]:
+    cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
     return LaneCursor.join(cursors).to_tree()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure
@@ -130,7 +131,7 @@ def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
     _start(arguments.config, [*settings, *zero], killed, _resume_ranks(arguments))
     ends = [
-        files.verify(files.step_directory(each.checkpoints, arguments.steps))
+        marker.verify(files.step_directory(each.checkpoints, arguments.steps))
         for each in (undisturbed, killed)
     ]
     if _is_elastic(arguments):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.location import shown
@@ -31,3 +32,20 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
     )
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """Return the run with its vocabulary size, from its settings or its corpus' manifest.
+
+    Raises ConfigError if neither has it. Unlike `resolve` it reads one small file and checks nothing.
+    """
+    if config.model.vocab_size:
+        return config
+    manifest = config.data.directory() / "train" / "manifest.json"
+    if not manifest.is_file():
+        raise ConfigError(
+            f"model.vocab_size is not set and there is no corpus at {config.data.path} to read it from; "
+            "set it, or build the corpus"
+        )
+    size = int(json.loads(manifest.read_text())["vocab_size"])
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.phases import spans_of_phases
-from pretrain.config.run import ModelConfig, RunConfig
+from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lanes_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,17 @@ def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
 
 def _flops_per_token(run: RunConfig) -> float:
     return flops_of(run.model, run.data.segment_length, run.data.lanes).training
+
+
+def flops_of_step(run: RunConfig, world_size: int) -> float:
+    """Return the FLOPs of all ranks in one step of the phase that `run` describes."""
+    flops = flops_of(run.model, run.data.segment_length, lanes_of_pass(run, world_size))
+    return run.tokens_per_step * flops.training
+
+
+def lanes_of_pass(run: RunConfig, world_size: int) -> int:
+    """Return the lanes of one forward pass on a rank."""
+    return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
 
 
 def parameters_of(model: ModelConfig) -> Parameters:

@@ -98,14 +98,13 @@ def train_and_kill(screen: Screen, settings: Settings, results: Results) -> Resu
 
 def resume_and_compare(screen: Screen, settings: Settings, results: Results) -> Result:
     from pretrain.checkpoint import directory as checkpoint_files
+    from pretrain.checkpoint import marker
     from pretrain.commands.same_run import differing_losses, differing_state
 
     start = training.train(screen, settings, settings.killed, attempt=1)
     undisturbed, killed = settings.undisturbed, settings.killed
     ends = [
-        checkpoint_files.verify(
-            checkpoint_files.step_directory(run_dir.checkpoints, settings.steps)
-        )
+        marker.verify(checkpoint_files.step_directory(run_dir.checkpoints, settings.steps))
         for run_dir in (undisturbed, killed)
     ]
     problems = differing_losses(undisturbed, killed) + differing_state(*ends)

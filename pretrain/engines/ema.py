@@ -1,4 +1,4 @@
-"""A running average of the weights beside those that are trained (Polyak and Juditsky 1992)."""
+"""Exponential moving average (EMA) of the weights (Polyak and Juditsky 1992), kept alongside those that train."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.optim.fragments import Fragment
 
-AVERAGE = "average"
+EMA = "ema"  # the kind of these values, beside `weight`, `exp_avg` and `exp_avg_sq`
 
 
 class EmaEngine:
-    """The engine it is given; after every update that was applied, average = decay * average + (1 - decay) * weight.
+    """An engine around another one; after every update that was applied, ema = decay * ema + (1 - decay) * weight.
 
-    The averages are fp32 and spread over the ranks as the weights' fragments are. They are values of those fragments,
-    so a checkpoint holds them and any other number of ranks or ZeRO stage goes on with them.
+    The EMA is fp32 and sharded as the weights' fragments are. It is one more value of those fragments, so checkpoints
+    contain it and it can be resumed at any world size and ZeRO stage.
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        self._averages: dict[tuple[str, int], Tensor] = {}
-        self._begin()
+        self._ema: dict[tuple[str, int], Tensor] = {}
+        self._copy_weights()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -36,22 +36,21 @@ class EmaEngine:
         if not result.skipped:
             with torch.no_grad():
                 for each in self._engine.fragments():
-                    self._averages[each.name, each.start].lerp_(
-                        each.values["weight"], 1.0 - self._decay
-                    )
+                    ema = self._ema[each.name, each.start]
+                    ema.lerp_(each.values["weight"], 1.0 - self._decay)
         return result
 
     def fragments(self) -> Iterator[Fragment]:
         for each in self._engine.fragments():
-            average = self._averages[each.name, each.start]
-            yield dataclasses.replace(each, values={**each.values, AVERAGE: average})
+            values = {**each.values, EMA: self._ema[each.name, each.start]}
+            yield dataclasses.replace(each, values=values)
 
     def after_load(self, step_count: int) -> None:
         self._engine.after_load(step_count)
-        if step_count == 0:
-            self._begin()
+        if step_count == 0:  # initial weights were loaded, not a checkpoint
+            self._copy_weights()
 
-    def _begin(self) -> None:
-        """The average of no update is the weight itself."""
+    def _copy_weights(self) -> None:
+        """Start from the weights themselves: an average of zeros would need a bias correction."""
         for each in self._engine.fragments():
-            self._averages[each.name, each.start] = each.values["weight"].detach().clone()
+            self._ema[each.name, each.start] = each.values["weight"].detach().clone()

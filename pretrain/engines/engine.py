@@ -1,4 +1,4 @@
-"""What the loop needs from whatever trains the model, and a plain-torch engine that shows what it must compute."""
+"""What the loop needs from an engine (the Engine protocol), and TorchEngine, its reference implementation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
-from pretrain.config.run import OptimConfig, RunConfig
+from data_pipeline.errors import ConfigError
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from pretrain.config.run import OptimConfig, Precision, RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
-from pretrain.engines.precision import DTYPES
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments, fragment_of
-from pretrain.optim.groups import build_optimizer, is_harmful
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
+from pretrain.optim.optimizers import build_optimizer, must_skip
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
+
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update did. `grad_norm` is the global norm before clipping.
+    """The outcome of an update. `grad_norm` is the global norm before clipping.
 
-    `skipped`: the gradients were non-finite or their norm above `recovery.skip_grad_norm`; every weight, moment and
-    counter is bitwise what it was before. All ranks agree, since the norm is global.
-    `layers` is there where it was asked for and the step was not skipped.
-    `overflowed`: it was skipped for no other reason than too large a loss scale, which is smaller from now on.
+    `skipped`: the gradients were non-finite or their norm was above `recovery.skip_grad_norm`; all weights, moments and
+    counters are bitwise unchanged. All ranks agree, since the norm is global.
+    `overflowed`: it was skipped only because the loss scale was too large; the scale has been halved.
+    `layers`: the per-layer norms, if they were requested and the step was not skipped.
     """
 
     grad_norm: Tensor | float | None
@@ -43,7 +49,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """A model, its optimizer, and how both are spread over the ranks."""
+    """A model and its optimizer, replicated or sharded over the ranks."""
 
     world: World
     module: nn.Module
@@ -56,39 +62,54 @@ class Engine(Protocol):
         ...
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        """Average the gradients over slots and ranks, clip, update unless they would do harm, and clear them."""
+        """Average the gradients over slots and ranks, clip, update unless it must be skipped, and clear them."""
         ...
 
     def evaluate(
         self, batch: SegmentBatch, memory: Memory | None, memory_length: int
     ) -> tuple[Tensor, Memory]:
-        """Negative log-likelihood per token [B, L] in fp32 without gradient or dropout, and the next memory."""
+        """Return the negative log-likelihood per token [B, L] in fp32, without dropout, and the next memory."""
         ...
 
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's part of weights and moments; together the ranks hold every element."""
+        """Yield this rank's part of weights and moments; together the ranks hold every element."""
         ...
 
     def optimizer_step_count(self) -> int:
-        """Updates applied so far, as Adam's bias correction counts them."""
+        """Return the number of updates applied, as Adam's bias correction counts them."""
         ...
 
     def after_load(self, step_count: int) -> None:
-        """Make everything derived from the fragments agree with them after they were written to."""
+        """Update everything that is derived from the fragments after they were written to."""
         ...
 
 
-def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets and document starts of a slot on the device."""
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raise ConfigError if the device cannot compute in this precision; only fp16 is missing, on some CPUs."""
+    if precision == "fp16" and device.type == "cpu" and not cpu_has_fp16():
+        raise ConfigError(
+            f"engine.precision=fp16: found a CPU without half-precision arithmetic "
+            f"({torch.backends.cpu.get_cpu_capability()}), expected one with AVX512-FP16 or a GPU; "
+            "use engine.precision=bf16"
+        )
 
-    def moved(array: np.ndarray) -> Tensor:
+
+def cpu_has_fp16() -> bool:
+    """Whether torch's CPU library computes in fp16; DeepSpeed asks the same function."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, targets and document starts of a slot on the device."""
+
+    def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    return moved(slot.tokens_BL), moved(slot.targets_BL), moved(slot.starts_BL)
+    return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
 
 
 def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStream | None:
-    """The masks of this step for these lanes, or None when the model drops nothing."""
+    """Return the masks of this step for these lanes, or None if the model has no dropout."""
     if run.model.dropout == 0.0 and run.model.attention_dropout == 0.0:
         return None
     return DropoutStream(seed=run.seed, step=step, lanes=list(slot.lanes))
@@ -101,7 +122,7 @@ def evaluate_module(
     memory_length: int,
     device: torch.device,
 ) -> tuple[Tensor, Memory]:
-    """One segment forward in evaluation mode; the module is left in the mode it was in."""
+    """Run one segment forward in evaluation mode; the module keeps the mode it was in."""
     tokens_BL, targets_BL, starts_BL = batch_tensors(batch, device)
     was_training = module.training
     module.eval()
@@ -115,7 +136,7 @@ def evaluate_module(
 
 
 def loss_scaler_of(run: RunConfig) -> LossScaler | None:
-    """A new loss scaler where the run's precision needs one."""
+    """Return a new loss scaler in fp16, else None."""
     if run.engine.precision != "fp16":
         return None
     return LossScaler(run.engine.initial_loss_scale, run.engine.loss_scale_window)
@@ -124,19 +145,20 @@ def loss_scaler_of(run: RunConfig) -> LossScaler | None:
 def step_result(
     grad_norm: Tensor | float, skipped: bool, layers: LayerSquares | None, scaler: LossScaler | None
 ) -> StepResult:
-    """What the update did, with the scaler set for the next one; all ranks call it together."""
+    """Return the outcome of the update and set the scaler for the next one. A collective."""
     if scaler is None:
         return StepResult(grad_norm, skipped, layers)
     loss_scale = scaler.scale
-    overflowed = scaler.adapt(grad_norm, applied=not skipped)
+    overflowed = scaler.update(grad_norm, applied=not skipped)
     return StepResult(grad_norm, skipped, layers, overflowed, loss_scale)
 
 
 class TorchEngine:
-    """Plain torch: whole model and optimizer on every rank, gradients averaged by one all-reduce per parameter.
+    """Plain torch: whole model and optimizer on every rank, one all-reduce per parameter and step.
 
-    It is the yardstick for the other engine and runs without DeepSpeed. In bf16 and fp16 the master weights, the
-    moments and the accumulated gradients are fp32, as they are there.
+    The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and fp16 the master
+    weights, the moments and the accumulated gradients are fp32, as they are there: `_master` is the fp32 model that
+    the optimizer updates, `module` the rounded copy that runs. In fp32 they are the same object.
     """
 
     def __init__(
@@ -154,7 +176,7 @@ class TorchEngine:
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
         names = [name for name, _ in self._master.named_parameters()]
-        self._optimizer.placement = FragmentIndex(self.fragments(), names, is_sharded=False)
+        self._optimizer.index = FragmentIndex(self.fragments(), names, is_sharded=False)
         self._meter = self._optimizer.meter = LayerMeter(names)
 
     def forward_backward(
@@ -177,16 +199,16 @@ class TorchEngine:
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         self._average_gradients()
         grad_norm = clip_gradients(self._master, self._run.optim)
-        skipped = is_harmful(grad_norm, self._run.recovery.skip_grad_norm)
+        skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._meter.begin(measure_layers)
+        self._meter.start_step(measure_layers)
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self.module is not self._master:
             self._copy_master_to_module()
-        layers = self._meter.take() if measure_layers and not skipped else None
+        layers = self._meter.squares() if measure_layers and not skipped else None
         return step_result(grad_norm, skipped, layers, self.loss_scaler)
 
     def evaluate(
@@ -208,9 +230,8 @@ class TorchEngine:
             self._copy_master_to_module()
 
     def _average_gradients(self) -> None:
-        divisor = self.world.world_size * (
-            self.loss_scaler.scale if self.loss_scaler is not None else 1.0
-        )
+        scale = self.loss_scaler.scale if self.loss_scaler is not None else 1.0
+        divisor = self.world.world_size * scale
         for parameter in self._master.parameters():
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad = sum_over_ranks(parameter.grad) / divisor
@@ -235,13 +256,13 @@ class TorchEngine:
 def replicated_fragment(
     name: str, master: Tensor, state: dict[str, Tensor], world: World
 ) -> Fragment:
-    """A parameter that every rank holds whole; the ranks take turns in writing them, by name."""
+    """Return the fragment of a parameter that every rank holds whole; its name picks the rank that saves it."""
     owned = sum(name.encode()) % world.world_size == world.rank
     return fragment_of(name, 0, master, state, 0, master.numel(), owned)
 
 
 def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
-    """Scale the gradients down to `clip_norm` if they are longer; returns the norm before."""
+    """Scale the gradients down to a global norm of `clip_norm` (0: no limit); returns the norm before."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     limit = optim.clip_norm or float("inf")
     return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

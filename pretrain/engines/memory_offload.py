@@ -1,8 +1,8 @@
-"""Lane memories of slots that are not at work, in host memory.
+"""Lane memories of inactive slots in host memory (`engine.offload_memories`).
 
-With gradient accumulation each slot remembers its own lanes, and one slot is at work at a time. What it remembers comes
-to the device for its forward pass; what it remembers after it goes back, into pinned memory and on a stream of its own,
-while the next slot runs. Every copy is a new one: a checkpoint may still be reading an older.
+With gradient accumulation each slot has the memories of its own lanes, and one slot is active at a time. Its memory
+comes to the device for its forward pass. The new memory returns to pinned host memory on a separate stream, while the
+next slot runs. Every copy is a new tensor: a checkpoint may still be reading an older one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from pretrain.engines.engine import Memory
 
 
 class MemoryOffload:
-    """Where memories live between the forward passes of their slots: on the device unless `is_on`."""
+    """Moves memories between device and host; without `is_on` they stay on the device."""
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
         self._device = device
         self._is_on = is_on
         self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
-        self._stored: dict[
-            int, torch.cuda.Event
-        ] = {}  # by slot: the moment at which its last memory has left
+        # By slot: when the copy of its last memory to the host has ended.
+        self._stored: dict[int, torch.cuda.Event] = {}
         self._leaving: tuple[Memory, torch.cuda.Event] | None = None
 
     def fetch(self, slot: int, memory: Memory | None) -> Memory | None:
-        """The slot's memory on the device, for its forward pass."""
+        """Return the slot's memory on the device, for its forward pass."""
         if memory is None or not self._is_on:
             return memory
         if slot in self._stored:
@@ -34,15 +33,16 @@ class MemoryOffload:
         return tuple(part.to(self._device, non_blocking=True) for part in memory)
 
     def store(self, slot: int, memory: Memory) -> Memory:
-        """The memory where it stays until the slot's next pass. The device goes on: `wait` before it is read here."""
+        """Return the memory to keep until the slot's next pass. The copy runs on: `wait` before the host reads it."""
         if not self._is_on:
             return memory
         if self._stream is None:
             return tuple(part.clone() for part in memory)
         current = torch.cuda.current_stream(self._device)
         if self._leaving is not None:
-            # The one before left while this slot ran. Freed in the order of this stream, its room is there again at
-            # once, however far ahead of the device the loop is.
+            # `_leaving` keeps the device memory of the slot before alive until its copy has ended; that copy ran while
+            # this slot computed. With this wait the allocator can reuse it as soon as it is freed in stream order, so
+            # that at most three slots' memories are on the device, however far the loop runs ahead of it.
             current.wait_event(self._leaving[1])
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -53,12 +53,12 @@ class MemoryOffload:
         return copies
 
     def wait(self) -> None:
-        """Return when all that was stored can be read."""
+        """Return when everything that was stored can be read."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _pinned_copy(part: Tensor) -> Tensor:
-    # Torch keeps pinned memory for the next such copy, and gives none out while a copy from or to it is under way.
+    # Torch's pinned-memory allocator reuses blocks, but never one that a copy in progress still needs.
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)

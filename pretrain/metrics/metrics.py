@@ -31,13 +31,12 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World, sum_over_ranks
-from pretrain.engines.engine import StepResult
-from pretrain.engines.precision import DTYPES
+from pretrain.engines.engine import DTYPES, StepResult
 from pretrain.metrics.lane_meter import LaneMeter
 from pretrain.metrics.profiling import StepProfiler
 from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles
-from pretrain.optim.layer_norms import numbers_of_layers
+from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, si
@@ -188,7 +187,7 @@ class Metrics:
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:
             return {}
-        return numbers_of_layers(
+        return layer_metrics(
             result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm
         )
 

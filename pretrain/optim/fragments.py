@@ -1,4 +1,7 @@
-"""Which part of which parameter a rank holds, and where in the tensors that its optimizer updates."""
+"""Fragments: which part of which parameter this rank holds, and where in the tensors that its optimizer updates.
+
+Everything that must work at any world size and ZeRO stage goes through them: checkpoints, EMA, LAMB, per-layer norms.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of one parameter's elements, [start, start + n), as this rank holds them.
+    """The elements [start, start + n) of one flattened parameter, as this rank holds them.
 
     `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to them changes the
     engine. `owned` is False where another rank writes the same elements to the checkpoint. `master` is the tensor that
-    the optimizer updates; there the run begins at `place`.
+    the optimizer updates; the fragment's elements start at `offset` in it.
+
+    Under ZeRO, with two ranks, and a master that is this rank's half of a flat vector:
+
+        flat vector     | embedding ....... | query_weight ..... | padding |
+        ranks           | rank 0 ................ | rank 1 ................ |
+        rank 1          Fragment("query_weight", start=600, offset=0, n=...); the padding is in no fragment
     """
 
     name: str
@@ -23,16 +32,16 @@ class Fragment:
     values: dict[str, Tensor]
     owned: bool
     master: Tensor
-    place: int
+    offset: int
 
     def gradient(self) -> Tensor:
-        """The part of the master's gradient that belongs to these elements."""
+        """Return the part of the master's gradient that belongs to these elements."""
         assert self.master.grad is not None
-        return self.master.grad.reshape(-1).narrow(0, self.place, self.values["weight"].numel())
+        return self.master.grad.reshape(-1).narrow(0, self.offset, self.values["weight"].numel())
 
 
 def create_moments(state: dict[str, Tensor], master: Tensor) -> None:
-    """Give Adam its state before the first step, so that a checkpoint can be read into it."""
+    """Create Adam's state before the first step, so that a checkpoint can be read into it."""
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
         state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
@@ -44,21 +53,21 @@ def fragment_of(
     start: int,
     master: Tensor,
     state: dict[str, Tensor],
-    place: int,
+    offset: int,
     count: int,
     owned: bool = True,
 ) -> Fragment:
-    """The fragment of `count` elements that begin at `place` of the master and at `start` of the parameter."""
+    """Return the fragment of `count` elements at `offset` of the master and at `start` of the parameter."""
     whole = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-    values = {kind: value.view(-1).narrow(0, place, count) for kind, value in whole.items()}
-    return Fragment(name, start, values, owned, master, place)
+    values = {kind: value.view(-1).narrow(0, offset, count) for kind, value in whole.items()}
+    return Fragment(name, start, values, owned, master, offset)
 
 
 class FragmentIndex:
-    """A rank's fragments by the tensors they lie in, for an optimizer that is handed such tensors and no names.
+    """A rank's fragments by the master tensors that contain them, for optimizers that get tensors without names.
 
-    `names` are those of all parameters, in one order on all ranks. `is_sharded`: a parameter's elements are spread over
-    the ranks; otherwise each rank holds all of them.
+    `names` are those of all parameters, in the same order on all ranks. `is_sharded`: each element is on one rank;
+    otherwise every rank holds all of them.
     """
 
     def __init__(
@@ -66,20 +75,20 @@ class FragmentIndex:
     ) -> None:
         self.num_parameters = len(names)
         self.is_sharded = is_sharded
-        numbers = {name: number for number, name in enumerate(names)}
+        index_of = {name: index for index, name in enumerate(names)}
         self._fragments: dict[Tensor, list[Fragment]] = {}
         for fragment in fragments:
             self._fragments.setdefault(fragment.master, []).append(fragment)
-        self._numbers = {
-            master: torch.tensor([numbers[each.name] for each in inside], device=master.device)
+        self._indices = {
+            master: torch.tensor([index_of[each.name] for each in inside], device=master.device)
             for master, inside in self._fragments.items()
         }
 
     def fragments_in(self, masters: Iterable[Tensor]) -> list[Fragment]:
-        """What lies in these tensors; nothing where one holds only padding."""
+        """Return the fragments in these tensors; a tensor of padding alone has none."""
         return [fragment for master in masters for fragment in self._fragments.get(master, [])]
 
     def parameter_indices(self, masters: Sequence[Tensor]) -> Tensor:
-        """For each of `fragments_in(masters)` the number of its parameter, on their device."""
+        """Return the index of the parameter of each of `fragments_in(masters)`, on their device."""
         none = torch.empty(0, dtype=torch.int64, device=masters[0].device)
-        return torch.cat([self._numbers.get(master, none) for master in masters])
+        return torch.cat([self._indices.get(master, none) for master in masters])

@@ -1,11 +1,11 @@
-"""How long each layer's gradient is and how far an update moves its weights, from what the optimizer has at hand.
+"""Per-layer gradient norms and update ratios, measured inside the optimizer's step.
 
     grad_norm/LAYER       norm of the gradient before clipping; the squares of all layers add up to the global norm's
-    update_ratio/LAYER    norm of the update that was applied, by the norm of the weights after it
+    update_ratio/LAYER    norm of the update that was applied / norm of the weights after it
 
-LAYER is `embedding` (with tied weights the output matrix too), `layer.0` and so on, `output`, or `shared` for what all
-layers use: u, v, a table of distances. Sums of squares stay on the device until the metrics are written, where they
-travel in the vector that the ranks exchange anyway.
+LAYER is `embedding` (with tied weights also the output matrix), `layer.0` and so on, `output`, or `shared` for what all
+layers use: u, v, a table of distances. Sums of squares stay on the device until metrics are written; they are then
+summed over ranks in the same vector as all other metrics, so they cost no collective of their own.
 
 K = kinds of norms, F = fragments of parameters, G = layers
 """
@@ -26,13 +26,11 @@ from torch import Tensor
 from pretrain.optim.fragments import Fragment
 
 NUM_KINDS = 3  # gradient, update, weight
-CLIP_EPSILON = (
-    1e-6  # added to the norm by whatever clips gradients here: torch and every stage of DeepSpeed
-)
+CLIP_EPSILON = 1e-6  # torch and all stages of DeepSpeed add it to the norm when they clip
 
 
 def layer_of(parameter_name: str) -> str:
-    """The layer that a parameter counts to."""
+    """Return the layer that a parameter is counted in."""
     if found := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
         return f"layer.{found[1]}"
     return {"embedding": "embedding", "head": "output"}.get(parameter_name.split(".")[0], "shared")
@@ -40,9 +38,9 @@ def layer_of(parameter_name: str) -> str:
 
 @dataclass(frozen=True)
 class LayerSquares:
-    """Sums of squares of clipped gradients, updates and weights of the elements that this rank owns.
+    """Sums of squares of clipped gradients, updates and weights over the elements that this rank owns.
 
-    `names` of layers are the same on all ranks, so that the ranks' `squares_KG` may be added.
+    The layers' `names` are equal on all ranks, so `squares_KG` can be summed over ranks.
     """
 
     names: tuple[str, ...]
@@ -50,7 +48,7 @@ class LayerSquares:
 
 
 class LayerMeter:
-    """Takes from an optimizer what it applies, in the steps it is asked to."""
+    """Collects what an optimizer applies, in the steps it is asked to."""
 
     def __init__(self, parameter_names: Sequence[str]) -> None:
         self._layers = tuple(dict.fromkeys(layer_of(name) for name in parameter_names))
@@ -58,56 +56,57 @@ class LayerMeter:
         self._norms: list[Tensor] = []
         self._names: list[str] = []
 
-    def begin(self, asked: bool) -> None:
-        """Look at the next step, or look away."""
-        self.is_on = asked
+    def start_step(self, is_on: bool) -> None:
+        """Drop what was collected, and collect the next step if `is_on`."""
+        self.is_on = is_on
         self._norms.clear()
         self._names.clear()
 
     def add(self, fragments: Sequence[Fragment], updates: Sequence[Tensor], scale: float) -> None:
-        """The fragments' gradients and weights as they are, and `scale` times each of `updates` as what was applied."""
-        own = [
+        """Add the fragments' current gradients and weights, and updates of `scale` times `updates`."""
+        owned = [
             (fragment, update)
             for fragment, update in zip(fragments, updates, strict=True)
             if fragment.owned
         ]
-        if not own:
+        if not owned:
             return
-        self._names += [fragment.name for fragment, _ in own]
+        self._names += [fragment.name for fragment, _ in owned]
         gradient_F, update_F, weight_F = (
             torch.stack(torch._foreach_norm(tensors)).double()
             for tensors in (
-                [fragment.gradient() for fragment, _ in own],
-                [update for _, update in own],
-                [fragment.values["weight"] for fragment, _ in own],
+                [fragment.gradient() for fragment, _ in owned],
+                [update for _, update in owned],
+                [fragment.values["weight"] for fragment, _ in owned],
             )
         )
         self._norms.append(torch.stack([gradient_F, update_F * scale, weight_F]))
 
-    def take(self) -> LayerSquares:
-        """What was added since `begin`."""
+    def squares(self) -> LayerSquares:
+        """Return what was added since `start_step`."""
         if not self._norms:
             return LayerSquares(
                 self._layers, torch.zeros(NUM_KINDS, len(self._layers), dtype=torch.float64)
             )
         norms_KF = torch.cat(self._norms, dim=1)
-        belongs_FG = torch.zeros(len(self._names), len(self._layers), dtype=torch.float64)
+        is_in_FG = torch.zeros(len(self._names), len(self._layers), dtype=torch.float64)
         for row, name in enumerate(self._names):
-            belongs_FG[row, self._layers.index(layer_of(name))] = 1.0
-        return LayerSquares(self._layers, norms_KF.square() @ belongs_FG.to(norms_KF.device))
+            is_in_FG[row, self._layers.index(layer_of(name))] = 1.0
+        return LayerSquares(self._layers, norms_KF.square() @ is_in_FG.to(norms_KF.device))
 
 
-def numbers_of_layers(
+def layer_metrics(
     layers: Sequence[str], squares: Sequence[float], grad_norm: float, clip_norm: float
 ) -> dict[str, float]:
-    """The measurements by their names; `squares`: all ranks' `squares_KG` in a row, `grad_norm`: the global norm."""
-    shortened = max(1.0, (grad_norm + CLIP_EPSILON) / clip_norm) if clip_norm else 1.0
+    """Return the metrics by name, from `squares_KG` flattened and summed over ranks, and the global norm."""
+    # The optimizer saw clipped gradients; this undoes the clipping.
+    clipped_by = max(1.0, (grad_norm + CLIP_EPSILON) / clip_norm) if clip_norm else 1.0
     count = len(layers)
     gradients, updates, weights = (
         squares[kind * count : (kind + 1) * count] for kind in range(NUM_KINDS)
     )
     norms = {
-        f"grad_norm/{layer}": math.sqrt(square) * shortened
+        f"grad_norm/{layer}": math.sqrt(square) * clipped_by
         for layer, square in zip(layers, gradients, strict=True)
     }
     ratios = {

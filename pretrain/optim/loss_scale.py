@@ -1,4 +1,8 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018): gradients that are too small for fp16 are computed larger."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): scaled losses keep small gradients representable.
+
+It is our own, and DeepSpeed sees a constant scale. DeepSpeed's scalers skip, count and halve in a different way in each
+ZeRO stage, so a run that resumed in another stage would continue with another scale.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ SMALLEST_SCALE = 1.0
 
 
 class LossScaler:
-    """By how much the loss is multiplied before its backward pass, the same on every rank.
+    """The factor of the loss before its backward pass, equal on all ranks.
 
-    Halved whenever gradients overflow, doubled after `window` updates without; a power of two, so that scaling rounds
-    nothing. The engines use this one instead of DeepSpeed's, which counts in another way in every ZeRO stage.
+    It is halved when gradients overflow and doubled after `window` updates without an overflow. It is a power of two,
+    so that scaling rounds nothing.
     """
 
     def __init__(self, initial_scale: float, window: int) -> None:
@@ -27,36 +31,36 @@ class LossScaler:
         self._losses: list[Tensor] = []
 
     def observe(self, loss: Tensor) -> None:
-        """Take an unscaled loss whose gradients belong to the coming update, without waiting for it."""
+        """Note an unscaled loss of the coming update, without waiting for it."""
         self._losses.append(loss.detach())
 
-    def adapt(self, grad_norm: Tensor | float, applied: bool) -> bool:
-        """Set the scale for the next step, all ranks together; whether the gradients of this one overflowed.
+    def update(self, grad_norm: Tensor | float, applied: bool) -> bool:
+        """Set the scale for the next step; returns whether the gradients of this one overflowed. A collective.
 
-        That is when they are no numbers although every rank's losses are, and a smaller scale is left to try. All else
-        that keeps an update from being applied is no matter of the scale, which then stays.
+        They overflowed if they are non-finite, all losses of all ranks are finite and the scale can still be halved.
+        Any other skipped update has another cause and leaves the scale alone: a non-finite loss would be non-finite
+        at every scale, and halving for it would only hide the failure from `recovery`.
         """
         losses, self._losses = self._losses, []
         if math.isfinite(float(grad_norm)):
             self._updates += applied
-            if (
-                self._updates >= self._window
-            ):  # more of them if the window has been made shorter since
-                self._change_to(self.scale * 2.0)
+            # More than `window` if the setting was lowered on resume.
+            if self._updates >= self._window:
+                self._set(self.scale * 2.0)
             return False
-        spoilt = not bool(torch.stack(losses).isfinite().all())
-        if any_rank(spoilt) or self.scale <= SMALLEST_SCALE:
+        loss_is_finite = bool(torch.stack(losses).isfinite().all())
+        if any_rank(not loss_is_finite) or self.scale <= SMALLEST_SCALE:
             return False
-        self._change_to(self.scale / 2.0)
+        self._set(self.scale / 2.0)
         return True
 
     def to_tree(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "updates": self._updates}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from what `to_tree` said."""
+        """Continue from the state that `to_tree` returned."""
         self.scale, self._updates = float(tree["scale"]), int(tree["updates"])
 
-    def _change_to(self, scale: float) -> None:
+    def _set(self, scale: float) -> None:
         self.scale, self._updates = scale, 0

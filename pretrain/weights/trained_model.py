@@ -12,8 +12,8 @@ import torch
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
 from data_pipeline.location import shown
 from data_pipeline.tokenizer import Tokenizer
-from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.reader import load_weights
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
@@ -56,7 +56,7 @@ def load_trained(
         module, config, step = load_export(run, model_settings)
         return TrainedModel(module.to(device), config, step, run)
     run_dir = RunDir.open(run)
-    found = files.latest_valid(run_dir.checkpoints, say)
+    found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
     config = with_model_settings(run_dir.config, model_settings)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses, differing_state, summary
 from pretrain.rundir.run_dir import RunDir
@@ -151,7 +152,7 @@ def differences(left: RunDir, right: RunDir, step: int) -> list[str]:
         [line for line in run.read_metrics() if line["kind"] == "evaluation"]
         for run in (left, right)
     ]
-    ends = [files.verify(files.step_directory(run.checkpoints, step)) for run in (left, right)]
+    ends = [marker.verify(files.step_directory(run.checkpoints, step)) for run in (left, right)]
     problems = differing_losses(left, right) + differing_state(*ends)
     return problems if evaluations[0] == evaluations[1] else [*problems, "evaluations differ"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 
@@ -76,7 +77,7 @@ def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
     assert {**half["norms"], **resumed["norms"]} == whole["norms"]
     ends = [
-        files.verify(files.step_directory(output / f"{name}-{part}", STEPS))
+        marker.verify(files.step_directory(output / f"{name}-{part}", STEPS))
         for part in ("whole", "resumed")
     ]
     problems = differing_state(*ends)

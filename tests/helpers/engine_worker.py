@@ -38,8 +38,8 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import World, destroy_process_group, init_world, sum_over_ranks
 from pretrain.engines.engine import Engine, StepResult
-from pretrain.optim.layer_norms import layer_of, numbers_of_layers
-from pretrain.optim.schedule import learning_rate_at
+from pretrain.optim.layer_norms import layer_metrics, layer_of
+from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState
@@ -175,7 +175,7 @@ def per_layer(
         seen[:, names.index(layer_of(key[0]))] += pair
     moved, lengths = sum_over_ranks(seen).sqrt()
     squares = sum_over_ranks(result.layers.squares_KG).flatten().tolist()
-    measured = numbers_of_layers(names, squares, float(result.grad_norm), run.optim.clip_norm)
+    measured = layer_metrics(names, squares, float(result.grad_norm), run.optim.clip_norm)
     return {
         **measured,
         **{f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.rundir.run_dir import RunDir
 
@@ -60,7 +61,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     assert "could not save step 20" in error[0]
     assert "older checkpoints are untouched" in error[0]
     assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
-    files.verify(run_dir.checkpoints / "step-00000010")
+    marker.verify(run_dir.checkpoints / "step-00000010")
     assert train(experiment, run_dir).returncode == 0
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
         range(1, 21)

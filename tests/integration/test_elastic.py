@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.reader import FragmentReader, load_memory
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
 from pretrain.commands.same_run import differing_progress
 
 LANES = range(8)
@@ -87,7 +88,7 @@ def test_each_link_of_the_chain_takes_over_every_bit(output: Path) -> None:
     links = chain_cells()[1:]
     for (before, after), (_, _, step) in zip(itertools.pairwise(links), CHAIN, strict=False):
         left, right = (
-            files.verify(files.step_directory(output / each["name"], step))
+            marker.verify(files.step_directory(output / each["name"], step))
             for each in (before, after)
         )
         assert left.index["world_size"] != right.index["world_size"]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.reader import load_weights
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.commands.same_run import differing_state, summary
 from pretrain.config.model import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
@@ -257,7 +258,7 @@ def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(
     variants: Results, output: Path
 ) -> None:
     whole, resumed, on_one = (
-        files.verify(files.step_directory(output / name, STEPS))
+        marker.verify(files.step_directory(output / name, STEPS))
         for name in ("averaged-zero2-whole", "averaged-zero2-resumed", "averaged-on-one")
     )
     problems = differing_state(whole, resumed)
@@ -269,7 +270,7 @@ def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(
     assert max(float((averages[name] - weights[name]).abs().max()) for name in averages) > 1e-3
 
 
-def weights_of(found: files.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
+def weights_of(found: marker.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     module = TransformerXL(ModelConfig(**MODEL))
     load_weights(module, found, ema)
     return dict(module.state_dict())
@@ -283,7 +284,7 @@ def test_each_variant_resumes_bitwise(variants: Results, output: Path, name: str
     )
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
     ends = [
-        files.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS))
+        marker.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS))
         for part in ("whole", "resumed")
     ]
     problems = differing_state(*ends)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.cli import main
-from pretrain.engines.precision import cpu_has_fp16
+from pretrain.engines.engine import cpu_has_fp16
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.engine_cells import (
     HALF,
@@ -191,7 +192,7 @@ def test_another_world_size_and_stage_go_on_with_the_scale(results: Results, out
     if not results:
         return
     before, after = (
-        files.verify(files.step_directory(output / name, HALF)).index["loss_scale"]
+        marker.verify(files.step_directory(output / name, HALF)).index["loss_scale"]
         for name in ("zero3-large-half", "on-one")
     )
     assert before == after

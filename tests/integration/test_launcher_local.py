@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from launcher.status.run_state import read_state
 from pretrain.commands.same_run import differing_losses
-from pretrain.costs.memory import checkpoint_bytes
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.processes.local_ranks import EXIT_STOPPED
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.run_dir import RunDir

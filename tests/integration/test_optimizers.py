@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.engines.precision import cpu_has_fp16
+from pretrain.engines.engine import cpu_has_fp16
 from tests.helpers.engine_cells import (
     STAGES,
     Results,

@@ -16,13 +16,13 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Memory
-from pretrain.optim.schedule import learning_rate_at
+from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir
@@ -187,7 +187,7 @@ def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_s
     measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert [line["loss"] for line in measured] == losses
     assert measured[-1]["tokens"] == 6 * 4 * sum(LENGTHS)
-    report = next(files.rank_reports(files.verify(run_dir.checkpoints / "step-00000018").index))
+    report = marker.verify(run_dir.checkpoints / "step-00000018").rank_reports[0]
     assert LaneCursor.from_tree(report["cursor"]) == cursor
     assert next(memory for memory in memories if memory)[0].shape[1] == config.model.memory_length
 

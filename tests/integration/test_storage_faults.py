@@ -84,7 +84,7 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_
     ], (done, said)  # fmt: skip
     assert "step 10: good" in done.stdout
     assert re.fullmatch(
-        r"error: could not save step 20: .* MiB are free, .* MiB are needed; .*\n", said["full"]
+        r"error: could not save step 20: found .* MiB free, expected .* MiB; .*\n", said["full"]
     )
     assert re.fullmatch(r"error: .*Read-only file system.*\n", said["read-only"])
     steps = [

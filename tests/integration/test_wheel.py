@@ -94,7 +94,7 @@ def test_a_program_lists_its_commands(programs, tmp_path, program):
 
 def test_shipped_configurations_are_found_from_another_directory(programs, tmp_path):
     model = "configs/models/xl_modern_100m.yaml"
-    described = run(programs, tmp_path, "pretrain", "describe", model, "--vocab-size", "32000")
+    described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described
     (tmp_path / "text.jsonl").write_text('{"id": "a", "text": "some words"}\n' * 2)
     run(

@@ -11,11 +11,11 @@ from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, load_cluster, seconds_of
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
 from launcher.slurm.sbatch import Job, NodeRange, parse_nodes, render
-from pretrain.commands.describe import flops_of_step
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, RunConfig
+from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
-from pretrain.costs.memory import memory_parts, total_bytes
+from pretrain.costs.flops import flops_of_step
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)

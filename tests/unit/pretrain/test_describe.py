@@ -11,8 +11,13 @@ import pytest
 from data_pipeline.config_loader import load_config
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.costs.device_memory import (
+    checkpoint_bytes,
+    largest_micro_batch,
+    memory_parts,
+    total_bytes,
+)
 from pretrain.costs.flops import flops_of, parameters_of
-from pretrain.costs.memory import checkpoint_bytes, largest_micro_batch, memory_parts, total_bytes
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
@@ -116,7 +121,7 @@ def test_time_follows_from_the_peak_of_the_precision_that_is_configured(
         ),
         (
             [str(MODELS / "enwik8-base.yaml"), "model.vocab_size=0", "data.path=nowhere"],
-            "give --vocab-size N",
+            "set it, or build the corpus",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.files import sha256_of, write_json
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -110,14 +111,14 @@ class Run:
 
     def _restore(self) -> LaneCursor | None:
         files.remove_partial(self.run_dir.checkpoints)
-        found = files.latest_valid(self.run_dir.checkpoints, say=_never_refused)
+        found = marker.latest_valid(self.run_dir.checkpoints, say=_never_refused)
         if found is None:
             return None
         self.step = found.step
         for name in sorted(name for name in found.index["files"] if name.startswith("state")):
             for lane, digest in json.loads((found.directory / name).read_text()).items():
                 self.hashes[int(lane)] = bytes.fromhex(digest)
-        reports = files.rank_reports(found.index)
+        reports = found.rank_reports
         return LaneCursor.join([LaneCursor.from_tree(report["cursor"]) for report in reports])
 
     def train(self) -> None:
@@ -158,7 +159,7 @@ class Run:
             report = {"files": sizes, "cursor": cursors[rank].to_tree()}
             write_json(partial / files.rank_file("rank", rank), report)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
-        files.publish(
+        marker.publish(
             partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size
         )
         files.prune(self.run_dir.checkpoints, keep_last=2)

@@ -24,8 +24,7 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_moments, fragment_of
-from pretrain.optim.groups import decays
-from pretrain.optim.lamb import Lamb
+from pretrain.optim.optimizers import Lamb, decays
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -78,8 +77,8 @@ def test_twenty_steps_agree_with_the_algorithm_as_printed(is_flat: bool) -> None
             whole = torch.cat([*parts, torch.zeros(master.numel() - sum(map(len, parts)))])
             master.grad = whole.view_as(master)
         optimizer.step()
-    assert optimizer.placement is not None
-    for fragment in optimizer.placement.fragments_in([master for master, _ in masters]):
+    assert optimizer.index is not None
+    for fragment in optimizer.index.fragments_in([master for master, _ in masters]):
         is_matrix = fragment.name != "bias"
         before = weights[fragment.name]
         expected = textbook_lamb(
@@ -120,14 +119,14 @@ def optimizer_of(
     optimizer = Lamb(groups, BETAS, EPSILON)
     fragments = []
     for master, names in masters.values():
-        place = 0
+        offset = 0
         create_moments(optimizer.state[master], master)
         for name in names:
             fragments.append(
-                fragment_of(name, 0, master, optimizer.state[master], place, weights[name].numel())
+                fragment_of(name, 0, master, optimizer.state[master], offset, weights[name].numel())
             )
-            place += weights[name].numel()
-    optimizer.placement = FragmentIndex(fragments, list(weights), is_sharded=False)
+            offset += weights[name].numel()
+    optimizer.index = FragmentIndex(fragments, list(weights), is_sharded=False)
     return optimizer, list(masters.values())
 
 

@@ -27,7 +27,7 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
-from pretrain.optim.layer_norms import layer_of, numbers_of_layers
+from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -53,9 +53,7 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
     assert result.layers is not None
     assert result.grad_norm is not None
     squares = result.layers.squares_KG.flatten().tolist()
-    return numbers_of_layers(
-        result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm
-    )
+    return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
@@ -133,9 +131,7 @@ def test_every_parameter_counts_to_a_layer(name: str, layer: str) -> None:
 
 
 def test_a_layer_of_zeros_has_no_ratio() -> None:
-    found = numbers_of_layers(
-        ["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0
-    )
+    found = layer_metrics(["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0)
     assert found == {
         "grad_norm/a": pytest.approx(8.0, rel=1e-6),
         "grad_norm/b": 0.0,

@@ -15,7 +15,7 @@ def world():
 
 def step(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bool = True) -> bool:
     scaler.observe(torch.tensor(loss))
-    return scaler.adapt(grad_norm, applied)
+    return scaler.update(grad_norm, applied)
 
 
 def test_the_scale_halves_on_an_overflow_and_doubles_after_a_window_without():

@@ -16,7 +16,7 @@ from data_pipeline.files import write_text
 from pretrain.cli import main
 from pretrain.config.optim import ScheduleConfig
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.costs.memory import checkpoint_bytes
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.sweep_file import config_of, read_sweep

@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline.config_loader import to_tree
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
-from pretrain.costs.memory import memory_parts, total_bytes
+from pretrain.costs.device_memory import memory_parts, total_bytes
 
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""The learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pretrain.config.run import OptimConfig
 
 
 def learning_rate_at(optim: OptimConfig, step: int) -> float:
-    """The learning rate of the update that turns `step` into `step + 1`; `step` counts from 0."""
-    schedule, peak = optim.schedule, optim.learning_rate
+    """Return the learning rate of the update that turns `step` into `step + 1`; `step` counts from 0."""
+    schedule = optim.schedule
     if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    return peak * _decay_at(optim, step)
+        return optim.learning_rate * (step + 1) / schedule.warmup_steps
+    return optim.learning_rate * _fraction_after_warmup(optim, step)
 
 
-def _decay_at(optim: OptimConfig, step: int) -> float:
+def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
     schedule = optim.schedule
     floor = schedule.final_fraction
     done = (step - schedule.warmup_steps) / max(1, optim.steps - schedule.warmup_steps)
@@ -28,6 +28,7 @@ def _decay_at(optim: OptimConfig, step: int) -> float:
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
     if schedule.shape == "inverse_sqrt":
         return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
+    # wsd (warm-up, stable, decay): constant, then linear over the last `decay_steps`
     decay_steps = schedule.decay_steps or max(1, optim.steps // 5)
     left = optim.steps - step
     return 1.0 if left >= decay_steps else floor + (1.0 - floor) * max(0, left) / decay_steps

@@ -18,7 +18,7 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.ema import AVERAGE
+from pretrain.engines.ema import EMA
 from pretrain.run import build_engine
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -56,37 +56,33 @@ def parameters_of(engine) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_average_forgets_older_weights_by_its_decay(run):
+def test_the_ema_weighs_older_weights_by_its_decay(run):
     engine, (first, *later) = train(run)
     for fragment in engine.fragments():
         expected = first[fragment.name]
         for weights in later:
             expected = DECAY * expected + (1 - DECAY) * weights[fragment.name]
-        torch.testing.assert_close(fragment.values[AVERAGE], expected, rtol=0, atol=1e-6)
-        assert not torch.equal(fragment.values[AVERAGE], fragment.values["weight"])
+        torch.testing.assert_close(fragment.values[EMA], expected, rtol=0, atol=1e-6)
+        assert not torch.equal(fragment.values[EMA], fragment.values["weight"])
 
 
-def test_averaging_does_not_touch_training(run):
-    averaged, plain = train(run)[1], train(replace(run, optim=replace(run.optim, ema_decay=0.0)))[1]
-    assert all(torch.equal(averaged[-1][name], plain[-1][name]) for name in plain[-1])
+def test_the_ema_does_not_affect_training(run):
+    with_ema, plain = train(run)[1], train(replace(run, optim=replace(run.optim, ema_decay=0.0)))[1]
+    assert all(torch.equal(with_ema[-1][name], plain[-1][name]) for name in plain[-1])
 
 
-def test_a_skipped_step_leaves_the_average_as_it_is(run):
+def test_a_skipped_step_does_not_change_the_ema(run):
     engine, _ = train(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)))
-    assert all(
-        torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments()
-    )
+    assert all(torch.equal(each.values[EMA], each.values["weight"]) for each in engine.fragments())
 
 
-def test_loading_the_beginning_begins_the_average_again(run):
+def test_loading_initial_weights_restarts_the_ema(run):
     engine, _ = train(run)
     engine.after_load(0)
-    assert all(
-        torch.equal(each.values[AVERAGE], each.values["weight"]) for each in engine.fragments()
-    )
+    assert all(torch.equal(each.values[EMA], each.values["weight"]) for each in engine.fragments())
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_a_decay_without_meaning_is_refused(decay):
+def test_a_decay_out_of_range_is_rejected(decay):
     with pytest.raises(ConfigError, match=f"optim.ema_decay={decay}"):
         OptimConfig(ema_decay=decay)

@@ -11,6 +11,7 @@ import pytest
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 
 
 def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> Path:
@@ -27,7 +28,7 @@ def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> P
         report = {"files": written, "cursor": None}
         write_json(partial / files.rank_file("rank", rank), report)
     final = files.step_directory(root, step)
-    files.publish(partial, final, {"step": step, "world_size": num_ranks, **more}, num_ranks)
+    marker.publish(partial, final, {"step": step, "world_size": num_ranks, **more}, num_ranks)
     return final
 
 
@@ -38,7 +39,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def test_a_published_checkpoint_verifies_and_knows_its_step(tmp_path: Path) -> None:
-    assert files.verify(publish_step(tmp_path, 7)).step == 7
+    assert marker.verify(publish_step(tmp_path, 7)).step == 7
 
 
 def test_a_partial_checkpoint_is_never_listed(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing rank": (forget_a_rank, "rank 1 of 2 is missing"),
     "another rank's file": (
         exchange_ranks,
-        "engine-00000.safetensors: holds what belongs into engine-00001",
+        "engine-00000.safetensors: contains the data of engine-00001",
     ),
     "file of an older step": (
         lambda step: replace_by_that_of_step_1(step / "engine-00000.safetensors"),
@@ -104,9 +105,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "old index and marker, new files": (
         lambda step: replace_by_that_of_step_1(step / files.INDEX, step / files.MARKER),
-        "holds the checkpoint of step 1",
+        "contains the checkpoint of step 1",
     ),
-    "renamed directory": (rename_step_1, "holds the checkpoint of step 1"),
+    "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
     "damaged index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
@@ -120,7 +121,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(
     damage, reason = DAMAGE[what]
     damage(publish_step(tmp_path, 2))
     said: list[str] = []
-    found = files.latest_valid(tmp_path, said.append)
+    found = marker.latest_valid(tmp_path, said.append)
     assert found is not None
     assert found.step == 1
     assert len(said) == 1
@@ -131,20 +132,20 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     publish_step(tmp_path, 1, run="this")
     publish_step(tmp_path, 2, run="another")
     said: list[str] = []
-    found = files.latest_valid(tmp_path, said.append, run_id="this")
+    found = marker.latest_valid(tmp_path, said.append, run_id="this")
     assert found is not None
     assert found.step == 1
-    assert "written by another run" in said[0]
+    assert "found a checkpoint of run another, expected run this" in said[0]
 
 
 def test_a_run_with_only_damaged_checkpoints_is_not_started_afresh(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 1) / "engine-00000.safetensors")
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is good"):
-        files.latest_valid(tmp_path, lambda text: None)
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
+        marker.latest_valid(tmp_path, lambda text: None)
 
 
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert files.latest_valid(tmp_path / "absent", lambda text: None) is None
+    assert marker.latest_valid(tmp_path / "absent", lambda text: None) is None
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -173,11 +174,11 @@ def test_prune_leaves_those_of_lowest_validation_loss(tmp_path: Path) -> None:
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
     files.require_space(tmp_path / "checkpoints", 1)
-    with pytest.raises(CheckpointError, match="MiB are free"):
+    with pytest.raises(CheckpointError, match="MiB free"):
         files.require_space(tmp_path / "checkpoints", 2**70)
 
 
 def test_publishing_again_replaces_a_refused_checkpoint(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 3) / "engine-00000.safetensors")
     publish_step(tmp_path, 3)
-    assert files.verify(files.step_directory(tmp_path, 3)).step == 3
+    assert marker.verify(files.step_directory(tmp_path, 3)).step == 3

@@ -12,8 +12,9 @@ import torch
 
 from data_pipeline.errors import CheckpointError
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.save import HostBuffers, Save, files_of_rank
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Engine
@@ -71,7 +72,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_lo
     scramble(engine)
     beside.finish()
     blocking, found = (
-        files.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside")
+        marker.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside")
     )
     assert found.index["files"] == blocking.index["files"]
     assert len(found.index["files"]) == 2
@@ -82,7 +83,7 @@ def test_a_save_begins_when_the_one_before_is_published(engine, world, tmp_path)
         for step in (1, 2, 3):
             saving.save(engine, state_of(engine, step))
             for before in range(1, step):
-                files.verify(files.step_directory(tmp_path, before))
+                marker.verify(files.step_directory(tmp_path, before))
         saving.finish()
     assert files.steps_on_disk(tmp_path) == [1, 2, 3]
 
@@ -123,7 +124,7 @@ def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_p
         {},
         HostBuffers(torch.device("cpu")),
         world,
-        publish=lambda while_waiting: files.publish(
+        publish=lambda while_waiting: marker.publish(
             partial, final, {}, num_ranks=2, while_waiting=while_waiting
         ),
     )

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pretrain.config.optim import OptimConfig, ScheduleConfig
-from pretrain.optim.schedule import learning_rate_at
+from pretrain.optim.learning_rate import learning_rate_at
 
 
 def optim(shape: str, **settings: float) -> OptimConfig:

@@ -1,4 +1,13 @@
-"""Reading a checkpoint: weights, moments and lane memories by slices, at any world size and ZeRO stage."""
+"""Reading a checkpoint at any world size and ZeRO stage: fragments by element, lane memories by lane.
+
+A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
+
+    in the files    engine-00000: "w|0|weight" [0, 6)      engine-00001: "w|6|weight" [6, 12)
+    in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
+
+A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's world size nor its
+stage matters. Each rank opens all files but reads only the slices that it needs.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +20,31 @@ from safetensors import safe_open
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
-from pretrain.checkpoint import directory as files
-from pretrain.engines.ema import AVERAGE
+from pretrain.checkpoint.directory import rank_file
+from pretrain.checkpoint.marker import Checkpoint
+from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine, Memory
 
 
-def load_engine(engine: Engine, found: files.Checkpoint) -> None:
-    """Fill the engine's fragments from whatever slices the checkpoint holds them in."""
+def load_engine(engine: Engine, found: Checkpoint) -> None:
+    """Fill the engine's fragments, its counters and its loss scale from the checkpoint."""
     with FragmentReader(found) as reader:
         for fragment in engine.fragments():
             for kind, view in fragment.values.items():
                 reader.copy_into(view, fragment.name, fragment.start, kind)
     engine.after_load(found.index["optimizer_steps"])
-    loss_scale = found.index.get("loss_scale")  # None: the run had another precision
+    loss_scale = found.index["loss_scale"]  # None if the run was in another precision
     if engine.loss_scaler is not None and loss_scale is not None:
         engine.loss_scaler.restore(loss_scale)
 
 
 class FragmentReader:
-    """Random access to the stored elements of every parameter, however many ranks wrote them."""
+    """Random access to the stored elements of every parameter, over the files of all ranks."""
 
-    def __init__(self, found: files.Checkpoint) -> None:
+    def __init__(self, found: Checkpoint) -> None:
+        self._directory = found.directory
         self._stack = ExitStack()
+        # (parameter, kind) -> (start, slice) in order of their starts
         self._pieces: dict[tuple[str, str], list[tuple[int, Any]]] = {}
         for name in found.index["files"]:
             if name.startswith("engine-"):
@@ -41,12 +53,10 @@ class FragmentReader:
                 )
                 for key in handle.keys():  # noqa: SIM118  (not a mapping)
                     parameter, start, kind = key.split("|")
-                    self._pieces.setdefault((parameter, kind), []).append(
-                        (int(start), handle.get_slice(key))
-                    )
+                    pieces = self._pieces.setdefault((parameter, kind), [])
+                    pieces.append((int(start), handle.get_slice(key)))
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece[0])
-        self._directory = found.directory
 
     def __enter__(self) -> FragmentReader:
         return self
@@ -65,7 +75,7 @@ class FragmentReader:
         return start + piece.get_shape()[0]
 
     def copy_into(self, view: Tensor, parameter: str, start: int, kind: str) -> None:
-        """Fill the 1-D `view` with elements [start, start + len(view)) of a parameter's weight or moment."""
+        """Fill the 1-D `view` with elements [start, start + len(view)) of a parameter's weight, moment or EMA."""
         copied = 0
         for piece_start, piece in self._pieces.get((parameter, kind), []):
             low = max(start, piece_start)
@@ -77,21 +87,20 @@ class FragmentReader:
                 copied += high - low
         if copied != view.numel():
             raise CheckpointError(
-                f"{self._directory}: holds {copied} of the {view.numel()} elements wanted of {parameter} ({kind}); "
+                f"{self._directory}: found {copied} elements of {parameter} ({kind}), expected {view.numel()}; "
                 "the checkpoint belongs to a model of another shape"
             )
 
 
-def load_weights(module: torch.nn.Module, found: files.Checkpoint, ema: bool = False) -> None:
-    """Copy the fp32 master weights, or their averages, into a whole module on one process.
+def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) -> None:
+    """Copy the fp32 master weights, or their EMA, into a whole module on one process.
 
-    CheckpointError if names or shapes differ, or the run kept no averages.
+    Raises CheckpointError if names or shapes differ, or if the run kept no EMA.
     """
-    kind = AVERAGE if ema else "weight"
     with FragmentReader(found) as reader, torch.no_grad():
-        if ema and AVERAGE not in reader.kinds():
+        if ema and EMA not in reader.kinds():
             raise CheckpointError(
-                f"{found.directory} holds no averaged weights; train with optim.ema_decay above 0"
+                f"{found.directory}: found no EMA of the weights; train with optim.ema_decay above 0"
             )
         parameters = dict(module.named_parameters())
         if parameters.keys() != reader.parameter_names():
@@ -100,24 +109,24 @@ def load_weights(module: torch.nn.Module, found: files.Checkpoint, ema: bool = F
                 f"{found.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
             )
         for name, parameter in parameters.items():
-            whole = torch.empty(parameter.numel(), dtype=torch.float32)
-            if reader.num_elements(name) != parameter.numel():
+            if (count := reader.num_elements(name)) != parameter.numel():
                 raise CheckpointError(
-                    f"{found.directory}: {name} has another size than the model's"
+                    f"{found.directory}: found {count} elements of {name}, expected {parameter.numel()}"
                 )
-            reader.copy_into(whole, name, 0, kind)
+            whole = torch.empty(parameter.numel(), dtype=torch.float32)
+            reader.copy_into(whole, name, 0, EMA if ema else "weight")
             parameter.copy_(whole.view_as(parameter))
 
 
-def load_memory(found: files.Checkpoint, lanes: range) -> Memory | None:
-    """The memories of the given lanes, from all rank files that hold some of them; None if none had begun."""
+def load_memory(found: Checkpoint, lanes: range) -> Memory | None:
+    """Return the memories of the given lanes, from the files of all ranks that had some; None if all were empty."""
     parts = []
-    for rank, report in enumerate(files.rank_reports(found.index)):
+    for rank, report in enumerate(found.rank_reports):
         low = max(lanes.start, report["first_lane"])
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
             rows = slice(low - report["first_lane"], high - report["first_lane"])
-            parts.append(_memory_rows(found.directory / files.rank_file("state", rank), rows))
+            parts.append(_memory_rows(found.directory / rank_file("state", rank), rows))
     if not parts or not parts[0]:
         return None
     return tuple(torch.cat(level) for level in zip(*parts, strict=True))
@@ -130,7 +139,7 @@ def _memory_rows(path: Path, rows: slice) -> Memory:
 
 
 def restore_random_state(path: Path) -> None:
-    """Put back the random-number state that `random_state` took."""
+    """Set the random-number state to the one in a rank's state file."""
     with safe_open(path, framework="pt") as handle:
         torch.set_rng_state(handle.get_tensor("random.cpu"))
         if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118

@@ -1,0 +1,254 @@
+"""The device memory of one rank, in bytes, by part, before a run starts; and the size of a checkpoint. Torch-free.
+
+P parameters, R ranks, L layers, B lanes of one forward pass, T segment, M memory with its compressed rows, K = T + M
+keys, d d_model, h heads times head width, k key heads times head width, f inner width, V vocabulary, b bytes of an
+activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
+
+MASTER_BYTES = 4
+MOMENT_BYTES = 8  # two of float32
+EMA_BYTES = 4
+LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
+LARGEST_FUSED_HEAD = (
+    128  # the fused kernel takes no wider heads; on a GPU they run in plain operations
+)
+TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
+# Tensors of the inner width that are kept: what relu gave; gelu's input too; swiglu's two factors, both gates, product.
+INNER_TENSORS = {"relu": 1, "gelu": 2, "swiglu": 4}
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    bytes: float
+    formula: str
+
+
+def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
+    """Return the parts of one rank's memory at its peak, for the configured engine, precision and checkpointing."""
+    rows = lanes_of_pass(run, world_size) * run.data.segment_length
+    rows = min(run.engine.logits_chunk_tokens or rows, rows)
+    bins = bins_of(run.model)
+    logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
+    gradients = _gradients(run, world_size)
+    return [
+        *_weights_and_optimizer(run, world_size),
+        gradients,
+        _recurrent_memory(run, world_size, on_gpu),
+        _activations(run, world_size, on_gpu, logits, gradients.bytes),
+        Part("logits", logits, f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B"),
+    ]
+
+
+def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
+    """Return the run in the phase in which a rank needs the most memory."""
+    return max(
+        runs_of_phases(run), key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu))
+    )
+
+
+def total_bytes(parts: list[Part]) -> float:
+    """Return the sum of all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def largest_micro_batch(
+    run: RunConfig, world_size: int, capacity: float, on_gpu: bool = False
+) -> int:
+    """Return the most lanes of one forward pass that fit into `capacity` bytes; 0 if not even one does."""
+    own = len(lanes_of_rank(run, 0, world_size))
+    for lanes in range(own, 0, -1):
+        if own % lanes == 0:
+            tried = replace(run, engine=replace(run.engine, micro_batch_lanes=lanes))
+            if total_bytes(memory_parts(tried, world_size, on_gpu)) <= capacity:
+                return lanes
+    return 0
+
+
+def checkpoint_bytes(run: RunConfig) -> float:
+    """Return the bytes of weights, both moments, the EMA if there is one, and every lane's memory.
+
+    File headers and the random-number state of each rank (5 kB) come on top.
+    """
+    model = run.model
+    rows = run.data.lanes * (model.memory_length + model.compressed_length)
+    elements = MASTER_BYTES + MOMENT_BYTES + _ema_bytes(run)
+    return float(elements) * parameters_of(model).total + rows * (
+        model.num_layers * model.d_model * _width(run) + 4
+    )
+
+
+def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
+    parameters, stage, width = parameters_of(run.model), _stage(run), _width(run)
+    # float32 weights that ZeRO does not shard are their own masters.
+    master = 0 if width == 4 and stage == 0 else MASTER_BYTES
+    offloaded = run.engine.offload_optimizer
+    each = master + MOMENT_BYTES + _ema_bytes(run)
+    held = "master weights, two moments" + (" and an EMA" if run.optim.ema_decay else "")
+    formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
+    # Stage 3 gathers a layer for its use, and prefetches the next one.
+    gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
+    return [
+        Part(
+            "weights",
+            parameters.total * width / (world_size if stage == 3 else 1) + gathered,
+            f"{width} P" + (" / R and two gathered layers" if stage == 3 else ""),
+        ),
+        Part(
+            "optimizer",
+            0.0 if offloaded else parameters.total * each / (world_size if stage else 1),
+            "on the CPU" if offloaded else formula,
+        ),
+    ]
+
+
+def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
+    of_one_lane = run.model.num_layers * _memory_length(run) * run.model.d_model * _width(run)
+    if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
+        lanes = lanes_of_pass(run, world_size)
+        formula = "3 L M d b for each lane of a forward pass: old, new, and on its way to the host"
+        return Part("recurrent memory", 3 * of_one_lane * lanes, formula)
+    lanes = len(lanes_of_rank(run, 0, world_size))
+    formula = "2 L M d b for each of the rank's lanes, old and new"
+    return Part("recurrent memory", 2 * of_one_lane * lanes, formula)
+
+
+def _gradients(run: RunConfig, world_size: int) -> Part:
+    stage, width = _stage(run), _width(run)
+    one = 4 if width == 4 or stage > 0 or run.engine.kind == "torch" else 2
+    size = parameters_of(run.model).total * one / (world_size if stage >= 2 else 1)
+    return Part("gradients", size, f"{one} P" + (" / R" if stage >= 2 else ""))
+
+
+def _activations(
+    run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
+) -> Part:
+    """Return what is kept from forward to backward, plus what the backward pass of one layer needs."""
+    layers, width, every = run.model.num_layers, _width(run), run.engine.checkpoint_every_n_layers
+    lanes = lanes_of_pass(run, world_size)
+    layer = LayerActivations(run, lanes, width, on_gpu)
+    formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
+    checkpointed = -(-layers // every)
+    freed = kept = layers * layer.kept
+    working = layer.working
+    if run.engine.activation_checkpointing == "full":
+        inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
+        freed = kept = inputs + (layers - checkpointed) * layer.kept
+        # A layer runs again when the logits are already freed, so only what exceeds them adds to the peak.
+        working = max(0.0, layer.kept + layer.working - logits)
+        other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
+        formula = f"L T B d b + beyond the logits {formula}, twice{other}"
+    else:
+        if run.engine.activation_checkpointing == "selective":
+            kept -= (checkpointed - 1) * layer.weights
+            some = "all" if every == 1 else "some"
+            formula += f", the weights of {some} layers but one left out"
+        freed, formula = kept - layer.kept, f"L + 1 times {formula}"
+    if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
+        # The backward pass allocates gradients while it frees activations, so the two do not peak together.
+        kept -= min(gradients, freed)
+        formula += ", less what is freed when the gradients exist"
+    return Part("activations", kept + working, formula)
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer from the forward to the backward pass, counted tensor by tensor."""
+
+    run: RunConfig
+    lanes: int
+    width: int  # bytes of an element
+    on_gpu: bool
+
+    @property
+    def kept(self) -> float:
+        """From forward to backward."""
+        return self._rows + self.weights + self._masks
+
+    @property
+    def weights(self) -> float:
+        """Attention's weights among what is kept; selective checkpointing computes them again."""
+        return self._pairs * (1 + self._drops_weights * self._is_plain)
+
+    @property
+    def working(self) -> float:
+        """During its backward pass only: about the gradients of what was kept."""
+        return self._rows + self._pairs * self._is_plain
+
+    @property
+    def _rows(self) -> float:
+        """All tensors with a row per token, per key or per distance."""
+        model, T, M = self.run.model, self.run.data.segment_length, _memory_length(self.run)
+        d, h = model.d_model, model.num_heads * model.head_width
+        k = model.key_heads * model.head_width
+        tokens, keys = T * self.lanes, (T + M) * self.lanes
+        # Input, its sum with attention, both norms (pre: of memory too); queries and what they read; keys and values.
+        normed = keys if model.norm_position == "pre" else tokens
+        elements = (3 * tokens + normed) * d + 2 * tokens * h + 2 * keys * k
+        if model.norm == "rmsnorm":
+            elements += (tokens + normed) * d  # once more before the gain
+        if model.query_key_norm:
+            elements += 2 * tokens * h + 3 * keys * k
+        inner_tensors = INNER_TENSORS[model.feed_forward] + bool(model.dropout)
+        elements += tokens * model.inner_width * inner_tensors
+        if model.positions == "relative":
+            elements += (T + M) * h
+        return self.width * elements
+
+    @property
+    def _pairs(self) -> float:
+        """Attention's weights."""
+        T, M, heads = (
+            self.run.data.segment_length,
+            _memory_length(self.run),
+            self.run.model.num_heads,
+        )
+        if self.on_gpu and not self._is_plain:
+            return 4.0 * T * heads * self.lanes  # the fused kernel keeps one number per query
+        keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
+        return float(self.width * T * keys * heads * self.lanes)
+
+    @property
+    def _masks(self) -> float:
+        """Dropout's masks, a byte per element."""
+        model, T = self.run.model, self.run.data.segment_length
+        rows = 2 * model.d_model + model.inner_width if model.dropout else 0
+        # The fused kernel draws the masks of pairs again in the backward pass.
+        keeps_pairs = self._drops_weights and (self._is_plain or not self.on_gpu)
+        pairs = model.num_heads * (T + _memory_length(self.run)) if keeps_pairs else 0
+        return float(T * self.lanes * (rows + pairs))
+
+    @property
+    def _drops_weights(self) -> bool:
+        return bool(self.run.model.attention_dropout)
+
+    @property
+    def _is_plain(self) -> bool:
+        engine = self.run.engine
+        cannot_fuse = engine.precision == "fp32" or self.run.model.head_width > LARGEST_FUSED_HEAD
+        return engine.attention_kernel == "plain" or (self.on_gpu and cannot_fuse)
+
+
+def _memory_length(run: RunConfig) -> int:
+    return run.model.memory_length + run.model.compressed_length
+
+
+def _ema_bytes(run: RunConfig) -> int:
+    return EMA_BYTES if run.optim.ema_decay else 0
+
+
+def _stage(run: RunConfig) -> int:
+    """Return the ZeRO stage; plain torch has none."""
+    return run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
+
+
+def _width(run: RunConfig) -> int:
+    return 4 if run.engine.precision == "fp32" else 2

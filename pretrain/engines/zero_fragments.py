@@ -1,0 +1,134 @@
+"""Where DeepSpeed keeps fp32 weights (masters) and moments in each ZeRO stage, seen as fragments of parameters.
+
+    stage   precision    DeepSpeed's wrapper of the optimizer   masters                           each one is
+    0       fp32         none                                   the parameters                    a parameter
+    0       bf16, fp16   FP16_UnfusedOptimizer                  fp32_groups                       a parameter
+    1       bf16         BF16_Optimizer                         fp32_groups_flat_partition        a slice of a group
+    1, 2    all other    DeepSpeedZeroOptimizer                 single_partition_of_fp32_groups   a slice of a group
+    3       all          DeepSpeedZeroOptimizer_Stage3          fp32_partitioned_groups_flat      slices of parameters
+
+No public function of DeepSpeed tells which elements of which parameter a rank's masters contain (its own checkpoint
+formats are tied to stage and world size), so this module reads internals of DeepSpeed 0.19.8. The version is pinned,
+and tests compare every stage with plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.distributed.world import World
+from pretrain.engines.engine import replicated_fragment
+from pretrain.optim.fragments import Fragment, create_moments, fragment_of
+
+
+class ZeroFragments:
+    """The fragments of one rank. `optimizer` is what `deepspeed.initialize` returned: a wrapper, or ours unwrapped."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, stage: int, world: World) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._stage = stage
+        self._world = world
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside the wrapper, the one whose state has the moments."""
+        return getattr(self._optimizer, "optimizer", self._optimizer)
+
+    def __iter__(self) -> Iterator[Fragment]:
+        if self._stage == 3:
+            return self._of_stage_3()
+        return self._of_stages_1_and_2() if self._stage > 0 else self._of_stage_0()
+
+    def write_weights(self) -> None:
+        """Round the masters into the weights that the model computes with, on all ranks together."""
+        if self._stage == 3:
+            self._write_weights_of_stage_3()
+        elif self._stage > 0:
+            self._optimizer.update_lp_params()
+        else:
+            for weight, master in self._weights_and_masters():
+                if weight is not master:
+                    weight.data.copy_(master.data)
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.base_optimizer.state[master]
+        create_moments(state, master.data)
+        return state
+
+    def _of_stage_0(self) -> Iterator[Fragment]:
+        for weight, master in self._weights_and_masters():
+            moments = self._moments(master)
+            yield replicated_fragment(self._names[id(weight)], master, moments, self._world)
+
+    def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._optimizer is self.base_optimizer:  # fp32: a parameter is its own master
+            yield from ((parameter, parameter) for parameter in self._module.parameters())
+            return
+        groups = zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True)
+        for weights, masters in groups:
+            yield from zip(weights, masters, strict=True)
+
+    def _of_stages_1_and_2(self) -> Iterator[Fragment]:
+        """Parameters of a group are concatenated, padded and cut into one slice per rank.
+
+        So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed notes on each
+        weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where in this rank's master
+        (`get_hp_fragment_address()`).
+        """
+        wrapper = self._optimizer
+        groups = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
+        masters = getattr(wrapper, "single_partition_of_fp32_groups", None)
+        masters = wrapper.fp32_groups_flat_partition if masters is None else masters
+        for weights, master in zip(groups, masters, strict=True):
+            moments = self._moments(master)
+            for weight in weights:
+                mapping = weight._hp_mapping
+                if mapping is None:  # all its elements are on other ranks
+                    continue
+                in_master = mapping.get_hp_fragment_address()
+                start = mapping.lp_fragment_address.start
+                name = self._names[id(weight)]
+                yield fragment_of(name, start, master, moments, in_master.start, in_master.numel)
+
+    def _of_stage_3(self) -> Iterator[Fragment]:
+        """Each parameter is padded and cut into one slice per rank; a master concatenates a rank's slices of a group.
+
+        The last ranks' slices can end in padding, or be all padding. Padding belongs to no fragment, so that what is
+        saved does not depend on the world size.
+        """
+        groups = zip(
+            self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
+        )
+        for weights, master in groups:
+            moments = self._moments(master)
+            offset = 0
+            for weight in weights:
+                length = weight.partition_numel()
+                start = self._world.rank * length
+                count = max(0, min(length, weight.ds_numel - start))
+                if count:
+                    name = self._names[id(weight)]
+                    yield fragment_of(name, start, master, moments, offset, count)
+                offset += length
+
+    def _write_weights_of_stage_3(self) -> None:
+        """Copy each master into the rounded flat vector of its group, and point the parameters' slices into that."""
+        wrapper = self._optimizer
+        wrapper.checkpoint_event_prologue()  # drops small parameters that are kept whole on every rank
+        groups = zip(
+            wrapper.fp16_partitioned_groups_flat,
+            wrapper.fp16_partitioned_groups,
+            wrapper.fp32_partitioned_groups_flat,
+            strict=True,
+        )
+        for flat, slices, master in groups:
+            flat.data.copy_(master.data)
+            for piece, value in zip(slices, wrapper.unflatten(flat, slices), strict=True):
+                piece.data = value.data
+        wrapper.checkpoint_event_epilogue()  # gathers them again, with the new values
