@@ -5,7 +5,7 @@ Legend: P points. N parameters, D training tokens, C training FLOPs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,35 +63,6 @@ class Points:
 
 
 _ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "progress_P", "holdout_P")
-
-
-def make_points(
-    parameters: Sequence[float] | Array,
-    tokens: Sequence[float] | Array,
-    loss: Sequence[float] | Array,
-    *,
-    flops: Sequence[float] | Array | None = None,
-    budget: Sequence[float] | Array | None = None,
-    names: Sequence[str] = (),
-    source: str = "points",
-) -> Points:
-    """Points from arrays (simulations, tests); C defaults to 6 N D and budgets to groups of about equal C."""
-    num_parameters_P, tokens_P, loss_P = (
-        np.asarray(column, float) for column in (parameters, tokens, loss)
-    )
-    flops_P = 6 * num_parameters_P * tokens_P if flops is None else np.asarray(flops, float)
-    count = len(loss_P)
-    return Points(
-        names=tuple(names) or tuple(f"point {index}" for index in range(count)),
-        parameters_P=num_parameters_P,
-        tokens_P=tokens_P,
-        flops_P=flops_P,
-        loss_P=loss_P,
-        budget_P=grouped_budgets(flops_P) if budget is None else np.asarray(budget, float),
-        progress_P=np.ones(count),
-        holdout_P=np.zeros(count, bool),
-        source=source,
-    )
 
 
 def grouped_budgets(flops_P: Array) -> Array:

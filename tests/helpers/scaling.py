@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pretrain.scaling.law import FlopsLaw, Law, log_optimum
 from pretrain.scaling.point_files import Columns, read_points
-from pretrain.scaling.points import Points, make_points
+from pretrain.scaling.points import Array, Points, grouped_budgets
 
+PUBLISHED_DATA = Path(__file__).parents[1] / "data" / "scaling"
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 SIX_N = FlopsLaw()
+
+
+def make_points(
+    parameters: Sequence[float] | Array,
+    tokens: Sequence[float] | Array,
+    loss: Sequence[float] | Array,
+    *,
+    flops: Sequence[float] | Array | None = None,
+    budget: Sequence[float] | Array | None = None,
+    names: Sequence[str] = (),
+    source: str = "points",
+) -> Points:
+    """Points from arrays; C defaults to 6 N D and budgets to groups of about equal C."""
+    num_parameters_P, tokens_P, loss_P = (
+        np.asarray(column, float) for column in (parameters, tokens, loss)
+    )
+    flops_P = 6 * num_parameters_P * tokens_P if flops is None else np.asarray(flops, float)
+    count = len(loss_P)
+    return Points(
+        names=tuple(names) or tuple(f"point {index}" for index in range(count)),
+        parameters_P=num_parameters_P,
+        tokens_P=tokens_P,
+        flops_P=flops_P,
+        loss_P=loss_P,
+        budget_P=grouped_budgets(flops_P) if budget is None else np.asarray(budget, float),
+        progress_P=np.ones(count),
+        holdout_P=np.zeros(count, bool),
+        source=source,
+    )
 
 
 def simulated(
@@ -38,8 +69,7 @@ def simulated(
     )
 
 
-def cs336(path: Path) -> Points:
+def cs336() -> Points:
     """The 72 noise-free IsoFLOP points of Stanford's CS336."""
-    return read_points(
-        path, Columns(parameters="parameters", flops="compute_budget", loss="final_loss")
-    )
+    columns = Columns(parameters="parameters", flops="compute_budget", loss="final_loss")
+    return read_points(PUBLISHED_DATA / "cs336.csv", columns)

@@ -23,8 +23,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import read_curves
 from pretrain.scaling.sweep_file import config_of, read_sweep
-from tests.helpers.scaling import HOFFMANN
-from tests.helpers.shared import shared_path
+from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA
 
 EXPERIMENT = """
 name: books
@@ -402,10 +401,9 @@ def test_predict_gives_an_interval_to_everything_but_what_was_asked(
 
 
 def test_others_data_are_fitted_with_their_own_column_names(capsys):
-    path = shared_path("data/scaling/olmo_ladder_c4_finals.csv")
-    roles = ("--column", "loss=c4_loss_ma5", "--column", "name=run")
+    roles = ("--column", "loss=c4_loss", "--column", "name=run")
     rows = ("--exclude", "mode=extra: not part of the published fit", "--holdout", "mode=eval")
-    assert command("fit", path, *roles, *rows, "--draws", 50) == 0
+    assert command("fit", PUBLISHED_DATA / "olmo_ladder.csv", *roles, *rows, "--draws", 50) == 0
     said = capsys.readouterr().out
     assert "held out peteish13_eval_final: measured 2.4379, predicted 2.3444" in said
     assert "mean error on the fitted runs 0.247%" in said

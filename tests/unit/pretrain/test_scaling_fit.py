@@ -9,19 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
 from pretrain.scaling.agreement import contradictions, disagreement
 from pretrain.scaling.bootstrap import pair_weights
-from pretrain.scaling.chart_parts import PRINT
 from pretrain.scaling.checks import seed_spread
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.isoflop import fit_isoflop, isoflop_draws
 from pretrain.scaling.law import exponents, log_optimum
 from pretrain.scaling.lines import Interval
 from pretrain.scaling.parametric_draws import fit_draws
-from pretrain.scaling.points import make_points
 from pretrain.scaling.summary import check_lines
-from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
+from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
 
 LEVELS = (2.5, 97.5)
 COLUMNS = ("parameters_P", "tokens_P", "loss_P")

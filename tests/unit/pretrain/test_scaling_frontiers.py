@@ -12,9 +12,7 @@ from pretrain.scaling.envelope import envelope_draws, fit_envelope
 from pretrain.scaling.frontier import fit_frontier
 from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.law import FlopsLaw, log_optimum
-from pretrain.scaling.points import make_points
-from tests.helpers.scaling import HOFFMANN, SIX_N, cs336, simulated
-from tests.helpers.shared import shared_path
+from tests.helpers.scaling import HOFFMANN, SIX_N, cs336, make_points, simulated
 
 A_TRUE = HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
 
@@ -30,7 +28,7 @@ def test_parabolas_find_the_exponent_and_sizes_of_the_law():
 
 
 def test_parabolas_recover_cs336_within_a_thousandth():
-    fit = fit_isoflop(cs336(shared_path("data/scaling/cs336_isoflops.json")))
+    fit = fit_isoflop(cs336())
     assert fit.frontier.power == pytest.approx(0.514286, abs=1e-3)
 
 

@@ -13,9 +13,7 @@ from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_lo
 from pretrain.scaling.parametric import fit_parametric, huber_sum, minimise
 from pretrain.scaling.parametric_draws import fit_draws
 from pretrain.scaling.point_files import Columns, read_points
-from pretrain.scaling.points import make_points
-from tests.helpers.scaling import HOFFMANN, cs336, simulated
-from tests.helpers.shared import shared_path
+from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
 
 BESIROGLU = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
 TINY = Law(E=0.9, A=12.0, B=900.0, alpha=0.21, beta=0.55)
@@ -36,7 +34,7 @@ def test_noise_free_runs_give_their_law_back(law):
 
 
 def test_cs336_points_are_recovered_to_1e_5():
-    points = cs336(shared_path("data/scaling/cs336_isoflops.json"))
+    points = cs336()
     fit = fit_parametric(points)
     assert as_row(fit.law) == pytest.approx([2.69, 1606.4, 3210.7, 0.34, 0.36], rel=1e-5)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
@@ -45,8 +43,8 @@ def test_cs336_points_are_recovered_to_1e_5():
 
 
 def olmo_ladder():
-    path = shared_path("data/scaling/olmo_ladder_c4_finals.csv")
-    return read_points(path, Columns(loss="c4_loss_ma5", name="run"), where=["mode=train"])
+    columns = Columns(loss="c4_loss", name="run")
+    return read_points(PUBLISHED_DATA / "olmo_ladder.csv", columns, where=["mode=train"])
 
 
 def test_olmo_ladder_fit_predicts_what_was_published():

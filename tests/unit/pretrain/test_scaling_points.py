@@ -11,7 +11,8 @@ import pytest
 from data_pipeline.errors import DataError
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import Columns, read_points
-from pretrain.scaling.points import grouped_budgets, make_points, usable
+from pretrain.scaling.points import grouped_budgets, usable
+from tests.helpers.scaling import make_points
 
 
 def written(path: Path, text: str) -> Path:

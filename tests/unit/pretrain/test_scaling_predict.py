@@ -16,7 +16,6 @@ from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.law import Law, log_loss, log_optimum
-from pretrain.scaling.points import make_points
 from pretrain.scaling.predict import (
     doubts,
     forecast,
@@ -27,7 +26,7 @@ from pretrain.scaling.predict import (
     run_doubts,
 )
 from tests.helpers.corpora import make_tiny_corpus
-from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
+from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
 
 
 @pytest.fixture(scope="module")
