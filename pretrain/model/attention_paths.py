@@ -84,9 +84,9 @@ def fused_attention(
         terms.position_CNH,
         terms.content_bias_NH,
         terms.position_bias_NH,
-        distance_bias_KH=terms.distance_bias_CN,
+        distance_bias_CN=terms.distance_bias_CN,
         max_distance=visibility.window or None,
-        documents_BK=visibility.documents_BC,
+        documents_BC=visibility.documents_BC,
         dropout=rate,
         dropout_keys_B=lane_keys_B,
     )
@@ -113,10 +113,10 @@ def tiled_attention(
         terms.position_CNH,
         terms.content_bias_NH,
         terms.position_bias_NH,
-        distance_bias_KH=terms.distance_bias_CN,
+        distance_bias_CN=terms.distance_bias_CN,
         max_distance=visibility.window or None,
-        documents_BK=visibility.documents_BC,
-        keep_HBLK=keep_NBLC,
+        documents_BC=visibility.documents_BC,
+        keep_NBLC=keep_NBLC,
         keep_probability=1.0 if keep_NBLC is None else 1.0 - realised_rate(rate),
     )
 

@@ -1,6 +1,6 @@
 """Relative attention pair by pair in float64, from the formula: what the fused kernel is compared with.
 
-B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads that share a key and value, D head width.
+B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ WORD = np.uint64(0xFFFFFFFF)
 
 
 def exact_attention(
-    query_BLHD: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    position_KHD: Tensor | None,
-    u_HD: Tensor | None,
-    v_HD: Tensor | None,
+    query_BLNH: Tensor,
+    key_BCGH: Tensor,
+    value_BCGH: Tensor,
+    position_CNH: Tensor | None,
+    u_NH: Tensor | None,
+    v_NH: Tensor | None,
     *,
-    key_bias_BHK: Tensor | None = None,
-    distance_bias_KH: Tensor | None = None,
+    key_bias_BNC: Tensor | None = None,
+    distance_bias_CN: Tensor | None = None,
     max_distance: int | None = None,
-    documents_BK: Tensor | None = None,
-    keep_BHLK: Tensor | None = None,
+    documents_BC: Tensor | None = None,
+    keep_BNLC: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """[B, L, H, D]; each distance is looked up by itself, without a relative shift."""
-    _, L, H, D = query_BLHD.shape
-    K, G = key_BKGD.shape[1:3]
-    key_BKHD = key_BKGD.repeat_interleave(H // G, dim=2)
-    value_BKHD = value_BKGD.repeat_interleave(H // G, dim=2)
-    distance_LK = torch.arange(K - L, K)[:, None] - torch.arange(K)
-    row_LK = (K - 1 - distance_LK).clamp(max=K - 1)
-    content_BLHD = query_BLHD if u_HD is None else query_BLHD + u_HD
-    scores_BHLK = torch.einsum("blhd,bkhd->bhlk", content_BLHD, key_BKHD)
-    if position_KHD is not None:
-        assert v_HD is not None
-        products_BHLK = torch.einsum("blhd,phd->bhlp", query_BLHD + v_HD, position_KHD)
-        scores_BHLK = scores_BHLK + products_BHLK.gather(3, row_LK.expand_as(products_BHLK))
-    scores_BHLK = scores_BHLK / math.sqrt(D)
-    if key_bias_BHK is not None:
-        scores_BHLK = scores_BHLK + key_bias_BHK[:, :, None]
-    if distance_bias_KH is not None:
-        scores_BHLK = scores_BHLK + distance_bias_KH[row_LK].permute(2, 0, 1)
-    hidden_BHLK = (distance_LK < 0).expand_as(scores_BHLK)
+    """[B, L, N, H]; each distance is looked up by itself, without a relative shift."""
+    _, L, N, H = query_BLNH.shape
+    C, G = key_BCGH.shape[1:3]
+    key_BCNH = key_BCGH.repeat_interleave(N // G, dim=2)
+    value_BCNH = value_BCGH.repeat_interleave(N // G, dim=2)
+    distance_LC = torch.arange(C - L, C)[:, None] - torch.arange(C)
+    row_LC = (C - 1 - distance_LC).clamp(max=C - 1)
+    content_BLNH = query_BLNH if u_NH is None else query_BLNH + u_NH
+    scores_BNLC = torch.einsum("blnh,bcnh->bnlc", content_BLNH, key_BCNH)
+    if position_CNH is not None:
+        assert v_NH is not None
+        products_BNLC = torch.einsum("blnh,pnh->bnlp", query_BLNH + v_NH, position_CNH)
+        scores_BNLC = scores_BNLC + products_BNLC.gather(3, row_LC.expand_as(products_BNLC))
+    scores_BNLC = scores_BNLC / math.sqrt(H)
+    if key_bias_BNC is not None:
+        scores_BNLC = scores_BNLC + key_bias_BNC[:, :, None]
+    if distance_bias_CN is not None:
+        scores_BNLC = scores_BNLC + distance_bias_CN[row_LC].permute(2, 0, 1)
+    hidden_BNLC = (distance_LC < 0).expand_as(scores_BNLC)
     if max_distance is not None:
-        hidden_BHLK = hidden_BHLK | (distance_LK >= max_distance)
-    if documents_BK is not None:
-        hidden_BHLK = hidden_BHLK | (documents_BK[:, -L:, None] != documents_BK[:, None])[:, None]
-    weights_BHLK = scores_BHLK.masked_fill(hidden_BHLK, -math.inf).softmax(-1)
-    if keep_BHLK is not None:
-        weights_BHLK = weights_BHLK * keep_BHLK / (1.0 - dropout)
-    return torch.einsum("bhlk,bkhd->blhd", weights_BHLK, value_BKHD)
+        hidden_BNLC = hidden_BNLC | (distance_LC >= max_distance)
+    if documents_BC is not None:
+        hidden_BNLC = hidden_BNLC | (documents_BC[:, -L:, None] != documents_BC[:, None])[:, None]
+    weights_BNLC = scores_BNLC.masked_fill(hidden_BNLC, -math.inf).softmax(-1)
+    if keep_BNLC is not None:
+        weights_BNLC = weights_BNLC * keep_BNLC / (1.0 - dropout)
+    return torch.einsum("bnlc,bcnh->blnh", weights_BNLC, value_BCNH)
 
 
 def kept_weights(
     keys: list[int], num_heads: int, num_queries: int, num_keys: int, threshold: int
 ) -> Tensor:
-    """[B, H, L, K], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
+    """[B, N, L, C], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
 
     Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without them query and key are
     the counter.

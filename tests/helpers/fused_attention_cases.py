@@ -23,11 +23,11 @@ class Case:
     """One call, compared with float64. `wide` takes tiles whose queries are twice as many as their keys."""
 
     B: int = 1
-    H: int = 2
-    G: int = 0  # 0: H
+    N: int = 2
+    G: int = 0  # 0: N
     L: int
     M: int
-    D: int = 16
+    H: int = 16
     max_distance: int | None = None
     documents: int = 0  # boundaries per lane
     dropout: float = 0.0
@@ -46,9 +46,9 @@ CASES: dict[str, Case] = {
     "odd sizes, deterministic": Case(B=3, L=37, M=23, deterministic=True),
     "odd sizes, wide tiles": Case(L=37, M=23, wide=True),
     "odd sizes, wide tiles, deterministic": Case(B=2, L=37, M=23, wide=True, deterministic=True),
-    "tiles of 64": Case(H=1, L=130, M=75, D=32, size=64),
+    "tiles of 64": Case(N=1, L=130, M=75, H=32, size=64),
     "tiles of 64, wide, deterministic": Case(
-        H=1, L=130, M=75, D=32, size=64, wide=True, deterministic=True
+        N=1, L=130, M=75, H=32, size=64, wide=True, deterministic=True
     ),
     "no memory": Case(L=45, M=0, wide=True),
     "no memory, deterministic": Case(L=45, M=0, deterministic=True),
@@ -56,10 +56,10 @@ CASES: dict[str, Case] = {
     "memory shorter than the segment": Case(L=71, M=5, deterministic=True),
     "one query": Case(B=2, L=1, M=50),
     "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
-    "head width 41": Case(L=33, M=20, D=41),
-    "head width 41, deterministic": Case(L=33, M=20, D=41, deterministic=True),
-    "head width 80": Case(H=1, L=20, M=9, D=80),
-    "head width 128": Case(H=1, L=20, M=9, D=128, deterministic=True),
+    "head width 41": Case(L=33, M=20, H=41),
+    "head width 41, deterministic": Case(L=33, M=20, H=41, deterministic=True),
+    "head width 80": Case(N=1, L=20, M=9, H=80),
+    "head width 128": Case(N=1, L=20, M=9, H=128, deterministic=True),
     "same length": Case(B=2, L=37, M=41, max_distance=41),
     "same length, deterministic": Case(B=2, L=37, M=41, max_distance=41, deterministic=True),
     "short window": Case(L=70, M=41, max_distance=9, wide=True),
@@ -71,8 +71,8 @@ CASES: dict[str, Case] = {
     ),
     "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
     "many documents, deterministic": Case(B=2, L=70, M=33, documents=12, deterministic=True),
-    "grouped queries": Case(B=2, H=4, G=2, L=37, M=23),
-    "grouped queries, deterministic": Case(B=2, H=6, G=1, L=21, M=23, deterministic=True),
+    "grouped queries": Case(B=2, N=4, G=2, L=37, M=23),
+    "grouped queries, deterministic": Case(B=2, N=6, G=1, L=21, M=23, deterministic=True),
     "key bias": Case(B=2, L=37, M=23, key_bias=True),
     "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
     "distance bias": Case(B=2, L=37, M=23, distance_bias=True),
@@ -84,14 +84,14 @@ CASES: dict[str, Case] = {
     "dropout, wide, deterministic": Case(
         B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True
     ),
-    "dropout of grouped queries": Case(B=3, H=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
+    "dropout of grouped queries": Case(B=3, N=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
     "everything": Case(
         B=2,
-        H=4,
+        N=4,
         G=2,
         L=41,
         M=29,
-        D=24,
+        H=24,
         max_distance=33,
         documents=2,
         dropout=0.2,
@@ -111,29 +111,29 @@ def errors_of(case: Case) -> dict[str, float]:
         None if tensor is None else tensor.to(case.dtype).double().requires_grad_()
         for tensor in _inputs(case, generator)
     ]
-    documents_BK = _documents(case, generator) if case.documents else None
-    gradient_BLHD = torch.randn(case.B, case.L, case.H, case.D, generator=generator).to(case.dtype)
+    documents_BC = _documents(case, generator) if case.documents else None
+    gradient_BLNH = torch.randn(case.B, case.L, case.N, case.H, generator=generator).to(case.dtype)
     threshold = round(case.dropout * 65536)
     keep = (
-        kept_weights(_words(case.B), case.H, case.L, case.L + case.M, threshold)
+        kept_weights(_words(case.B), case.N, case.L, case.L + case.M, threshold)
         if threshold
         else None
     )
     exact = exact_attention(
         *exact_inputs[:6],
-        key_bias_BHK=exact_inputs[6],
-        distance_bias_KH=exact_inputs[7],
-        documents_BK=documents_BK,
+        key_bias_BNC=exact_inputs[6],
+        distance_bias_CN=exact_inputs[7],
+        documents_BC=documents_BC,
         max_distance=case.max_distance,
-        keep_BHLK=keep,
+        keep_BNLC=keep,
         dropout=threshold / 65536,
     )
-    exact.backward(gradient_BLHD.double())
+    exact.backward(gradient_BLNH.double())
     inputs = [
         None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs
     ]
-    output = fused(case, inputs, documents_BK)
-    output.backward(gradient_BLHD)
+    output = fused(case, inputs, documents_BC)
+    output.backward(gradient_BLNH)
     errors = {"output": _relative(output, exact)}
     for name, tensor, reference in zip(ARGUMENTS, inputs, exact_inputs, strict=True):
         if tensor is not None:
@@ -142,7 +142,7 @@ def errors_of(case: Case) -> dict[str, float]:
     return errors
 
 
-def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) -> Tensor:
+def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) -> Tensor:
     """The kernel on this case's options and tiles."""
     from pretrain.kernels.triton.attention import fused_relative_attention
     from pretrain.kernels.triton.settings import Tile, Tiles
@@ -156,10 +156,10 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) 
     )
     return fused_relative_attention(
         *inputs[:6],
-        key_bias_BHK=inputs[6],
-        distance_bias_KH=inputs[7],
+        key_bias_BNC=inputs[6],
+        distance_bias_CN=inputs[7],
         max_distance=case.max_distance,
-        documents_BK=documents_BK,
+        documents_BC=documents_BC,
         dropout=case.dropout,
         deterministic=case.deterministic,
         tiles=tiles,
@@ -168,33 +168,33 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BK: Tensor | None) 
 
 
 def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
-    B, H, G, L, K, D = case.B, case.H, case.G or case.H, case.L, case.L + case.M, case.D
+    B, N, G, L, C, H = case.B, case.N, case.G or case.N, case.L, case.L + case.M, case.H
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     # Keys and values as a projection leaves them: interleaved, so their rows are not dense.
-    key_BKGD, value_BKGD = normal(B, K, 2, G, D).unbind(2)
+    key_BCGH, value_BCGH = normal(B, C, 2, G, H).unbind(2)
     position = (
-        [normal(K, H, D), normal(H, D), normal(H, D)] if case.positions else [None, None, None]
+        [normal(C, N, H), normal(N, H), normal(N, H)] if case.positions else [None, None, None]
     )
-    key_bias = normal(B, H, K) if case.key_bias else None
+    key_bias = normal(B, N, C) if case.key_bias else None
     return [
-        normal(B, L, H, D),
-        key_BKGD,
-        value_BKGD,
+        normal(B, L, N, H),
+        key_BCGH,
+        value_BCGH,
         *position,
         key_bias,
-        normal(K, H) if case.distance_bias else None,
+        normal(C, N) if case.distance_bias else None,
     ]
 
 
 def _documents(case: Case, generator: torch.Generator) -> Tensor:
-    K = case.L + case.M
-    starts_BK = torch.zeros(case.B, K, dtype=torch.int32)
-    for lane in starts_BK:
-        lane[torch.randperm(K, generator=generator)[: case.documents]] = 1
-    return starts_BK.cumsum(1, dtype=torch.int32) - 5
+    C = case.L + case.M
+    starts_BC = torch.zeros(case.B, C, dtype=torch.int32)
+    for lane in starts_BC:
+        lane[torch.randperm(C, generator=generator)[: case.documents]] = 1
+    return starts_BC.cumsum(1, dtype=torch.int32) - 5
 
 
 def _words(num_lanes: int) -> list[int]:

@@ -1,6 +1,6 @@
 """How the CPU attention cuts its work into tiles, and what each tile may see: arithmetic on integers and small masks.
 
-B lanes, L queries, M memory rows, K = M + L keys.
+B lanes, L queries, M memory rows, C = M + L keys.
 
 Every query sees one unbroken range of keys: from its first key (moved up by `max_distance` or by its document's start)
 to itself. A tile is some heads of some lanes and a block of rows; it reads the keys from the first that any of its rows
@@ -56,7 +56,7 @@ def first_keys(
     num_queries: int,
     num_keys: int,
     max_distance: int | None = None,
-    documents_BK: Tensor | None = None,
+    documents_BC: Tensor | None = None,
 ) -> Tensor | None:
     """The first key each query sees, [1 or B, L]; None if all see from key 0 on."""
     first = None
@@ -65,10 +65,10 @@ def first_keys(
         first = (torch.arange(num_keys - num_queries, num_keys) - max_distance + 1).clamp_(min=0)[
             None
         ]
-    if documents_BK is not None:
+    if documents_BC is not None:
         # Documents are numbered in order, so a document's first key is where its number would be inserted.
-        documents_BK = documents_BK.contiguous()
-        starts_BL = torch.searchsorted(documents_BK, documents_BK[:, -num_queries:].contiguous())
+        documents_BC = documents_BC.contiguous()
+        starts_BL = torch.searchsorted(documents_BC, documents_BC[:, -num_queries:].contiguous())
         first = starts_BL if first is None else torch.maximum(first, starts_BL)
     return first
 

@@ -1,6 +1,6 @@
 """Relative attention (section 3.3 of the paper) in fused kernels that never hold a tensor of queries times keys.
 
-B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads that share a key and value, D head width.
+B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ from pretrain.kernels.triton.settings import DROPOUT_LEVELS, Tiles, tiles_for
 
 
 def fused_relative_attention(
-    query_BLHD: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    position_KHD: Tensor | None,
-    content_bias_HD: Tensor | None,
-    position_bias_HD: Tensor | None,
+    query_BLNH: Tensor,
+    key_BCGH: Tensor,
+    value_BCGH: Tensor,
+    position_CNH: Tensor | None,
+    content_bias_NH: Tensor | None,
+    position_bias_NH: Tensor | None,
     *,
     max_distance: int | None = None,
-    documents_BK: Tensor | None = None,
+    documents_BC: Tensor | None = None,
     dropout_keys_B: Tensor | None = None,
     dropout: float = 0.0,
-    key_bias_BHK: Tensor | None = None,
-    distance_bias_KH: Tensor | None = None,
+    key_bias_BNC: Tensor | None = None,
+    distance_bias_CN: Tensor | None = None,
     deterministic: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Softmax of [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(D) + biases, times the values: [B, L, H, D].
+    """Softmax of [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases, times the values: [B, L, N, H].
 
-    The queries are the last L of the K keys. `position_KHD` are the projected encodings W_R R, row j for distance
-    K - 1 - j; `distance_bias_KH` lies in the same order. Without positions, u and v are None too.
+    The queries are the last L of the C keys. `position_CNH` are the projected encodings W_R R, row j for distance
+    C - 1 - j; `distance_bias_CN` lies in the same order. Without positions, u and v are None too.
 
     Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of other documents, whose
-    ids `documents_BK` never fall along K. `dropout` drops weights by a pure function of (the lane's `dropout_keys_B`,
+    ids `documents_BC` never fall along C. `dropout` drops weights by a pure function of (the lane's `dropout_keys_B`,
     head, query, key). The gradient of the positions is summed by atomic additions, in no fixed order, unless
     `deterministic`, which costs one kernel more.
 
     Query, key, value and position share one dtype. Ask `unsupported_reason` of triton_support first.
     """
     inputs = Inputs(
-        query_BLHD,
-        key_BKGD,
-        value_BKGD,
-        position_KHD,
-        content_bias_HD,
-        position_bias_HD,
-        key_bias_BHK,
-        distance_bias_KH,
+        query_BLNH,
+        key_BCGH,
+        value_BCGH,
+        position_CNH,
+        content_bias_NH,
+        position_bias_NH,
+        key_bias_BNC,
+        distance_bias_CN,
     )
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
-    K, L = key_BKGD.shape[1], query_BLHD.shape[1]
-    first_keys_BL, query_ends_BK = _document_bounds(documents_BK, L)
+    C, L = key_BCGH.shape[1], query_BLNH.shape[1]
+    first_keys_BL, query_ends_BC = _document_bounds(documents_BC, L)
     if tiles is None:
-        tiles = tiles_for(query_BLHD.shape[-1], _capability(query_BLHD.device))
+        tiles = tiles_for(query_BLNH.shape[-1], _capability(query_BLNH.device))
     options = Options(
-        window=K if max_distance is None else min(max_distance, K),
+        window=C if max_distance is None else min(max_distance, C),
         first_keys_BL=first_keys_BL,
-        query_ends_BK=query_ends_BK,
+        query_ends_BC=query_ends_BC,
         dropout_keys_B=dropout_keys_B if dropout else None,
         drop_threshold=min(round(dropout * DROPOUT_LEVELS), DROPOUT_LEVELS - 1),
         deterministic=deterministic,
@@ -76,24 +76,24 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, *arguments: Tensor | None) -> Tensor:
         inputs = _laid_out(Inputs(*arguments))  # type: ignore[arg-type]
-        output_BLHD, log_sums_BHL = launch_forward(inputs, options)
-        ctx.save_for_backward(*inputs, output_BLHD, log_sums_BHL)
+        output_BLNH, log_sums_BNL = launch_forward(inputs, options)
+        ctx.save_for_backward(*inputs, output_BLNH, log_sums_BNL)
         ctx.options = options
-        return output_BLHD
+        return output_BLNH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, output_BLHD, log_sums_BHL = ctx.saved_tensors
+        *inputs, output_BLNH, log_sums_BNL = ctx.saved_tensors
         needs = Inputs(*ctx.needs_input_grad[1:])
         gradients = launch_backward(
             Inputs(*inputs),
             ctx.options,
-            output_BLHD,
-            log_sums_BHL,
+            output_BLNH,
+            log_sums_BNL,
             output_gradients[0].contiguous(),
-            needs_position=bool(needs.position_KHD),
-            needs_distance_bias=bool(needs.distance_bias_KH),
+            needs_position=bool(needs.position_CNH),
+            needs_distance_bias=bool(needs.distance_bias_CN),
         )
         return (None, *gradients)
 
@@ -106,18 +106,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _check(inputs: Inputs) -> None:
     """The caller's shapes and types fit together; they never come from the user."""
     query, key, value, position, u, v, key_bias, distance_bias = inputs
-    B, L, H, D = query.shape
-    K, G = key.shape[1:3]
-    assert key.shape == value.shape == (B, K, G, D), (query.shape, key.shape, value.shape)
-    assert K >= L, (query.shape, key.shape)
-    assert H % G == 0, (query.shape, key.shape)
+    B, L, N, H = query.shape
+    C, G = key.shape[1:3]
+    assert key.shape == value.shape == (B, C, G, H), (query.shape, key.shape, value.shape)
+    assert C >= L, (query.shape, key.shape)
+    assert N % G == 0, (query.shape, key.shape)
     assert (position is None) == (u is None) == (v is None), "positions, u and v come together"
     for tensor, shape in (
-        (position, (K, H, D)),
-        (u, (H, D)),
-        (v, (H, D)),
-        (key_bias, (B, H, K)),
-        (distance_bias, (K, H)),
+        (position, (C, N, H)),
+        (u, (N, H)),
+        (v, (N, H)),
+        (key_bias, (B, N, C)),
+        (distance_bias, (C, N)),
     ):
         assert tensor is None or tensor.shape == shape, (tuple(tensor.shape), shape)
     assert key.dtype == value.dtype == query.dtype, (query.dtype, key.dtype, value.dtype)
@@ -125,24 +125,24 @@ def _check(inputs: Inputs) -> None:
 
 
 def _document_bounds(
-    documents_BK: Tensor | None, num_queries: int
+    documents_BC: Tensor | None, num_queries: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The first key each query sees [B, L] and one past the last query that sees each key [B, K]."""
-    if documents_BK is None:
+    """The first key each query sees [B, L] and one past the last query that sees each key [B, C]."""
+    if documents_BC is None:
         return None, None
-    documents_BK = documents_BK.contiguous()
-    of_queries_BL = documents_BK[:, -num_queries:].contiguous()
-    first_keys_BL = torch.searchsorted(documents_BK, of_queries_BL, out_int32=True)
+    documents_BC = documents_BC.contiguous()
+    of_queries_BL = documents_BC[:, -num_queries:].contiguous()
+    first_keys_BL = torch.searchsorted(documents_BC, of_queries_BL, out_int32=True)
     return first_keys_BL, torch.searchsorted(
-        of_queries_BL, documents_BK, right=True, out_int32=True
+        of_queries_BL, documents_BC, right=True, out_int32=True
     )
 
 
 def _laid_out(inputs: Inputs) -> Inputs:
     """The inputs with heads dense in memory, which the kernels' loads rely on; positions dense altogether."""
-    key, value, position = inputs.key_BKGD, inputs.value_BKGD, inputs.position_KHD
+    key, value, position = inputs.key_BCGH, inputs.value_BCGH, inputs.position_CNH
     return inputs._replace(
-        key_BKGD=key if key.stride(-1) == 1 else key.contiguous(),
-        value_BKGD=value if value.stride(-1) == 1 else value.contiguous(),
-        position_KHD=None if position is None else position.contiguous(),
+        key_BCGH=key if key.stride(-1) == 1 else key.contiguous(),
+        value_BCGH=value if value.stride(-1) == 1 else value.contiguous(),
+        position_CNH=None if position is None else position.contiguous(),
     )

@@ -27,7 +27,7 @@ def key_gradient_kernel(
     key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values [B, K, G, D]; score_sums [B, H, K], each key's score gradients, summed."""
+    """Gradients of keys and values [B, C, G, H]; score_sums [B, N, C], each key's score gradients, summed."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -154,7 +154,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARIANT: tl.constexpr):
-    """content_sums [B, H, tiles, padded D]: each tile's part of the gradient of u, its keys weighted with score_sums.
+    """content_sums [B, N, tiles, padded H]: each tile's part of the gradient of u, its keys weighted with score_sums.
 
     It reads the keys once more, but inside the kernel above the sum over its tile would cost registers all along.
     """

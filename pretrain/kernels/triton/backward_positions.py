@@ -1,8 +1,8 @@
 """The fused backward pass for position rows without atomic additions: one program per head, tile, share of lanes.
 
 Here the tile of position rows stands still and the queries pass by, so it is the keys that need the skew: query i meets
-position row p at key p - (L - 1) + i. A tile of N position rows p0 + c and queries i0 + a needs two tiles of keys side
-by side, 2N keys from p0 - (L - 1) + i0 on, in which row c and query a find theirs at c + a. Everything lies transposed,
+position row p at key p - (L - 1) + i. A tile of T position rows p0 + c and queries i0 + a needs two tiles of keys side
+by side, 2T keys from p0 - (L - 1) + i0 on, in which row c and query a find theirs at c + a. Everything lies transposed,
 [position rows, queries]. Letters and units as in triton_forward.
 """
 
@@ -78,7 +78,7 @@ def position_gradient_kernel(
     key_lane, value_lane, B, L, M, window, num_shares,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """position_gradients [num_shares, K, H, D] and distance_bias_gradients [num_shares, H, K], float32: each share of
+    """position_gradients [num_shares, C, N, H] and distance_bias_gradients [num_shares, N, C], float32: each share of
     the lanes has its own part."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns

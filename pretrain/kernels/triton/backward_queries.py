@@ -66,8 +66,8 @@ def query_gradient_kernel(
     key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """query_gradients [B, L, H, D]; query_sums [B, H, tiles, padded D], their sums over the rows of each tile; deltas
-    [B, H, L]. With adds_positions the gradient of the position rows is added to position_gradients [K, H, D], float32,
+    """query_gradients [B, L, N, H]; query_sums [B, N, tiles, padded H], their sums over the rows of each tile; deltas
+    [B, N, L]. With adds_positions the gradient of the position rows is added to position_gradients [C, N, H], float32,
     by atomic additions, whose order is not fixed."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns

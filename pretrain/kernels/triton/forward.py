@@ -1,7 +1,7 @@
 """The fused forward pass: one program per head, lane and tile of queries, with an online softmax over tiles of keys.
 
-B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads, D head width. Queries, outputs, position
-rows are dense [B, L, H, D] and [K, H, D]; keys and values [B, K, G, D] have strides of their own. Scores stay in units
+B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads, H head width. Queries, outputs, position
+rows are dense [B, L, N, H] and [C, N, H]; keys and values [B, C, G, H] have strides of their own. Scores stay in units
 before the scale, so that one fused multiply-add per element applies the scale and subtracts the maximum.
 """
 
@@ -129,7 +129,7 @@ def forward_kernel(
     outputs, log_sums, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """outputs [B, L, H, D] and log_sums [B, H, L], the base-2 logarithms of the softmax's denominators."""
+    """outputs [B, L, N, H] and log_sums [B, N, L], the base-2 logarithms of the softmax's denominators."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width

@@ -1,6 +1,6 @@
 """Argument lists, grids and output buffers of the fused kernels, and the small sums that finish the gradients.
 
-B lanes, L queries, M memory rows, K = M + L keys, H heads, G groups of heads that share a key and value, D head width,
+B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width,
 T tiles, P the padded head width, S shares of the lanes.
 """
 
@@ -26,14 +26,14 @@ SUM_TILE = Tile(16, 64)  # of the kernel that only sums
 class Inputs(NamedTuple):
     """The differentiable arguments. Gradients, and whether they are needed, come in the same order."""
 
-    query_BLHD: Tensor
-    key_BKGD: Tensor
-    value_BKGD: Tensor
-    position_KHD: Tensor | None
-    content_bias_HD: Tensor | None
-    position_bias_HD: Tensor | None
-    key_bias_BHK: Tensor | None
-    distance_bias_KH: Tensor | None
+    query_BLNH: Tensor
+    key_BCGH: Tensor
+    value_BCGH: Tensor
+    position_CNH: Tensor | None
+    content_bias_NH: Tensor | None
+    position_bias_NH: Tensor | None
+    key_bias_BNC: Tensor | None
+    distance_bias_CN: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Options:
 
     window: int
     first_keys_BL: Tensor | None  # the first key each query sees
-    query_ends_BK: Tensor | None  # one past the last query that sees each key
+    query_ends_BC: Tensor | None  # one past the last query that sees each key
     dropout_keys_B: Tensor | None
     drop_threshold: int
     deterministic: bool
@@ -54,8 +54,8 @@ class Call:
 
     def __init__(self, inputs: Inputs, options: Options) -> None:
         self.inputs, self.options = inputs, options
-        self.B, self.L, self.H, self.D = inputs.query_BLHD.shape
-        self.K, self.G = inputs.key_BKGD.shape[1:3]
+        self.B, self.L, self.N, self.H = inputs.query_BLNH.shape
+        self.C, self.G = inputs.key_BCGH.shape[1:3]
         self.arguments = self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
@@ -84,28 +84,28 @@ class Call:
             "key_lane": key.stride(0),
             "value_lane": value.stride(0),
             "L": self.L,
-            "M": self.K - self.L,
+            "M": self.C - self.L,
             "window": self.options.window,
         }
 
     def variant(self, tile: Tile, adds_positions: bool = False) -> Variant:
         return Variant(
-            num_heads=self.H,
+            num_heads=self.N,
             num_groups=self.G,
-            head_width=self.D,
-            key_row=self.inputs.key_BKGD.stride(1),
-            key_head=self.inputs.key_BKGD.stride(2),
-            value_row=self.inputs.value_BKGD.stride(1),
-            value_head=self.inputs.value_BKGD.stride(2),
+            head_width=self.H,
+            key_row=self.inputs.key_BCGH.stride(1),
+            key_head=self.inputs.key_BCGH.stride(2),
+            value_row=self.inputs.value_BCGH.stride(1),
+            value_head=self.inputs.value_BCGH.stride(2),
             rows=tile.rows,
             columns=tile.columns,
-            has_position=self.inputs.position_KHD is not None,
+            has_position=self.inputs.position_CNH is not None,
             has_starts=self.options.first_keys_BL is not None,
-            has_key_bias=self.inputs.key_bias_BHK is not None,
-            has_distance_bias=self.inputs.distance_bias_KH is not None,
+            has_key_bias=self.inputs.key_bias_BNC is not None,
+            has_distance_bias=self.inputs.distance_bias_CN is not None,
             drop_threshold=self.options.drop_threshold,
             adds_positions=adds_positions,
-            precision="ieee" if self.inputs.query_BLHD.dtype == torch.float32 else "tf32",
+            precision="ieee" if self.inputs.query_BLNH.dtype == torch.float32 else "tf32",
         )
 
     def launch(
@@ -127,48 +127,48 @@ class Call:
                 num_stages=tile.stages,
             )
 
-    def sum_keys(self, score_sums_BHK: Tensor) -> Tensor:
-        """Keys weighted with `score_sums_BHK` and summed over lanes and keys: [H, D]."""
-        num_tiles = cdiv(self.K, SUM_TILE.columns)
-        sums_BHTP = self.float32(self.B, self.H, num_tiles, self.variant(SUM_TILE).padded_width)
-        key = self.inputs.key_BKGD
+    def sum_keys(self, score_sums_BNC: Tensor) -> Tensor:
+        """Keys weighted with `score_sums_BNC` and summed over lanes and keys: [N, H]."""
+        num_tiles = cdiv(self.C, SUM_TILE.columns)
+        sums_BNXH = self.float32(self.B, self.N, num_tiles, self.variant(SUM_TILE).padded_width)
+        key = self.inputs.key_BCGH
         with self._device():
-            content_bias_kernel[(num_tiles * self.B * self.H,)](
+            content_bias_kernel[(num_tiles * self.B * self.N,)](
                 key,
-                score_sums_BHK,
-                sums_BHTP,
+                score_sums_BNC,
+                sums_BNXH,
                 key.stride(0),
-                self.K,
+                self.C,
                 VARIANT=self.variant(SUM_TILE),
             )
-        return sums_BHTP.sum((0, 2))[:, : self.D]
+        return sums_BNXH.sum((0, 2))[:, : self.H]
 
     def float32(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.inputs.query_BLHD.device)
+        return torch.empty(shape, dtype=torch.float32, device=self.inputs.query_BLNH.device)
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:
         # Triton launches on the current device, which need not be the tensors'.
-        device = self.inputs.query_BLHD.device
+        device = self.inputs.query_BLNH.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """The output [B, L, H, D] and the base-2 logarithms of the softmax's denominators [B, H, L]."""
+    """The output [B, L, N, H] and the base-2 logarithms of the softmax's denominators [B, N, L]."""
     call = Call(inputs, options)
     tile = options.tiles.forward
-    output_BLHD = inputs.query_BLHD.new_empty(inputs.query_BLHD.shape)
-    log_sums_BHL = call.float32(call.B, call.H, call.L)
-    programs = cdiv(call.L, tile.rows) * call.B * call.H
-    call.launch(forward_kernel, programs, tile, outputs=output_BLHD, log_sums=log_sums_BHL)
-    return output_BLHD, log_sums_BHL
+    output_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
+    log_sums_BNL = call.float32(call.B, call.N, call.L)
+    programs = cdiv(call.L, tile.rows) * call.B * call.N
+    call.launch(forward_kernel, programs, tile, outputs=output_BLNH, log_sums=log_sums_BNL)
+    return output_BLNH, log_sums_BNL
 
 
 def launch_backward(
     inputs: Inputs,
     options: Options,
-    output_BLHD: Tensor,
-    log_sums_BHL: Tensor,
-    output_gradient_BLHD: Tensor,
+    output_BLNH: Tensor,
+    log_sums_BNL: Tensor,
+    output_gradient_BLNH: Tensor,
     *,
     needs_position: bool,
     needs_distance_bias: bool,
@@ -176,23 +176,23 @@ def launch_backward(
     """The gradients of all inputs, those of positions and distance biases only where needed."""
     call = Call(inputs, options)
     call.arguments.update(
-        output_gradients=output_gradient_BLHD,
-        log_sums=log_sums_BHL,
-        deltas=torch.empty_like(log_sums_BHL),
+        output_gradients=output_gradient_BLNH,
+        log_sums=log_sums_BNL,
+        deltas=torch.empty_like(log_sums_BNL),
     )
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
-    query_gradient, query_sum_HD, position_gradient = _launch_queries(
-        call, output_BLHD, adds_positions
+    query_gradient, query_sum_NH, position_gradient = _launch_queries(
+        call, output_BLNH, adds_positions
     )
-    key_gradient, value_gradient, score_sums_BHK = _launch_keys(call)
+    key_gradient, value_gradient, score_sums_BNC = _launch_keys(call)
     distance_bias_gradient = None
     if needs_distance_bias or (needs_position and not adds_positions):
         position_gradient, distance_bias_gradient = _launch_positions(call)
     u_gradient = v_gradient = None
-    if inputs.content_bias_HD is not None:
-        u_gradient = call.sum_keys(score_sums_BHK)
+    if inputs.content_bias_NH is not None:
+        u_gradient = call.sum_keys(score_sums_BNC)
         v_gradient = (
-            query_sum_HD - u_gradient
+            query_sum_NH - u_gradient
         )  # queries hear through keys and positions: what is not u's is v's
     gradients = Inputs(
         query_gradient,
@@ -201,7 +201,7 @@ def launch_backward(
         position_gradient,
         u_gradient,
         v_gradient,
-        score_sums_BHK,
+        score_sums_BNC,
         distance_bias_gradient,
     )
     return Inputs(
@@ -210,63 +210,63 @@ def launch_backward(
 
 
 def _launch_queries(
-    call: Call, output_BLHD: Tensor, adds_positions: bool
+    call: Call, output_BLNH: Tensor, adds_positions: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the queries, their sum [H, D] and, if they are added up on the way, of the positions."""
+    """Gradients of the queries, their sum [N, H] and, if they are added up on the way, of the positions."""
     tile = call.options.tiles.query_gradient
     num_tiles = cdiv(call.L, tile.rows)
-    gradient_BLHD = torch.empty_like(output_BLHD)
-    sums_BHTP = call.float32(call.B, call.H, num_tiles, call.variant(tile).padded_width)
-    position_gradient_KHD = call.float32(call.K, call.H, call.D).zero_() if adds_positions else None
+    gradient_BLNH = torch.empty_like(output_BLNH)
+    sums_BNXH = call.float32(call.B, call.N, num_tiles, call.variant(tile).padded_width)
+    position_gradient_CNH = call.float32(call.C, call.N, call.H).zero_() if adds_positions else None
     call.launch(
         query_gradient_kernel,
-        num_tiles * call.B * call.H,
+        num_tiles * call.B * call.N,
         tile,
         adds_positions=adds_positions,
-        outputs=output_BLHD,
-        query_gradients=gradient_BLHD,
-        query_sums=sums_BHTP,
-        position_gradients=sums_BHTP if position_gradient_KHD is None else position_gradient_KHD,
+        outputs=output_BLNH,
+        query_gradients=gradient_BLNH,
+        query_sums=sums_BNXH,
+        position_gradients=sums_BNXH if position_gradient_CNH is None else position_gradient_CNH,
     )
-    return gradient_BLHD, sums_BHTP.sum((0, 2))[:, : call.D], position_gradient_KHD
+    return gradient_BLNH, sums_BNXH.sum((0, 2))[:, : call.H], position_gradient_CNH
 
 
 def _launch_keys(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys and values, and each key's sum of the gradients of its scores [B, H, K]."""
+    """Gradients of keys and values, and each key's sum of the gradients of its scores [B, N, C]."""
     tile = call.options.tiles.key_gradient
-    key = call.inputs.key_BKGD
-    key_gradient_BKGD, value_gradient_BKGD = key.new_empty(key.shape), key.new_empty(key.shape)
-    score_sums_BHK = call.float32(call.B, call.H, call.K)
-    query_ends_BK = call.options.query_ends_BK
+    key = call.inputs.key_BCGH
+    key_gradient_BCGH, value_gradient_BCGH = key.new_empty(key.shape), key.new_empty(key.shape)
+    score_sums_BNC = call.float32(call.B, call.N, call.C)
+    query_ends_BC = call.options.query_ends_BC
     call.launch(
         key_gradient_kernel,
-        cdiv(call.K, tile.columns) * call.B * call.G,
+        cdiv(call.C, tile.columns) * call.B * call.G,
         tile,
-        query_ends=key if query_ends_BK is None else query_ends_BK,
-        key_gradients=key_gradient_BKGD,
-        value_gradients=value_gradient_BKGD,
-        score_sums=score_sums_BHK,
+        query_ends=key if query_ends_BC is None else query_ends_BC,
+        key_gradients=key_gradient_BCGH,
+        value_gradients=value_gradient_BCGH,
+        score_sums=score_sums_BNC,
     )
-    return key_gradient_BKGD, value_gradient_BKGD, score_sums_BHK
+    return key_gradient_BCGH, value_gradient_BCGH, score_sums_BNC
 
 
 def _launch_positions(call: Call) -> tuple[Tensor, Tensor]:
     """Gradients of positions and distance biases, each a sum in fixed order over shares of the lanes."""
     tile = call.options.tiles.position_gradient
-    programs = cdiv(call.K, tile.columns) * call.H
+    programs = cdiv(call.C, tile.columns) * call.N
     num_shares = max(1, min(call.B, cdiv(ENOUGH_PROGRAMS, programs)))
-    gradient_SKHD = call.float32(num_shares, call.K, call.H, call.D)
-    bias_gradient_SHK = call.float32(num_shares, call.H, call.K)
+    gradient_XCNH = call.float32(num_shares, call.C, call.N, call.H)
+    bias_gradient_XNC = call.float32(num_shares, call.N, call.C)
     call.launch(
         position_gradient_kernel,
         programs * num_shares,
         tile,
-        position_gradients=gradient_SKHD,
-        distance_bias_gradients=bias_gradient_SHK,
+        position_gradients=gradient_XCNH,
+        distance_bias_gradients=bias_gradient_XNC,
         B=call.B,
         num_shares=num_shares,
     )
-    return gradient_SKHD.sum(0), bias_gradient_SHK.sum(0).T
+    return gradient_XCNH.sum(0), bias_gradient_XNC.sum(0).T
 
 
 def _like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:

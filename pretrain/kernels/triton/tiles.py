@@ -1,11 +1,11 @@
 """Pieces the fused kernels share: rows to and from memory, the in-tile skew, the visible keys, dropout.
 
 The relative term of query i and key j lies in column p = j + L - 1 - i of the product of queries and position rows. A
-tile of queries i0 + a and keys j0 + b, both of size N, needs columns of two neighbouring product tiles: "near",
-of the N position rows from j0 - i0 + L on, and "far", of the N before. Side by side they are a window from which row a
-reads N columns, each row starting one to the left of the row above:
+tile of queries i0 + a and keys j0 + b, both of size T, needs columns of two neighbouring product tiles: "near",
+of the T position rows from j0 - i0 + L on, and "far", of the T before. Side by side they are a window from which row a
+reads T columns, each row starting one to the left of the row above:
 
-    scores[a, b] = [far | near][a, b + N - 1 - a]
+    scores[a, b] = [far | near][a, b + T - 1 - a]
 
 The near tile is the far tile of the next keys, so each product is computed once. The gradient of the scores goes the
 same way back. Reading the window is one gather in shared memory, of a flattened view: a gather of rank 2 becomes

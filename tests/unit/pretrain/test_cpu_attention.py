@@ -109,11 +109,11 @@ def options_of(case: Case) -> dict:
     if case.documents:
         starts = torch.rand(case.lanes, case.keys, generator=generator) < 0.25
         starts[0] = False  # one lane is a single document
-        options["documents_BK"] = starts.cumsum(1, dtype=torch.int32) - 2
+        options["documents_BC"] = starts.cumsum(1, dtype=torch.int32) - 2
     if case.keep_probability < 1.0:
         # As the dropout stream lays it out: lanes outermost.
         shape = (case.lanes, case.heads, case.queries, case.keys)
-        options["keep_HBLK"] = (
+        options["keep_NBLC"] = (
             torch.rand(shape, generator=generator) < case.keep_probability
         ).movedim(0, 1)
         options["keep_probability"] = case.keep_probability
@@ -129,19 +129,19 @@ def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor | None
 
 def fast(case: Case, inputs: list[Tensor]) -> Tensor:
     encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_KH": bias, "tiling": case.tiling, **options_of(case)}
+    options = {"distance_bias_CN": bias, "tiling": case.tiling, **options_of(case)}
     return relative_attention(inputs[0], inputs[-2:], *encodings, **options)
 
 
 def exact(case: Case, inputs: list[Tensor]) -> Tensor:
     encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_KH": bias, **options_of(case)}
-    keep_HBLK, keep_probability = (
-        options.pop("keep_HBLK", None),
+    options = {"distance_bias_CN": bias, **options_of(case)}
+    keep_NBLC, keep_probability = (
+        options.pop("keep_NBLC", None),
         options.pop("keep_probability", 1.0),
     )
-    if keep_HBLK is not None:
-        options |= {"keep_BHLK": keep_HBLK.transpose(0, 1), "dropout": 1.0 - keep_probability}
+    if keep_NBLC is not None:
+        options |= {"keep_BNLC": keep_NBLC.transpose(0, 1), "dropout": 1.0 - keep_probability}
     key, value = torch.cat(inputs[-2:], 1).unbind(2)
     return exact_attention(inputs[0], key, value, *encodings, **options)
 
@@ -281,12 +281,12 @@ def test_keys_of_documents_that_ended_before_the_segment_are_not_read() -> None:
     documents = torch.zeros(2, 16, dtype=torch.int32)
     documents[0, 9:], documents[1, 3:] = 1, 4
     expected = relative_attention(
-        query, parts, position, content_bias, position_bias, documents_BK=documents
+        query, parts, position, content_bias, position_bias, documents_BC=documents
     )
     with torch.no_grad():
         parts[0][0, :9], parts[0][1, :3] = float("nan"), float("nan")
     found = relative_attention(
-        query, parts, position, content_bias, position_bias, documents_BK=documents
+        query, parts, position, content_bias, position_bias, documents_BC=documents
     )
     assert torch.equal(found, expected)
 
