@@ -37,11 +37,11 @@ from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.model.attention_paths import (
     AttentionPath,
     DistanceTerms,
+    Visibility,
     WeightDropout,
     path_for,
     plain_attention,
 )
-from pretrain.model.masks import Visibility
 from pretrain.model.transformer_xl import TransformerXL
 
 # Head width -> how fast compared with flash attention, which has no relative term.

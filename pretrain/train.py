@@ -13,7 +13,7 @@ from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine, Memory
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.metrics import Metrics
-from pretrain.model.memory import behind_forgotten
+from pretrain.model.memory import after_forgotten_segment
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
@@ -99,6 +99,6 @@ def memories_behind(batch: SegmentBatch, memories: Sequence[Memory | None]) -> l
     """The memories of the slots where nothing of this batch is remembered."""
     slots = batch.split(len(memories))
     return [
-        behind_forgotten(memory, torch.from_numpy(slot.starts_BL))
+        after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
         for memory, slot in zip(memories, slots, strict=True)
     ]

@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm
 from benchmarks.measure import Comparison, timed
 from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
-from pretrain.model.masks import Visibility
+from pretrain.model.attention_paths import Visibility
 from pretrain.model.positions import RelativePositions
 from tests.helpers.reference_attention import ReferenceAttention
 

@@ -150,7 +150,7 @@ def _sliding_window(model: TransformerXL) -> Callable[[], None]:
 
     @torch.no_grad()
     def work() -> None:
-        hidden_BLD, _ = model.hidden_states(tokens_BT[:, :-1], memory_length=0)
+        hidden_BLD, _, _ = model.hidden_states(tokens_BT[:, :-1], memory_length=0)
         model.head(hidden_BLD[:, -1:], tokens_BT[:, -1:])
 
     return work

@@ -79,7 +79,7 @@ def compare(
         return stream.nll_BL(inputs_BL, targets_BL)
 
     def window() -> Tensor:
-        hidden_BLD, _ = module.hidden_states(tokens_BT[:, :-1], memory_length=0)
+        hidden_BLD, _, _ = module.hidden_states(tokens_BT[:, :-1], memory_length=0)
         return module.head(hidden_BLD[:, -1:], tokens_BT[:, -1:])
 
     return ThroughputComparison(

@@ -1,7 +1,7 @@
-"""Attention from a segment to its memory and itself; scores as in section 3.3 of the paper, or with other positions.
+"""Attention from a segment to its memory and itself (section 3.3 of the paper), and its variants.
 
-B lanes, L queries, M memory rows, C = M + L keys, D d_model, N heads, G heads of keys and values, H head width. Memory
-rows may be compressed ones and then recent ones: only their order counts.
+Letters of shapes as in `pretrain.model`. Memory rows may be compressed rows followed by recent
+ones: only their order matters.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.run import AttentionKernel, ModelConfig
-from pretrain.model.attention_paths import DistanceTerms, WeightDropout, path_for
+from pretrain.model.attention_paths import DistanceTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.masks import Visibility
 from pretrain.model.parameters import RMSNorm, normal
 from pretrain.model.positions import rotated_BXNH
 
@@ -24,9 +23,10 @@ from pretrain.model.positions import rotated_BXNH
 class RelativeAttention(nn.Module):
     """Queries from the segment, keys and values from memory and segment; no norm, no residual.
 
-    Score of query i and key j, as in the paper: [(q_i + u) . k_j + (q_i + v) . (W_R R_dist)] / sqrt(H). With
-    `untie_biases` u and v are parameters of this layer, else they are handed in. Other positions: q_i . k_j / sqrt(H)
-    with both rotated (rope), or with a bias of the distance added (alibi, t5).
+    The paper's score of query i and key j is [(q_i + u) . k_j + (q_i + v) . (W_R R_dist)] /
+    sqrt(H). With `untie_biases`, u and v are parameters of this layer, else arguments. Other
+    positions use q_i . k_j / sqrt(H), with both rotated (rope) or plus a bias of the distance
+    (alibi, t5).
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
@@ -35,18 +35,16 @@ class RelativeAttention(nn.Module):
         std = config.init_std
         self._layer = layer
         self._kernel: AttentionKernel = kernel
-        self.recomputes_scores = (
-            False  # in the backward pass, instead of keeping them: selective checkpointing
-        )
+        # Selective checkpointing: the backward pass computes the scores again.
+        self.recomputes_scores = False
         self._positions = config.positions
         self._head_width = config.head_width
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
         self.query_weight = normal(width, config.d_model, std=std)
-        self.key_value_weight = normal(
-            2 * config.key_heads * config.head_width, config.d_model, std=std
-        )
+        key_width = config.key_heads * config.head_width
+        self.key_value_weight = normal(2 * key_width, config.d_model, std=std)
         if config.positions == "relative":
             self.position_weight = normal(width, config.d_model, std=std)
         self.output_weight = normal(config.d_model, width, std=std)
@@ -67,16 +65,20 @@ class RelativeAttention(nn.Module):
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """The attended values [B, L, D].
+        """Return the attended values [B, L, D].
 
-        `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi, t5).
+        `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
+        t5).
         """
-        parts, first = [], 0
-        for source_BXD in (memory_BMD, segment_BLD):
-            rows = slice(first, first + source_BXD.shape[1])
-            first = rows.stop
-            if source_BXD.shape[1]:
-                parts.append(self.placed(self.keys_and_values(source_BXD), positions_CX[rows]))
+        # Memory and segment are projected separately: memory needs no query and mostly no gradient.
+        parts = [
+            self.placed(self.keys_and_values(source_BXD), part_XX)
+            for source_BXD, part_XX in (
+                (memory_BMD, positions_CX[: memory_BMD.shape[1]]),
+                (segment_BLD, positions_CX[memory_BMD.shape[1] :]),
+            )
+            if source_BXD.shape[1]
+        ]
         return self.read(
             self.queries(segment_BLD, positions_CX),
             parts,
@@ -86,7 +88,7 @@ class RelativeAttention(nn.Module):
         )
 
     def queries(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
-        """[B, L, N, H]"""
+        """Return the queries, [B, L, N, H]."""
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
         if self.query_norm is not None:
             query_BLNH = self.query_norm(query_BLNH)
@@ -95,10 +97,7 @@ class RelativeAttention(nn.Module):
         return query_BLNH
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
-        """[B, X, 2, G, H], independent of where the rows stand.
-
-        Memory and segment are projected apart: memory rows need neither a query nor, mostly, an input gradient.
-        """
+        """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
         part = linear(source_BXD, self.key_value_weight).unflatten(-1, (2, self._num_key_heads, -1))
         if self.key_norm is None:
             return part
@@ -106,7 +105,7 @@ class RelativeAttention(nn.Module):
         return torch.stack((self.key_norm(key_BXGH), value_BXGH), dim=2)
 
     def placed(self, key_values: Tensor, positions_XX: Tensor) -> Tensor:
-        """Keys and values with the keys at their distances, where positions turn keys (rope)."""
+        """Rotate the keys to their distances if positions are rotations (rope)."""
         if self._positions != "rope":
             return key_values
         key_BXGH, value_BXGH = key_values.unbind(2)
@@ -115,7 +114,7 @@ class RelativeAttention(nn.Module):
     def terms(
         self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
     ) -> DistanceTerms:
-        """What distances add to the scores."""
+        """Return what distances add to the scores."""
         if self._positions == "rope":
             return DistanceTerms()
         if self._positions != "relative":
@@ -137,12 +136,12 @@ class RelativeAttention(nn.Module):
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """What the queries read from `parts`, which together are the C keys and values: [B, L, D]."""
+        """Return what the queries read from the C keys and values in `parts`, [B, L, D]."""
         attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
         weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
         inputs = (query_BLNH, parts, terms, visibility, weight_dropout)
         if self.recomputes_scores and torch.is_grad_enabled():
-            # Scores are the most to keep and the least to repeat (Korthikanti et al. 2022).
+            # Scores take the most memory and the least time to repeat (Korthikanti et al. 2022).
             attended_BLNH = checkpoint(
                 attend, *inputs, use_reentrant=False, preserve_rng_state=False
             )

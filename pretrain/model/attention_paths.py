@@ -1,6 +1,6 @@
-"""The same attention computed three ways: plain operations, cache-sized tiles on the CPU, fused kernels on a GPU.
+"""The same attention computed in three ways: plain operations, tiles on the CPU, fused GPU kernels.
 
-B lanes, L queries, C keys, the last L of them the queries' own, N heads, G heads of keys and values, H head width.
+Letters of shapes as in `pretrain.model`; the queries are the last L of the C keys.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ from torch.nn.functional import pad
 
 from pretrain.config.run import AttentionKernel
 from pretrain.kernels.cpu.attention import relative_attention
-from pretrain.kernels.triton.support import interprets_kernels, unsupported_reason
-from pretrain.model.dropout import DropoutStream, Site, drop, realised_rate
-from pretrain.model.masks import Visibility
+from pretrain.kernels.cpu.relative_shift import relative_shift
+from pretrain.kernels.triton.settings import interprets_kernels, unsupported_reason
+from pretrain.model.dropout import DropoutStream, Site, drop, realized_rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistanceTerms:
-    """What distances add to the scores: the paper's encodings with u and v, a bias per distance, or nothing."""
+    """What distances add to the scores: the paper's encodings, a bias per distance, or nothing."""
 
     position_CNH: Tensor | None = None  # W_R R
     content_bias_NH: Tensor | None = None  # u
@@ -34,14 +35,50 @@ class DistanceTerms:
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of attention's weights in one layer; nothing is dropped without a stream."""
+    """Dropout of the attention weights of one layer; without a stream nothing is dropped."""
 
     rate: float
     layer: int
     stream: DropoutStream | None
 
 
-# Queries [B, L, N, H] and projected keys and values [B, rows, 2, G, H], memory's rows first, to [B, L, N, H]
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Visibility:
+    """Which keys a segment's queries see, in all layers: bounds for kernels and a mask."""
+
+    num_queries: int
+    num_keys: int
+    window: int = 0  # as in `forbidden_LC`
+    documents_BC: Tensor | None = None  # set if documents are isolated
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What to add to scores: minus infinity for hidden keys, else 0; [L, C] or [B, L, C]."""
+        forbidden = forbidden_LC(self.num_queries, self.num_keys, self.window, self.device)
+        if self.documents_BC is not None:
+            query_documents_BL = self.documents_BC[:, -self.num_queries :]
+            forbidden = forbidden | (query_documents_BL[:, :, None] != self.documents_BC[:, None])
+        zeros = torch.zeros(forbidden.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(forbidden, float("-inf"))
+
+
+def forbidden_LC(
+    num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """True where query i may not see key j: it comes later or, with a window, is too far away.
+
+    A window hides keys at a distance of `window` or more (`same_length`).
+    """
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distances_LC = queries[:, None] - torch.arange(num_keys, device=device)
+    forbidden = distances_LC < 0
+    return forbidden | (distances_LC >= window) if window else forbidden
+
+
+# From queries [B, L, N, H] and projected keys and values [B, rows, 2, G, H], memory's rows first,
+# to what the queries read, [B, L, N, H].
 AttentionPath = Callable[
     [Tensor, Sequence[Tensor], DistanceTerms, Visibility, WeightDropout], Tensor
 ]
@@ -50,7 +87,7 @@ AttentionPath = Callable[
 def path_for(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
 ) -> AttentionPath:
-    """The fastest way for such tensors, unless plain operations were asked for."""
+    """Return the fastest path for such tensors, or plain operations if they are requested."""
     if kernel == "plain":
         return plain_attention
     if device.type == "cpu" and not interprets_kernels():
@@ -58,7 +95,7 @@ def path_for(
     reason = unsupported_reason(device, dtype, head_width)
     if reason is None:
         return fused_attention
-    _say_once(f"attention runs in plain operations: {reason}")
+    _warn_once(f"attention uses plain operations: {reason}")
     return plain_attention
 
 
@@ -69,7 +106,7 @@ def fused_attention(
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
-    """By the Triton kernels; dropout draws masks of its own."""
+    """Attend with the Triton kernels, which draw their own dropout masks."""
     from pretrain.kernels.triton.attention import fused_relative_attention
 
     key_BCGH, value_BCGH = torch.cat(list(parts), dim=1).unbind(2)
@@ -99,7 +136,7 @@ def tiled_attention(
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
-    """By the CPU's tiles; dropout's masks are those of `plain_attention`."""
+    """Attend with the CPU's tiles; the dropout masks are those of `plain_attention`."""
     keep_NBLC, rate = None, dropout.rate
     if dropout.stream is not None and rate:
         B, L, N, _ = query_BLNH.shape
@@ -117,7 +154,7 @@ def tiled_attention(
         max_distance=visibility.window or None,
         documents_BC=visibility.documents_BC,
         keep_NBLC=keep_NBLC,
-        keep_probability=1.0 if keep_NBLC is None else 1.0 - realised_rate(rate),
+        keep_probability=1.0 if keep_NBLC is None else 1.0 - realized_rate(rate),
     )
 
 
@@ -128,76 +165,53 @@ def plain_attention(
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
-    """By matrix products over all queries and keys, heads first."""
+    """Attend with matrix products over all queries and keys, heads first."""
     query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
-    key_NBCH, value_NBCH = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3).unbind(
-        0
-    )
-    heads_per_key = len(query_NBLH) // len(key_NBCH)
+    key_value = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3)
+    heads_per_key = len(query_NBLH) // key_value.shape[1]
     if heads_per_key > 1:
-        key_NBCH, value_NBCH = (
-            each.repeat_interleave(heads_per_key, dim=0) for each in (key_NBCH, value_NBCH)
-        )
-    weights_NBLC = torch.softmax(
-        _scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask), dim=-1
-    )
+        key_value = key_value.repeat_interleave(heads_per_key, dim=1)
+    key_NBCH, value_NBCH = key_value.unbind(0)
+    scores_NBLC = _scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask)
+    weights_NBLC = torch.softmax(scores_NBLC, dim=-1)
     weights_NBLC = drop(
         weights_NBLC, dropout.rate, dropout.stream, Site.ATTENTION, dropout.layer, lane_axis=1
     )
     return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
 
 
-def relative_shift(padded: Tensor) -> Tensor:
-    """A view in which row i of [X, L, 1 + C] is moved left by L - 1 - i, so that column j holds distance i + M - j.
-
-    The first column is the padding the shift needs. Entries of keys after the query are leftovers: mask them.
-    """
-    batch, num_queries, width = padded.shape
-    return padded.view(batch, width, num_queries)[:, 1:].view(batch, num_queries, width - 1)
-
-
-def relative_scores(
-    content_query_NBLH: Tensor,
-    position_query_NBLH: Tensor,
-    key_NBCH: Tensor,
-    position_key_NCH: Tensor,
-) -> Tensor:
-    """Content plus position scores [N, B, L, C]: the queries carry the bias u or v and the scale."""
-    N, B, L, H = position_query_NBLH.shape
-    C = key_NBCH.shape[2]
-    # A zero key in front yields the shift's padding column for free; one product per head serves all lanes.
-    padded_key_NPH = pad(position_key_NCH, (0, 0, 1, 0))
-    position_NXP = torch.bmm(
-        position_query_NBLH.reshape(N, B * L, H), padded_key_NPH.transpose(1, 2)
+def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: DistanceTerms) -> Tensor:
+    """Return the scores of section 3.3; keys after the query hold leftovers of the shift."""
+    scale = 1.0 / math.sqrt(query_NBLH.shape[3])
+    key_NBHC = key_NBCH.transpose(2, 3)
+    if terms.position_CNH is None:
+        scores_NBLC = torch.matmul(query_NBLH * scale, key_NBHC)
+        if terms.distance_bias_CN is not None:
+            bias_NLC = bias_by_distance_NLC(terms.distance_bias_CN, query_NBLH.shape[2])
+            scores_NBLC.add_(bias_NLC[:, None])
+        return scores_NBLC
+    # (query + bias) * scale in one pass; scaling the scores would take a pass over [N, B, L, C].
+    content_NBLH, position_NBLH = (
+        torch.add(bias_NH[:, None, None] * scale, query_NBLH, alpha=scale)
+        for bias_NH in (terms.content_bias_NH, terms.position_bias_NH)
+        if bias_NH is not None
     )
-    position_NBLC = relative_shift(position_NXP.view(N * B, L, C + 1)).view(N, B, L, C)
-    return torch.matmul(content_query_NBLH, key_NBCH.transpose(2, 3)).add_(position_NBLC)
+    N, B, L, H = query_NBLH.shape
+    C = key_NBCH.shape[2]
+    # A zero key in front gives the shift its padding column (X = 1 + C) without a copy; one product
+    # per head serves all lanes, since the positions are the same for all.
+    padded_NXH = pad(terms.position_CNH.transpose(0, 1), (0, 0, 1, 0))
+    position_NYX = torch.bmm(position_NBLH.reshape(N, B * L, H), padded_NXH.transpose(1, 2))
+    position_NBLC = relative_shift(position_NYX.view(N * B, L, C + 1)).view(N, B, L, C)
+    return torch.matmul(content_NBLH, key_NBHC).add_(position_NBLC)
 
 
 def bias_by_distance_NLC(distance_bias_CN: Tensor, num_queries: int) -> Tensor:
-    """The bias of query i and key j, that of their distance; leftovers where the key is after the query."""
-    padded_NP = pad(distance_bias_CN.t(), (1, 0))
-    return relative_shift(padded_NP[:, None].expand(-1, num_queries, -1).contiguous())
-
-
-def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: DistanceTerms) -> Tensor:
-    scale = 1.0 / math.sqrt(query_NBLH.shape[3])
-    if terms.position_CNH is not None:
-        # (query + bias) * scale in one pass; scaling the sum of the scores would take another over [N, B, L, C].
-        content_NBLH, position_NBLH = (
-            torch.add(bias_NH[:, None, None] * scale, query_NBLH, alpha=scale)
-            for bias_NH in (terms.content_bias_NH, terms.position_bias_NH)
-            if bias_NH is not None
-        )
-        return relative_scores(
-            content_NBLH, position_NBLH, key_NBCH, terms.position_CNH.transpose(0, 1)
-        )
-    scores_NBLC = torch.matmul(query_NBLH * scale, key_NBCH.transpose(2, 3))
-    if terms.distance_bias_CN is not None:
-        scores_NBLC.add_(bias_by_distance_NLC(terms.distance_bias_CN, query_NBLH.shape[2])[:, None])
-    return scores_NBLC
+    """Return the bias of each query and key by distance; leftovers where the key is later."""
+    padded_NX = pad(distance_bias_CN.t(), (1, 0))
+    return relative_shift(padded_NX[:, None].expand(-1, num_queries, -1).contiguous())
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""The frozen model with projected keys, values and position terms as its memory: exact, and cheaper than hidden states.
+"""Streams through a frozen model, whose memory is keys and values instead of hidden states.
 
-With hidden states every segment projects the whole memory again (section 3.3 of the paper needs that only while weights
-change). B lanes, L tokens of a segment, M memory rows, C = M + L keys, D d_model, N heads, G heads of keys and values,
-H head width.
+In training, memory holds hidden states, and every segment projects all of them to keys and values
+again, because the weights have changed (section 3.3 of the paper). With frozen weights the
+projections stay the same, so each row is projected once and kept. The result is exact and several
+times cheaper. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -15,32 +16,31 @@ from torch import Tensor
 
 from pretrain.model.attention_paths import DistanceTerms
 from pretrain.model.layer import TransformerLayer
-from pretrain.model.masks import Visibility
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 
-SPARE_SEGMENTS = 8  # of room behind the memory before its rows are moved to the front
+SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
 
 
 class Stream(Protocol):
-    """One stream of text per lane through a frozen model; each call remembers its segment for the next."""
+    """One stream of text per lane through a frozen model; each call remembers its segment."""
 
     def nll_BL(
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
     ) -> Tensor:
-        """Negative log-likelihoods in float32."""
+        """Return negative log-likelihoods in float32."""
         ...
 
     def logits_BLV(
         self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
     ) -> Tensor:
-        """Log-probabilities of the token after each of the last `num_last` tokens (default: all)."""
+        """Return log-probabilities of the token after each of the last `num_last` tokens (all)."""
         ...
 
 
 def new_stream(module: TransformerXL, memory_length: int, longest_segment: int) -> Stream:
-    """The cheapest stream for the model; segments may have up to `longest_segment` tokens."""
-    if module.config.compressed_length:  # compressed rows are made of hidden states
+    """Return the cheapest stream for the model; segments have up to `longest_segment` tokens."""
+    if module.config.compressed_length:  # compressed rows are computed from hidden states
         return HiddenStateStream(module, memory_length)
     return CachedStream(module, memory_length, longest_segment)
 
@@ -73,39 +73,43 @@ class HiddenStateStream:
 
 
 class RowBuffer:
-    """The last rows of a stream, in order, in a buffer made once: most segments move nothing.
+    """The last rows of a stream, in order, in a buffer that is allocated once.
 
-    Rows [B, X, ..., H] lie with all dimensions between X and H in front, as attention reads them: [..., B, X, H].
+    New rows go to the end of the buffer, and the memory is a window that slides over it. Only when
+    the buffer is full do the remembered rows move to its front. Rows [B, X, ..., H] are stored as
+    attention reads them, [..., B, X, H].
     """
 
     def __init__(self, like: Tensor, memory_length: int, longest_segment: int) -> None:
-        """`like` [B, X, ...] gives lanes, shape of a row, dtype and device."""
+        """`like` [B, X, ...] determines lanes, shape of a row, dtype and device."""
         spare = max(SPARE_SEGMENTS * longest_segment, memory_length // 4)
         between, width = like.shape[2:-1], like.shape[2:][-1:]
         store = like.new_empty(*between, like.shape[0], memory_length + spare, *width)
         ahead = len(between)
         self._rows = store.permute(ahead, ahead + 1, *range(ahead), *range(ahead + 2, store.dim()))
         self._memory_length = memory_length
-        self._begin = self._end = 0
+        self._start = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Memory's rows and the `new` ones [B, L, ...], as a view that the next call may overwrite."""
+        """Return memory and the `new` rows [B, L, ...], a view that the next call may overwrite."""
         count = new.shape[1]
-        self._begin = max(self._begin, self._end - self._memory_length)
+        self._start = max(self._start, self._end - self._memory_length)
         if self._end + count > self._rows.shape[1]:
-            kept = self._rows[:, self._begin : self._end].clone()
-            self._begin, self._end = 0, kept.shape[1]
+            kept = self._rows[:, self._start : self._end].clone()
+            self._start, self._end = 0, kept.shape[1]
             self._rows[:, : self._end] = kept
         self._rows[:, self._end : self._end + count] = new
         self._end += count
-        return self._rows[:, self._begin : self._end]
+        return self._rows[:, self._start : self._end]
 
 
 class CachedStream:
-    """A `Stream` that remembers projected keys and values, and projects positions once."""
+    """A `Stream` that remembers projected keys and values and projects positions once."""
 
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
-        assert not module.config.compressed_length, "compressed rows are made of hidden states"
+        assert not module.config.compressed_length, (
+            "compressed rows are computed from hidden states"
+        )
         self._module = module.eval()
         self._memory_length = memory_length
         self._longest_segment = longest_segment
@@ -113,7 +117,7 @@ class CachedStream:
         self._caches: list[RowBuffer] = []
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None
-        self._positions_CX: Tensor | None = None  # for as many keys as there can be
+        self._positions_CX: Tensor | None = None  # for the largest possible number of keys
         self._terms: list[DistanceTerms] = []
 
     @torch.no_grad()
@@ -133,17 +137,9 @@ class CachedStream:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)
         hidden_BLD = self._module.embedding(tokens_BL)
         positions_CX = self._positions(hidden_BLD)
-        documents_BC = self._document_numbers(tokens_BL, starts_BL)
+        documents_BC = self._documents_BC(tokens_BL, starts_BL)
         num_keys = documents_BC.shape[1]
-        config = self._module.config
-        visibility = Visibility(
-            num_queries=tokens_BL.shape[1],
-            num_keys=num_keys,
-            window=self._memory_length if config.same_length else 0,
-            documents_BC=documents_BC if config.isolate_documents else None,
-            dtype=hidden_BLD.dtype,
-            device=hidden_BLD.device,
-        )
+        visibility = self._module.visibility(documents_BC, hidden_BLD, self._memory_length)
         for index, layer in enumerate(self._layers):
             hidden_BLD = layer.read_cached(
                 hidden_BLD,
@@ -157,15 +153,11 @@ class CachedStream:
     def _positions(self, like: Tensor) -> Tensor:
         if self._positions_CX is None:
             module = self._module
-            self._positions_CX = module.positions_CX(
-                self._memory_length + self._longest_segment, like
-            )
+            num_keys = self._memory_length + self._longest_segment
+            self._positions_CX = module.positions_CX(num_keys, like)
+            biases_NH = (module.content_bias, module.position_bias)
             self._terms = [
-                _heads_first(
-                    layer.attention.terms(
-                        self._positions_CX, module.content_bias, module.position_bias
-                    )
-                )
+                _heads_first(layer.attention.terms(self._positions_CX, *biases_NH))
                 for layer in self._layers
             ]
         return self._positions_CX
@@ -175,11 +167,9 @@ class CachedStream:
             self._caches.append(RowBuffer(new_BL2GH, self._memory_length, self._longest_segment))
         return self._caches[index].append(new_BL2GH)
 
-    def _document_numbers(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
+    def _documents_BC(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         if self._documents is None or self._document_B is None:
-            self._document_B = torch.zeros(
-                len(tokens_BL), dtype=torch.int32, device=tokens_BL.device
-            )
+            self._document_B = tokens_BL.new_zeros(len(tokens_BL), dtype=torch.int32)
             empty = torch.empty_like(tokens_BL, dtype=torch.int32)
             self._documents = RowBuffer(empty, self._memory_length, self._longest_segment)
         new_BL = self._document_B[:, None].expand_as(tokens_BL)
@@ -190,16 +180,15 @@ class CachedStream:
 
 
 def _heads_first(terms: DistanceTerms) -> DistanceTerms:
-    """The same terms with projected positions laid out as attention reads them."""
+    """Return the terms with projected positions laid out as attention reads them."""
     if terms.position_CNH is None:
         return terms
-    return replace(
-        terms, position_CNH=terms.position_CNH.transpose(0, 1).contiguous().transpose(0, 1)
-    )
+    position_NCH = terms.position_CNH.transpose(0, 1).contiguous()
+    return replace(terms, position_CNH=position_NCH.transpose(0, 1))
 
 
 def _nearest(terms: DistanceTerms, num_keys: int) -> DistanceTerms:
-    """The terms of the `num_keys` shortest distances."""
+    """Return the terms of the `num_keys` shortest distances."""
     positions, biases = terms.position_CNH, terms.distance_bias_CN
     return replace(
         terms,

@@ -1,10 +1,11 @@
 """Dropout masks that are a pure function of (seed, step, layer, site, lane).
 
-No random-number state is involved: a lane's masks do not depend on the rank, the number of ranks, the micro-batch or
-the order of the lanes, and recomputing a checkpointed layer meets the same masks again.
+There is no random-number state. The masks of a lane do not depend on the rank, the world size, the
+micro-batch or the order of lanes, and recomputing a checkpointed layer gives the same masks. So a
+resumed run needs no generator state to drop the same values.
 
-Probabilities are quantised to 1/65536: a mask compares 16 random bits per element with round(rate * 65536), and what is
-kept is rescaled by the probability that was realised, so that the expectation is exact.
+Rates are rounded to multiples of 1/65536: a mask compares 16 random bits per element with
+round(rate * 65536). Kept values are divided by the realized probability, so expectations are exact.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEVELS = 1 << 16  # what 16 random bits can distinguish
+LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
-ALL_LANES = WORD  # stands in for the lane of a mask that all lanes share
+ALL_LANES = WORD  # replaces the lane in a mask that all lanes share
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 
 
 class Site(IntEnum):
-    """The places of the model where dropout acts. The numbers enter the masks: changing one changes every result."""
+    """Where the model applies dropout. The numbers enter the masks: a change moves all results."""
 
     EMBEDDING = 1
     POSITIONS = 2
@@ -36,10 +37,12 @@ class Site(IntEnum):
 
 
 class DropoutStream:
-    """The masks of one optimizer step for the given global lanes; lane i of the stream is row i of the batch.
+    """The masks of one optimizer step; `lanes` are the global lanes of the batch's rows.
 
-    On the CPU the bits come from Philox 4x64-10 with key (seed, step) and counter (block, lane, layer, site), so two
-    masks never share bits; elsewhere from SplitMix64 over a hash of the same five numbers. Masks of the two differ.
+    On the CPU the bits come from Philox 4x64-10 (Salmon et al. 2011) with key (seed, step) and
+    counter (block, lane, layer, site). The counter differs between any two masks, so they never
+    share bits. Elsewhere the bits come from SplitMix64 over a hash of the same five numbers, in
+    plain torch operations: a GPU then needs no generator of its own. The two kinds of masks differ.
     """
 
     def __init__(self, seed: int, step: int, lanes: Sequence[int] | Tensor) -> None:
@@ -52,7 +55,7 @@ class DropoutStream:
     def drop(
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
-        """`values` with a fraction `rate` of its elements zeroed and the rest rescaled, a mask per lane."""
+        """Zero a fraction `rate` of the values and rescale the rest, with a mask per lane."""
         keep = self.keep(values.shape, rate, site, layer, lane_axis, device=values.device)
         return _masked(values, keep, _threshold_of(rate))
 
@@ -66,7 +69,7 @@ class DropoutStream:
         *,
         device: torch.device,
     ) -> Tensor:
-        """The mask of `drop` for values of `shape`: True with probability 1 - `realised_rate(rate)`."""
+        """Return the mask of `drop`: True with probability 1 - `realized_rate(rate)`."""
         assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
         others = [size for axis, size in enumerate(shape) if axis != lane_axis]
         count, threshold = math.prod(others), _threshold_of(rate)
@@ -77,7 +80,7 @@ class DropoutStream:
         return keep.view(len(self.lanes), *others).movedim(0, lane_axis)
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
-        """As `drop` for values that all lanes share: one mask, a function of (seed, step, site) alone."""
+        """Like `drop`, for values that all lanes share: the mask depends on (seed, step, site)."""
         threshold = _threshold_of(rate)
         if values.device.type == "cpu":
             keep = self._cpu_keep([ALL_LANES], values.numel(), threshold, site, 0)
@@ -87,21 +90,17 @@ class DropoutStream:
         return _masked(values, keep.view(values.shape), threshold)
 
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
-        """A random int64 per lane, for a kernel that draws its own masks from it: a pure function as the masks are."""
-        return _lane_keys(
-            self._lanes_on(device), seed=self.seed, step=self.step, site=site, layer=layer
-        )
+        """Return a random int64 per lane, from which a kernel draws its own masks."""
+        lanes_B = self._lanes_on(device)
+        return _lane_keys(lanes_B, seed=self.seed, step=self.step, site=site, layer=layer)
 
     def _cpu_keep(
         self, lanes: list[int], count: int, threshold: int, site: Site, layer: int
     ) -> Tensor:
         keep = torch.empty(len(lanes), count, dtype=torch.bool)
         for row, lane in zip(keep, lanes, strict=True):
-            torch.ge(
-                self._philox_bits(lane, count, site, layer)[:count],
-                threshold - LEVELS // 2,
-                out=row,
-            )
+            bits = self._philox_bits(lane, count, site, layer)[:count]
+            torch.ge(bits, threshold - LEVELS // 2, out=row)  # the bits are signed
         return keep
 
     def _hashed_keep(
@@ -111,14 +110,14 @@ class DropoutStream:
         return bits[:, :count] >= threshold - LEVELS // 2
 
     def _philox_bits(self, lane: int, count: int, site: Site, layer: int) -> Tensor:
-        """`count` random int16, rounded up to whole words."""
+        """Return `count` random int16, rounded up to whole words."""
         if self._philox is None:
             self._philox = np.random.Philox(key=_words(self.seed, self.step))
         self._philox.state = {
             "bit_generator": "Philox",
             "state": {"counter": _words(0, lane, layer, site), "key": _words(self.seed, self.step)},
             "buffer": np.zeros(4, np.uint64),
-            "buffer_pos": 4,  # the buffer is used up
+            "buffer_pos": 4,  # the buffer is empty: the next draw starts at the counter
             "has_uint32": 0,
             "uinteger": 0,
         }
@@ -126,16 +125,15 @@ class DropoutStream:
 
     def _lanes_on(self, device: torch.device) -> Tensor:
         if self._lanes_on_device is None or self._lanes_on_device.device != device:
-            self._lanes_on_device = torch.tensor(self.lanes, dtype=torch.int64).to(
-                device, non_blocking=True
-            )
+            lanes_B = torch.tensor(self.lanes, dtype=torch.int64)
+            self._lanes_on_device = lanes_B.to(device, non_blocking=True)
         return self._lanes_on_device
 
 
 def hashed_bits(
     lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int
 ) -> Tensor:
-    """[B, `count` rounded up to a multiple of 4] random int16 in torch operations only, the same on every device."""
+    """Return random int16, [B, `count` rounded up to a multiple of 4], the same on every device."""
     lane_keys_B = _lane_keys(lanes_B, seed=seed, step=step, site=site, layer=layer)
     states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
     return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
@@ -156,14 +154,14 @@ def drop(
     layer: int = 0,
     lane_axis: int = 0,
 ) -> Tensor:
-    """`stream.drop`, or `values` unchanged when there is nothing to drop."""
+    """Return `stream.drop(...)`, or `values` themselves if there is nothing to drop."""
     if stream is None or rate == 0.0:
         return values
     return stream.drop(values, rate, site, layer, lane_axis)
 
 
-def realised_rate(rate: float) -> float:
-    """The probability with which an element is really dropped: `rate` rounded to a multiple of 1/65536."""
+def realized_rate(rate: float) -> float:
+    """Return the actual probability of dropping: `rate` rounded to a multiple of 1/65536."""
     return _threshold_of(rate) / LEVELS
 
 
@@ -172,7 +170,8 @@ def _threshold_of(rate: float) -> int:
 
 
 def _masked(values: Tensor, keep: Tensor, threshold: int) -> Tensor:
-    # `where` saves only the one-byte mask for the backward pass; a product would save a mask as wide as the values.
+    # `where` saves the one-byte mask for the backward pass; a product would save a mask as wide as
+    # the values.
     return torch.where(keep, values, values.new_zeros(())).mul_(LEVELS / (LEVELS - threshold))
 
 
@@ -185,20 +184,19 @@ def _signed(word: int) -> int:
 
 
 def _mix(word: int) -> int:
-    """SplitMix64's finaliser: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    """The finalizer of SplitMix64: a bijection; every input bit affects every output bit."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
     return word ^ (word >> 31)
 
 
 def _mix_tensor(words: Tensor) -> Tensor:
-    """`_mix` of int64 tensors, whose products wrap as 64-bit words do."""
+    """Apply `_mix` to int64 tensors, whose products wrap like 64-bit words."""
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
     return words ^ _shifted(words, 31)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    return (words >> bits) & (
-        (1 << (64 - bits)) - 1
-    )  # int64 shifts copy the sign bit; a word's shift must not
+    # Shifts of int64 copy the sign bit; the shift of a word must not.
+    return (words >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,7 +1,6 @@
-"""One layer of the model: attention, feed-forward, norms, residuals.
+"""One layer of the model: attention and feed-forward, with norms and residuals.
 
-B lanes, L tokens of the segment, M memory rows, C = M + L, D d_model, X what `RelativeAttention` says, N heads, H head
-width.
+Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -9,18 +8,47 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, relu, silu
 
 from pretrain.config.run import AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
-from pretrain.model.attention_paths import DistanceTerms
-from pretrain.model.dropout import DropoutStream
-from pretrain.model.feed_forward import FeedForward
-from pretrain.model.masks import Visibility
-from pretrain.model.parameters import Norm, norm_of
+from pretrain.model.attention_paths import DistanceTerms, Visibility
+from pretrain.model.dropout import DropoutStream, Site, drop
+from pretrain.model.parameters import Norm, norm_of, normal, zeros
+
+
+class FeedForward(nn.Module):
+    """dropout(W2 dropout(f(W1 x + b1)) + b2), f relu or gelu; the layer adds norm and residual.
+
+    SwiGLU (Shazeer 2020): dropout(W2 dropout(silu(W x) * (W1 x))), without biases.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._rate = config.dropout
+        self._kind = config.feed_forward
+        gated = self._kind == "swiglu"
+        self.inner_weight = normal(config.inner_width, config.d_model, std=config.init_std)
+        self.inner_bias = None if gated else zeros(config.inner_width)
+        self.output_weight = normal(config.d_model, config.inner_width, std=config.init_std)
+        self.output_bias = None if gated else zeros(config.d_model)
+        if gated:
+            self.gate_weight = normal(config.inner_width, config.d_model, std=config.init_std)
+
+    def forward(self, hidden_BLD: Tensor, *, dropout: DropoutStream | None) -> Tensor:
+        inner_BLF = linear(hidden_BLD, self.inner_weight, self.inner_bias)
+        if self._kind == "swiglu":
+            inner_BLF = silu(linear(hidden_BLD, self.gate_weight)) * inner_BLF
+        else:
+            inner_BLF = relu(inner_BLF) if self._kind == "relu" else gelu(inner_BLF)
+        inner_BLF = drop(inner_BLF, self._rate, dropout, Site.FEED_FORWARD_INNER, self._layer)
+        output_BLD = linear(inner_BLF, self.output_weight, self.output_bias)
+        return drop(output_BLD, self._rate, dropout, Site.FEED_FORWARD_OUTPUT, self._layer)
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward with residuals; the norm follows each (post, as in the paper) or precedes it (pre)."""
+    """Attention and feed-forward with residuals; a norm after (post) or before (pre) each."""
 
     def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
         super().__init__()
@@ -43,17 +71,14 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         segment_BLD = hidden_BLD
         if self._pre_norm:
-            # What is remembered is the residual stream; it meets the norm's present parameters.
-            segment_BLD, memory_BMD = (
-                self.attention_norm(hidden_BLD),
-                self.attention_norm(memory_BMD),
-            )
-        biases_NH = (content_bias_NH, position_bias_NH)
+            # Memory holds the residual stream, so it passes the norm with its current parameters.
+            segment_BLD, memory_BMD = map(self.attention_norm, (hidden_BLD, memory_BMD))
         attended_BLD = self.attention(
             segment_BLD,
             memory_BMD,
             positions_CX,
-            *biases_NH,
+            content_bias_NH,
+            position_bias_NH,
             visibility=visibility,
             dropout=dropout,
         )
@@ -68,35 +93,34 @@ class TransformerLayer(nn.Module):
         *,
         visibility: Visibility,
     ) -> Tensor:
-        """The layer without dropout where a cache is the memory.
+        """Apply the layer without dropout, with a cache of keys and values as the memory.
 
-        `remember` takes the segment's keys and values [B, L, 2, G, H] and returns those of memory and segment.
+        `remember` takes the keys and values of the segment, [B, L, 2, G, H], and returns those of
+        memory and segment.
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._pre_norm else hidden_BLD
-        key_values = self.attention.placed(
-            remember(self.attention.keys_and_values(segment_BLD)), positions_CX
-        )
-        query_BLNH = self.attention.queries(segment_BLD, positions_CX)
+        key_values = remember(self.attention.keys_and_values(segment_BLD))
         attended_BLD = self.attention.read(
-            query_BLNH, [key_values], terms, visibility=visibility, dropout=None
+            self.attention.queries(segment_BLD, positions_CX),
+            [self.attention.placed(key_values, positions_CX)],
+            terms,
+            visibility=visibility,
+            dropout=None,
         )
         return self._completed(hidden_BLD, attended_BLD, None)
 
     def _completed(
         self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
     ) -> Tensor:
-        """Residuals, norms and the feed-forward layer around what attention read."""
-        attended_BLD = hidden_BLD + attended_BLD
+        """Add residuals, norms and the feed-forward layer to what attention read."""
+        hidden_BLD = hidden_BLD + attended_BLD
         if self._pre_norm:
-            return attended_BLD + self.feed_forward(
-                self.feed_forward_norm(attended_BLD), dropout=dropout
-            )
-        attended_BLD = self.attention_norm(attended_BLD)
-        return self.feed_forward_norm(
-            attended_BLD + self.feed_forward(attended_BLD, dropout=dropout)
-        )
+            normed_BLD = self.feed_forward_norm(hidden_BLD)
+            return hidden_BLD + self.feed_forward(normed_BLD, dropout=dropout)
+        hidden_BLD = self.attention_norm(hidden_BLD)
+        return self.feed_forward_norm(hidden_BLD + self.feed_forward(hidden_BLD, dropout=dropout))
 
     @property
     def input_norm(self) -> Norm | None:
-        """What segment and memory pass through before attention."""
+        """The norm that segment and memory pass before attention, if any."""
         return self.attention_norm if self._pre_norm else None

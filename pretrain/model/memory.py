@@ -1,12 +1,18 @@
-"""The recurrent memory: plain tuples, because DeepSpeed's hooks walk nothing else.
+"""The recurrent memory, and the compressed memory of the Compressive Transformer (Rae et al. 2019).
 
-(hidden_BMD of level 0, ..., hidden_BMD of level num_layers - 1, documents_BM): the inputs of every layer for the last M
-tokens of each lane, without gradient, and the document each row belongs to, int32, relative to the last row's (0 the
-same, -1 the one before). M grows from 0 to the memory length; all lanes have the same M.
+A memory is a plain tuple of tensors, because DeepSpeed's hooks walk nothing else:
 
-With compression (Rae et al. 2019) the levels' compressed rows come between: (hidden_BMD per level, compressed_BKD per
-level, compressed_documents_BK, documents_BM). Rows leave the memory `compression_rate` at a time, oldest first, and
-each such group becomes one compressed row: M may exceed the memory length by up to rate - 1 rows that wait for theirs.
+    (hidden_BMD of level 0, ..., hidden_BMD of level num_layers - 1, documents_BM)
+
+Level i holds the inputs of layer i for the last M tokens of each lane, without gradient (section
+3.2 of the paper). The document of each row is an int32 relative to the last row's: 0 is the same,
+-1 the one before. M grows from 0 to the memory length; all lanes have the same M.
+
+With compression, rows that leave the memory are compressed instead of dropped, and the compressed
+rows come between: (hidden_BMD per level, compressed_BKD per level, compressed_documents_BK,
+documents_BM). Rows leave `compression_rate` at a time, oldest first, and each such group becomes
+one compressed row. So M may exceed the memory length by up to rate - 1 rows that wait for their
+group.
 """
 
 from __future__ import annotations
@@ -14,67 +20,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from pretrain.config.run import ModelConfig
+from pretrain.model.attention import RelativeAttention
+from pretrain.model.layer import TransformerLayer
+from pretrain.model.parameters import normal, zeros
 
 Memory = tuple[Tensor, ...]
 
 
-def empty_memory(
-    num_layers: int,
-    num_lanes: int,
-    d_model: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    compressed: bool = False,
-) -> Memory:
-    """The memory at the start of a stream: no rows."""
-    levels = tuple(
-        torch.zeros(num_lanes, 0, d_model, dtype=dtype, device=device) for _ in range(num_layers)
-    )
-    documents = torch.zeros(num_lanes, 0, dtype=torch.int32, device=device)
-    return (*levels, *levels, documents, documents) if compressed else (*levels, documents)
+def empty_memory(config: ModelConfig, num_lanes: int, like: Tensor) -> Memory:
+    """Return the memory at the start of a stream, without rows, in dtype and device of `like`."""
+    levels = (like.new_zeros(num_lanes, 0, config.d_model),) * config.num_layers
+    documents = torch.zeros(num_lanes, 0, dtype=torch.int32, device=like.device)
+    compressed = (*levels, documents) if config.compressed_length else ()
+    return (*levels, *compressed, documents)
 
 
 def memory_num_rows(memory: Memory | None) -> int:
-    """M, the number of tokens remembered as they are."""
+    """Return M, the number of rows that are not compressed."""
     return memory[-1].shape[1] if memory else 0
 
 
 def memory_num_lanes(memory: Memory) -> int:
-    """B, the number of lanes."""
+    """Return B, the number of lanes."""
     return memory[-1].shape[0]
 
 
 def recent_rows(memory: Memory, num_layers: int) -> Memory:
-    """The memory without its compressed rows."""
+    """Return the memory without its compressed rows."""
     return (*memory[:num_layers], memory[-1])
 
 
 def compressed_rows(memory: Memory, num_layers: int) -> Memory:
-    """The compressed rows alone, in the same layout; () where nothing is compressed."""
+    """Return only the compressed rows, in the same layout; () if nothing is compressed."""
     return memory[num_layers:-1]
 
 
 def keep_last_rows(memory: Memory, length: int) -> Memory:
-    """Recent or compressed rows cut to the last `length`."""
+    """Cut recent or compressed rows to the last `length`."""
     surplus = memory[-1].shape[1] - length if memory else 0
     return tuple(part[:, surplus:] for part in memory) if surplus > 0 else memory
 
 
-def take_lanes(memory: Memory, first: int, count: int) -> Memory:
-    """The memory of `count` lanes from row `first` on."""
-    assert 0 <= first <= memory_num_lanes(memory) - count, (first, count, memory_num_lanes(memory))
-    return tuple(part[first : first + count] for part in memory)
-
-
-def concatenate_lanes(memories: Sequence[Memory]) -> Memory:
-    """One memory for the lanes of all `memories` in order; they hold the same number of rows."""
-    return tuple(torch.cat(parts) for parts in zip(*memories, strict=True))
-
-
 def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor | None) -> Tensor:
-    """The document of every row of the segment, [B, L]; 0 is the one at the end of memory."""
+    """Return the document of each token of the segment, [B, L]; 0 is the last row's in memory."""
     if starts_BL is None:
         return remembered_BM.new_zeros(len(remembered_BM), num_tokens)
     return starts_BL.cumsum(1, dtype=torch.int32)
@@ -83,22 +75,135 @@ def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor 
 def extended(
     recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor, length: int
 ) -> Memory:
-    """The recent rows after a segment: the last `length` of what was remembered and the segment's layer inputs."""
+    """Return the last `length` rows of the recent memory and the segment's layer inputs."""
     new = (*inputs_BLD, documents_BL)
     parts = [_last_rows(old, part.detach(), length) for old, part in zip(recent, new, strict=True)]
     return (*parts[:-1], parts[-1] - documents_BL[:, -1:])
 
 
-def behind_forgotten(memory: Memory | None, starts_BL: Tensor) -> Memory | None:
-    """The memory after a segment that is not remembered: the same rows, their documents counted from its last token."""
+def after_forgotten_segment(memory: Memory | None, starts_BL: Tensor) -> Memory | None:
+    """Return the same rows after a segment that is not remembered; documents count from its end."""
     if memory is None:
         return None
-    begun_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
-    return tuple(part if part.is_floating_point() else part - begun_B1 for part in memory)
+    started_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
+    return tuple(part if part.is_floating_point() else part - started_B1 for part in memory)
 
 
 def _last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
-    # A fresh tensor of exactly the rows kept: a view would keep the whole segment's activations alive.
+    # A new tensor of exactly the rows kept: a view would keep the whole segment's activations
+    # alive.
     kept = [old_BMX[:, max(0, surplus) :], new_BLX[:, max(0, surplus - old_BMX.shape[1]) :]]
     return torch.cat(kept, dim=1)
+
+
+def num_leaving_rows(num_recent: int, num_tokens: int, memory_length: int, rate: int) -> int:
+    """Return how many rows leave the memory after a segment: whole groups beyond `memory_length`.
+
+    Groups are counted from the start of the stream, so what a group holds does not depend on where
+    segments end.
+    """
+    return max(0, num_recent + num_tokens - memory_length) // rate * rate
+
+
+def leaving_rows(recent_BMX: Tensor, segment_BLX: Tensor, count: int) -> Tensor:
+    """Return the first `count` rows of memory and segment, without gradient."""
+    from_segment = max(0, count - recent_BMX.shape[1])
+    return torch.cat([recent_BMX[:, :count], segment_BLX[:, :from_segment].detach()], dim=1)
+
+
+def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:
+    """Return the document of each compressed row, [B, K], and which rows of its group are of it.
+
+    The document of a compressed row is that of the last row in its group. The second result is
+    [B, K, rate].
+    """
+    documents_BKX = documents_BX.unflatten(1, (documents_BX.shape[1] // rate, rate))
+    return documents_BKX[:, :, -1], documents_BKX == documents_BKX[:, :, -1:]
+
+
+def with_compressed(old: Memory, new: Memory, length: int, last_document_B1: Tensor) -> Memory:
+    """Return the last `length` compressed rows; documents count back from `last_document_B1`."""
+    joined = tuple(torch.cat([a, b.detach()], dim=1) for a, b in zip(old, new, strict=True))
+    parts = keep_last_rows(joined, length)
+    return (*(part.contiguous() for part in parts[:-1]), parts[-1] - last_document_B1)
+
+
+class Compression(nn.Module):
+    """The compression of one layer: mean or maximum of a group, or a convolution over it.
+
+    The convolution has the compression rate as width and stride. It learns from attention
+    reconstruction alone (section 3.2 of Rae et al. 2019): what this layer's attention reads by
+    content from the compressed rows should equal what it would have read from the rows themselves.
+    The gradient of that error reaches nothing else, and the model's loss does not reach the
+    convolution.
+    """
+
+    def __init__(self, config: ModelConfig, attention: RelativeAttention) -> None:
+        super().__init__()
+        self._kind = config.compression
+        self._rate = config.compression_rate
+        self._head_width = config.head_width
+        self._heads_per_key = config.num_heads // config.key_heads
+        if self._kind == "conv":
+            self.weight = normal(config.d_model, self._rate * config.d_model, std=config.init_std)
+            self.bias = zeros(config.d_model)
+            # Attention's own, registered here too: ZeRO-3 gathers a module's parameters when the
+            # module is called.
+            self.query_weight = attention.query_weight
+            self.key_value_weight = attention.key_value_weight
+
+    def forward(
+        self,
+        leaving_BXD: Tensor,
+        own_BKX: Tensor | None,
+        segment_BLD: Tensor,
+        *,
+        layer: TransformerLayer,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the compressed rows [B, K, D] and the reconstruction error (0 if nothing learns).
+
+        Rows that `own_BKX` marks False are left out. The norms are those of `layer`. This is called
+        without rows to compress as well: under ZeRO-3 every rank must run every module.
+        """
+        groups_BKXD = leaving_BXD.unflatten(1, (leaving_BXD.shape[1] // self._rate, self._rate))
+        compressed_BKD = self._compressed(groups_BKXD, own_BKX)
+        if self._kind != "conv" or not torch.is_grad_enabled():
+            return compressed_BKD, compressed_BKD.new_zeros(())
+        norm, key_norm = layer.input_norm, layer.attention.key_norm
+        with torch.no_grad():
+            leaving_BXD, segment_BLD = (_normed(rows, norm) for rows in (leaving_BXD, segment_BLD))
+            query_BNLH = self._query(segment_BLD, layer.attention.query_norm)
+            expected_BNLH = self._read(query_BNLH, leaving_BXD, key_norm)
+        found_BNLH = self._read(query_BNLH, _normed(compressed_BKD, norm), key_norm)
+        return compressed_BKD, (found_BNLH - expected_BNLH).square().mean()
+
+    def _compressed(self, groups_BKXD: Tensor, own_BKX: Tensor | None) -> Tensor:
+        own_BKX1 = None if own_BKX is None else own_BKX[..., None]
+        if own_BKX1 is not None:
+            left_out = float("-inf") if self._kind == "max" else 0.0
+            groups_BKXD = groups_BKXD.where(own_BKX1, left_out)
+        if self._kind == "max":
+            return groups_BKXD.amax(2)
+        if self._kind == "conv":
+            return linear(groups_BKXD.flatten(2), self.weight, self.bias)
+        return groups_BKXD.sum(2) / (self._rate if own_BKX1 is None else own_BKX1.sum(2))
+
+    def _query(self, segment_BLD: Tensor, query_norm: nn.Module | None) -> Tensor:
+        query_BLNH = linear(segment_BLD, self.query_weight).unflatten(-1, (-1, self._head_width))
+        return _normed(query_BLNH, query_norm).transpose(1, 2)
+
+    def _read(self, query_BNLH: Tensor, rows_BXD: Tensor, key_norm: nn.Module | None) -> Tensor:
+        """Return what the queries read from the rows by content; attention's weights stay fixed."""
+        key_value = linear(rows_BXD, self.key_value_weight.detach())
+        key_BXGH, value_BXGH = key_value.unflatten(-1, (2, -1, self._head_width)).unbind(2)
+        key_BNXH, value_BNXH = (
+            each.repeat_interleave(self._heads_per_key, dim=2).transpose(1, 2)
+            for each in (_normed(key_BXGH, key_norm), value_BXGH)
+        )
+        scores_BNLX = query_BNLH @ key_BNXH.transpose(2, 3) * self._head_width**-0.5
+        return scores_BNLX.softmax(-1) @ value_BNXH
+
+
+def _normed(rows: Tensor, norm: nn.Module | None) -> Tensor:
+    return rows if norm is None else norm(rows, frozen=True)

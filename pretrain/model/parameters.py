@@ -1,6 +1,7 @@
-"""How parameters come into being: drawn where they are declared, so that they are final when a module's init returns.
+"""Parameters, drawn where they are declared, and the norms.
 
-(DeepSpeed may partition a module's parameters the moment its init returns; what is initialised later is lost.)
+A parameter has its final value when the module's `__init__` returns: under ZeRO-3 DeepSpeed may
+partition it at that moment, and a later initialization would be lost.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ NORM_EPSILON = 1e-5
 
 
 def normal(*shape: int, std: float, mean: float = 0.0) -> nn.Parameter:
-    """A parameter drawn from a normal distribution with torch's default generator."""
+    """Return a parameter drawn from a normal distribution with torch's default generator."""
     return nn.Parameter(torch.empty(shape).normal_(mean, std))
 
 
 def zeros(*shape: int) -> nn.Parameter:
-    """A parameter of zeros."""
+    """Return a parameter of zeros."""
     return nn.Parameter(torch.zeros(shape))
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation; the gain starts at normal(1, std) as published."""
+    """Layer normalization; the gain is drawn from normal(1, std) as in the original code."""
 
     def __init__(self, width: int, std: float) -> None:
         super().__init__()
@@ -35,20 +36,20 @@ class LayerNorm(nn.Module):
         self.bias = zeros(width)
 
     def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
-        """The normalised values; `frozen` keeps gradients from gain and bias."""
+        """Return the normalized values; `frozen` keeps gradients from gain and bias."""
         gain, bias = (self.gain.detach(), self.bias.detach()) if frozen else (self.gain, self.bias)
         return nn.functional.layer_norm(values, self.gain.shape, gain, bias, NORM_EPSILON)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019): no mean, no bias; the gain starts at one."""
+    """Root mean square normalization (Zhang and Sennrich 2019), without mean and bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
-        """The normalised values; `frozen` keeps gradients from the gain."""
+        """Return the normalized values; `frozen` keeps gradients from the gain."""
         gain = self.gain.detach() if frozen else self.gain
         return nn.functional.rms_norm(values, self.gain.shape, gain, NORM_EPSILON)
 
@@ -57,34 +58,30 @@ Norm = LayerNorm | RMSNorm
 
 
 def norm_of(config: ModelConfig) -> Norm:
-    """A norm over the model's width of the configured kind."""
-    return (
-        RMSNorm(config.d_model)
-        if config.norm == "rmsnorm"
-        else LayerNorm(config.d_model, config.init_std)
-    )
+    """Return a norm over the model's width, of the configured kind."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.d_model)
+    return LayerNorm(config.d_model, config.init_std)
 
 
 def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into the parameters of the same names; tied parameters go by their first name.
+    """Copy `tensors` into the parameters of the same names; tied parameters use their first name.
 
     Raises CheckpointError unless names and shapes agree exactly.
     """
     parameters = dict(module.named_parameters())
-    missing, unknown = (
-        sorted(parameters.keys() - tensors.keys()),
-        sorted(tensors.keys() - parameters.keys()),
-    )
+    missing = sorted(parameters.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - parameters.keys())
     if missing or unknown:
         raise CheckpointError(
             f"the parameters do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "
-            f"({len(missing)} and {len(unknown)} in all); use the configuration they were saved with"
+            f"({len(missing)} and {len(unknown)} in all); use their own configuration"
         )
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensors[name].shape)}, the model expects {list(parameter.shape)}; "
-                "use the configuration it was saved with"
+                f"{name} has shape {list(tensors[name].shape)}, the model expects "
+                f"{list(parameter.shape)}; use the configuration it was saved with"
             )
     with torch.no_grad():
         for name, parameter in parameters.items():

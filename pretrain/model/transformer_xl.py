@@ -1,7 +1,6 @@
-"""Transformer-XL (Dai et al. 2019): segment recurrence over a memory of hidden states; and its later variants.
+"""Transformer-XL (Dai et al. 2019), with segment recurrence over a memory of hidden states.
 
-B lanes, L tokens of the segment, M memory rows (K compressed ones first), C = M + L, D d_model, N heads, H head width,
-V vocabulary.
+Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -14,35 +13,32 @@ from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
-from pretrain.model.adaptive_softmax import AdaptiveSoftmax, with_gradient_of
-from pretrain.model.compression import (
-    Compression,
-    grouped_documents,
-    leaving_rows,
-    num_leaving_rows,
-    with_compressed,
-)
+from pretrain.model.attention_paths import Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.embedding import Embedding
+from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
 from pretrain.model.layer import TransformerLayer
-from pretrain.model.masks import Visibility
 from pretrain.model.memory import (
+    Compression,
     Memory,
     compressed_rows,
     empty_memory,
     extended,
+    grouped_documents,
     keep_last_rows,
+    leaving_rows,
     memory_num_lanes,
     memory_num_rows,
+    num_leaving_rows,
     recent_rows,
     segment_documents,
+    with_compressed,
 )
 from pretrain.model.parameters import normal
 from pretrain.model.positions import DistanceBias, RelativePositions
 
 
 class TransformerXL(nn.Module):
-    """The language model. Parameters come from torch's default generator; nothing else uses random-number state."""
+    """The language model. Only its initialization uses random-number state: torch's generator."""
 
     def __init__(
         self,
@@ -54,9 +50,7 @@ class TransformerXL(nn.Module):
     ) -> None:
         super().__init__()
         if config.vocab_size < 1:
-            raise ConfigError(
-                "model.vocab_size=0: set it to the tokenizer's number of tokens before building the model"
-            )
+            raise ConfigError("model.vocab_size=0; set it to the tokenizer's number of tokens")
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
@@ -91,13 +85,13 @@ class TransformerXL(nn.Module):
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
     ) -> tuple[Tensor, Memory]:
-        """NLL [B, L] per token in float32 (float64 for a float64 model) and the memory for the next segment.
+        """Return the NLL [B, L] in float32 (float64 in a float64 model) and the next memory.
 
-        `starts_BL` marks first tokens of documents. Dropout acts in training mode only and only if a stream is given.
-        `memory_length` replaces the configured one for this call; with `same_length` it is also the number of keys
-        seen, except that 0 means the segment alone.
+        `starts_BL` marks the first tokens of documents. Dropout acts only in training mode and if a
+        stream is given. `memory_length` replaces the configured one for this call; with
+        `same_length` it is also the number of keys seen, except that 0 means the segment alone.
         """
-        hidden_BLD, memory, error = self._run_layers(
+        hidden_BLD, memory, error = self.hidden_states(
             tokens_BL, memory, starts_BL, dropout, memory_length
         )
         nll_BL = self.head(hidden_BLD, targets_BL)
@@ -111,11 +105,13 @@ class TransformerXL(nn.Module):
         memory_length: int | None = None,
         num_last: int | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Log-probabilities [B, L, V] of the token after each of the last `num_last` tokens (default: all), and memory.
+        """Return log-probabilities after each of the last `num_last` tokens (all), and the memory.
 
-        Not under ZeRO-3, whose hooks sit on `forward`.
+        Their shape is [B, `num_last`, V]. Not for ZeRO-3, whose hooks act in `forward`.
         """
-        hidden_BLD, memory = self.hidden_states(tokens_BL, memory, starts_BL, None, memory_length)
+        hidden_BLD, memory, _ = self.hidden_states(
+            tokens_BL, memory, starts_BL, None, memory_length
+        )
         return self.head(hidden_BLD[:, -(num_last or 0) :], None), memory
 
     def hidden_states(
@@ -125,22 +121,8 @@ class TransformerXL(nn.Module):
         starts_BL: Tensor | None = None,
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """What the output layer reads, [B, L, D], and the memory for the next segment."""
-        hidden_BLD, memory, _ = self._run_layers(
-            tokens_BL, memory, starts_BL, dropout, memory_length
-        )
-        return hidden_BLD, memory
-
-    def _run_layers(
-        self,
-        tokens_BL: Tensor,
-        memory: Memory | None,
-        starts_BL: Tensor | None,
-        dropout: DropoutStream | None,
-        memory_length: int | None,
     ) -> tuple[Tensor, Memory, Tensor | None]:
-        """Hidden states, the next memory, and the compression's error if there is one."""
+        """Return the output layer's input [B, L, D], the next memory, the compression's error."""
         dropout = dropout if self.training else None
         length = self.config.memory_length if memory_length is None else memory_length
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
@@ -150,15 +132,13 @@ class TransformerXL(nn.Module):
             [*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1
         )
         positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
-        visibility = self._visibility(documents_BC, hidden_BLD, length)
+        visibility = self.visibility(documents_BC, hidden_BLD, length)
         inputs_BLD = []
         for index, layer in enumerate(self.layers):
             inputs_BLD.append(hidden_BLD)
-            memory_BMD = (
-                torch.cat([compressed[index], recent[index]], dim=1)
-                if compressed
-                else recent[index]
-            )
+            memory_BMD = recent[index]
+            if compressed:
+                memory_BMD = torch.cat([compressed[index], memory_BMD], dim=1)
             inputs = (hidden_BLD, memory_BMD, positions_CX, self.content_bias, self.position_bias)
             hidden_BLD = self._run(index, layer, *inputs, visibility=visibility, dropout=dropout)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
@@ -169,8 +149,9 @@ class TransformerXL(nn.Module):
         )
 
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
-        """A layer's module on its inputs, with or without keeping what its backward pass needs."""
-        # The options go by name: DeepSpeed's hooks look into positional inputs only and know no such objects.
+        """Run a layer's module, with full activation checkpointing for every n-th layer if set."""
+        # Options are keyword arguments: DeepSpeed's hooks inspect the positional ones and support
+        # tensors only.
         if (
             self.activation_checkpointing != "full"
             or index % self.checkpoint_every_n_layers
@@ -182,14 +163,11 @@ class TransformerXL(nn.Module):
     def _usable_memory(
         self, memory: Memory | None, hidden_BLD: Tensor, length: int
     ) -> tuple[Memory, Memory]:
-        """Recent and compressed rows, the latter () where nothing is compressed."""
-        num_lanes, _, d_model = hidden_BLD.shape
-        num_layers, compresses = len(self.layers), self.compressions is not None
+        """Return recent and compressed rows, the latter () if nothing is compressed."""
+        num_lanes, num_layers = len(hidden_BLD), len(self.layers)
+        compresses = self.compressions is not None
         if memory is None:
-            dtype, device = hidden_BLD.dtype, hidden_BLD.device
-            memory = empty_memory(
-                num_layers, num_lanes, d_model, dtype, device, compressed=compresses
-            )
+            memory = empty_memory(self.config, num_lanes, hidden_BLD)
         assert len(memory) == (num_layers + 1) * (1 + compresses), (len(memory), num_layers)
         assert memory_num_lanes(memory) == num_lanes, (memory_num_lanes(memory), num_lanes)
         memory = tuple(part.detach() for part in memory)
@@ -198,10 +176,8 @@ class TransformerXL(nn.Module):
             return keep_last_rows(recent, length), ()
         if not length:
             return keep_last_rows(recent, 0), keep_last_rows(compressed, 0)
-        waiting = self.config.compression_rate - 1
-        return keep_last_rows(recent, length + waiting), keep_last_rows(
-            compressed, self.config.compressed_length
-        )
+        recent = keep_last_rows(recent, length + self.config.compression_rate - 1)
+        return recent, keep_last_rows(compressed, self.config.compressed_length)
 
     def _extended_and_compressed(
         self,
@@ -211,15 +187,13 @@ class TransformerXL(nn.Module):
         documents_BL: Tensor,
         length: int,
     ) -> tuple[Memory, Tensor]:
-        """The next memory, and the summed error of the layers' compressions."""
+        """Return the next memory and the summed error of the layers' compressions."""
         assert self.compressions is not None
-        rate, total = self.config.compression_rate, memory_num_rows(recent) + documents_BL.shape[1]
-        count = (
-            num_leaving_rows(memory_num_rows(recent), documents_BL.shape[1], length, rate)
-            if length
-            else 0
-        )
-        documents_BK, own_BKc = grouped_documents(
+        rate, num_recent = self.config.compression_rate, memory_num_rows(recent)
+        num_tokens, count = documents_BL.shape[1], 0
+        if length:
+            count = num_leaving_rows(num_recent, num_tokens, length, rate)
+        documents_BK, own_BKX = grouped_documents(
             leaving_rows(recent[-1], documents_BL, count), rate
         )
         rows_BKD, errors = [], []
@@ -228,22 +202,23 @@ class TransformerXL(nn.Module):
         ):
             layer = self.layers[index]
             assert isinstance(layer, TransformerLayer)
-            leaving_BED = leaving_rows(recent[index], segment_BLD, count)
-            own = own_BKc if self.config.isolate_documents else None
+            leaving_BXD = leaving_rows(recent[index], segment_BLD, count)
+            own = own_BKX if self.config.isolate_documents else None
             new_BKD, error = self._run(
-                index, compression, leaving_BED, own, segment_BLD.detach(), layer=layer
+                index, compression, leaving_BXD, own, segment_BLD.detach(), layer=layer
             )
             rows_BKD.append(new_BKD)
             errors.append(error)
         new = (*rows_BKD, documents_BK)
         kept = with_compressed(compressed, new, self.config.compressed_length, documents_BL[:, -1:])
-        levels = extended(recent, inputs_BLD, documents_BL, total - count if length else 0)
+        kept_rows = num_recent + num_tokens - count if length else 0
+        levels = extended(recent, inputs_BLD, documents_BL, kept_rows)
         return (*levels[:-1], *kept, levels[-1]), torch.stack(errors).sum()
 
     def positions_CX(
         self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None
     ) -> Tensor:
-        """Encodings [C, D or H], or biases [C, N], farthest first; the paper drops parts of its encodings too."""
+        """Return encodings [C, D or H] or biases [C, N], farthest first, with dropout."""
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
         positions_CX = self._encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
@@ -251,7 +226,8 @@ class TransformerXL(nn.Module):
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
 
-    def _visibility(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Visibility:
+    def visibility(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Visibility:
+        """Return which of the C keys the segment's queries see."""
         return Visibility(
             num_queries=hidden_BLD.shape[1],
             num_keys=documents_BC.shape[1],

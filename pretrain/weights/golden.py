@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from pretrain.model.attention_paths import relative_shift
-from pretrain.model.masks import forbidden_LC
+from pretrain.kernels.cpu.relative_shift import relative_shift
+from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.memory import Memory
-from pretrain.model.original import config_of_original, original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.text import text_table
+from pretrain.weights.original import config_of_original, original_to_ours
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
@@ -198,7 +198,7 @@ class Replay:
             layer.register_forward_pre_hook(lambda _, inputs: inputs_BLD.append(inputs[0]))
             for layer in self._model.layers
         ]
-        hidden_BLD, memory = self._model.hidden_states(tokens_BL, self._memory)
+        hidden_BLD, memory, _ = self._model.hidden_states(tokens_BL, self._memory)
         for hook in hooks:
             hook.remove()
         old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)

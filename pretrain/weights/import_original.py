@@ -19,10 +19,10 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import ModelConfig, RunConfig
-from pretrain.model.original import original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import refuse_existing, write_export
+from pretrain.weights.original import original_to_ours
 from pretrain.weights.trained_model import TrainedModel
 
 HUGGING_FACE_PREFIX = "transformer."  # of everything but the softmax

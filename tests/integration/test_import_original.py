@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from data_pipeline.errors import CheckpointError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
-from pretrain.model.original import config_of_original
 from pretrain.weights.import_original import checked_loss, import_state, read_state
 from pretrain.weights.load_export import load_export
+from pretrain.weights.original import config_of_original
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 
 ADAPTIVE: dict[str, Any] = {

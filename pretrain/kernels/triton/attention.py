@@ -42,7 +42,7 @@ def fused_relative_attention(
     head, query, key). The gradient of the positions is summed by atomic additions, in no fixed order, unless
     `deterministic`, which costs one kernel more.
 
-    Query, key, value and position share one dtype. Ask `unsupported_reason` of triton_support first.
+    Query, key, value and position share one dtype. Ask `unsupported_reason` first.
     """
     inputs = Inputs(
         query_BLNH,

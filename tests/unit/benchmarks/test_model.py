@@ -11,9 +11,9 @@ from benchmarks.model.command import benchmarks
 from benchmarks.model.training import growth_points, training_step
 from pretrain.config.run import OptimConfig
 from pretrain.costs.flops import parameters_of
-from pretrain.model.original import original_to_ours
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.original import original_to_ours
 from tests.helpers.models import TINY, random_tokens
 from tests.helpers.reference_training import ReferenceTransformerXL, original_state
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.kernels.cpu.attention import relative_attention
-from pretrain.kernels.cpu.tile_math import shifted, unshift_
+from pretrain.kernels.cpu.relative_shift import shifted, unshift_
 from pretrain.kernels.cpu.tiles import Tiling
 from tests.helpers.exact_attention import exact_attention
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model.dropout import LEVELS, DropoutStream, Site, drop, hashed_bits, realised_rate
+from pretrain.model.dropout import LEVELS, DropoutStream, Site, drop, hashed_bits, realized_rate
 
 MANY = 100_000
 
@@ -103,12 +103,12 @@ def test_every_bit_of_the_hash_is_fair_and_neighbours_are_independent() -> None:
             assert abs(same - 0.5) < tolerance
 
 
-def test_what_is_kept_is_rescaled_by_the_realised_probability() -> None:
+def test_what_is_kept_is_rescaled_by_the_realized_probability() -> None:
     rate = 0.1
-    assert abs(realised_rate(rate) - rate) <= 0.5 / LEVELS
+    assert abs(realized_rate(rate) - rate) <= 0.5 / LEVELS
     values = torch.full((1, 100), 3.0, dtype=torch.float64)
     kept = DropoutStream(1, 2, [0]).drop(values, rate, Site.FINAL)
-    assert set(kept.flatten().tolist()) == {0.0, 3.0 * (1 / (1 - realised_rate(rate)))}
+    assert set(kept.flatten().tolist()) == {0.0, 3.0 * (1 / (1 - realized_rate(rate)))}
 
 
 def test_the_gradient_passes_through_the_same_mask() -> None:

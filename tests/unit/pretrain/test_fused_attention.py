@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from pretrain.kernels.triton.support import unsupported_reason
+from pretrain.kernels.triton.settings import unsupported_reason
 from tests.helpers.fused_attention_cases import CASES
 
 # The 2-norm of the error over that of the exact value.

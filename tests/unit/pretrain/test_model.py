@@ -11,17 +11,15 @@ import torch
 from data_pipeline.errors import CheckpointError
 from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.attention import RelativeAttention
+from pretrain.model.attention_paths import Visibility, forbidden_LC
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.masks import Visibility, forbidden_LC
 from pretrain.model.memory import (
-    behind_forgotten,
-    concatenate_lanes,
+    after_forgotten_segment,
     memory_num_lanes,
     memory_num_rows,
-    take_lanes,
 )
 from pretrain.model.parameters import load_parameters
-from pretrain.model.positions import RelativePositions, sinusoids_PD
+from pretrain.model.positions import RelativePositions, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import (
     TINY,
@@ -94,12 +92,12 @@ def test_a_memory_knows_of_the_documents_that_began_in_a_forgotten_segment() -> 
     first = torch.tensor([[True, False, True, False], [False, False, False, False]])
     second = torch.tensor([[False, True, False, True], [False, False, False, False]])
     _, before = model(tokens_BL, tokens_BL, None, first)
-    forgotten = behind_forgotten(before, second)
+    forgotten = after_forgotten_segment(before, second)
     assert forgotten is not None
     assert all(map(torch.equal, forgotten[:-1], before[:-1]))
     assert forgotten[-1].dtype == torch.int32
     assert forgotten[-1].tolist() == [[-3, -3, -2, -2], [0, 0, 0, 0]]
-    assert behind_forgotten(None, second) is None
+    assert after_forgotten_segment(None, second) is None
 
 
 def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
@@ -141,15 +139,14 @@ def test_memory_length_zero_sees_the_segment_alone(same_length: bool) -> None:
     assert torch.equal(tiny_model(memory_length=0)(tokens_BL, tokens_BL)[0], alone)
 
 
-def test_lanes_of_a_memory_can_be_taken_apart_and_put_together() -> None:
+def test_lanes_continue_from_their_rows_of_a_memory() -> None:
     model = tiny_model()
     stream_BT = random_tokens(4, 17)
     _, memory = stream_nll(model, stream_BT[:, :9], [8])
     assert memory is not None
-    parts = [take_lanes(memory, 0, 1), take_lanes(memory, 1, 3)]
-    assert all(torch.equal(a, b) for a, b in zip(concatenate_lanes(parts), memory, strict=True))
     whole, _ = stream_nll(model, stream_BT[:, 8:], [8], memory=memory)
-    part, _ = stream_nll(model, stream_BT[1:, 8:], [8], memory=parts[1])
+    rest = tuple(part[1:] for part in memory)
+    part, _ = stream_nll(model, stream_BT[1:, 8:], [8], memory=rest)
     torch.testing.assert_close(part, whole[1:], rtol=0, atol=1e-12)
 
 
@@ -330,7 +327,7 @@ def test_float32_agrees_with_float64() -> None:
 
 def test_encodings_stay_distinct_when_rounded_to_bfloat16() -> None:
     encodings_CD = RelativePositions(1024, 0).encodings_CD(768, torch.bfloat16, torch.device("cpu"))
-    exact_CD = sinusoids_PD(torch.arange(767, -1, -1, dtype=torch.float64), 1024)
+    exact_CD = sinusoids_XD(torch.arange(767, -1, -1, dtype=torch.float64), 1024)
     assert len(encodings_CD.unique(dim=0)) == 768
     torch.testing.assert_close(encodings_CD.double(), exact_CD, rtol=0, atol=2**-8)
 

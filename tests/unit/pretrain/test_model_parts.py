@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.config.run import ModelConfig, OptimConfig
-from pretrain.model.compression import num_leaving_rows
-from pretrain.model.feed_forward import FeedForward
+from pretrain.model.layer import FeedForward
+from pretrain.model.memory import num_leaving_rows
 from pretrain.model.parameters import RMSNorm
 from pretrain.model.positions import (
     DistanceBias,
     alibi_slopes_N,
     rotated_BXNH,
-    sinusoids_PD,
+    sinusoids_XD,
     t5_buckets_of,
 )
 from pretrain.model.transformer_xl import TransformerXL
@@ -50,7 +50,7 @@ def test_rotated_products_depend_on_the_difference_of_distances_alone(
     vectors = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64, generator=numbers)
 
     def product(offset: int) -> float:
-        angles = sinusoids_PD(torch.tensor([query + offset, key + offset], dtype=torch.float64), 10)
+        angles = sinusoids_XD(torch.tensor([query + offset, key + offset], dtype=torch.float64), 10)
         left, right = (
             rotated_BXNH(each, angle[None]) for each, angle in zip(vectors, angles, strict=True)
         )
@@ -63,7 +63,7 @@ def test_rotation_is_the_complex_product_of_roformer() -> None:
     values = torch.randn(1, 7, 2, 6, dtype=torch.float64)
     distances = torch.arange(6, -1, -1, dtype=torch.float64)
     rotated = torch.view_as_complex(
-        torch.stack(rotated_BXNH(values, sinusoids_PD(distances, 6)).chunk(2, -1), -1)
+        torch.stack(rotated_BXNH(values, sinusoids_XD(distances, 6)).chunk(2, -1), -1)
     )
     frequencies = 10_000.0 ** (-torch.arange(3, dtype=torch.float64) * 2 / 6)
     turns = torch.exp(-1j * distances[:, None] * frequencies)[:, None]
@@ -134,7 +134,7 @@ def test_z_loss_changes_gradients_but_not_the_loss_shown(cutoffs: tuple[int, ...
     tokens_BL, targets_BL = random_tokens(2, 6), random_tokens(2, 6, 1)
     assert torch.equal(plain(tokens_BL, targets_BL)[0], drawn(tokens_BL, targets_BL)[0])
     if not cutoffs:
-        hidden_BLD, _ = plain.hidden_states(tokens_BL)
+        hidden_BLD, _, _ = plain.hidden_states(tokens_BL)
         log_sums = plain.head.bins[0](hidden_BLD).logsumexp(-1)
         (plain(tokens_BL, targets_BL)[0] + 0.1 * log_sums.square()).mean().backward()
         drawn(tokens_BL, targets_BL)[0].mean().backward()
@@ -178,7 +178,7 @@ def test_reconstruction_is_learned() -> None:
     stream_BT, errors = random_tokens(8, 25), []
     for _ in range(60):
         _, memory = stream_nll(model, stream_BT[:, :13], [12])
-        _, _, error = model._run_layers(stream_BT[:, 12:24], memory, None, None, None)
+        _, _, error = model.hidden_states(stream_BT[:, 12:24], memory)
         assert error is not None
         optimizer.zero_grad()
         error.backward()

@@ -43,7 +43,9 @@ def counted_ratio(module: TransformerXL) -> float:
     with FlopCounterMode(display=False) as cached:
         stream.nll_BL(tokens_BL, tokens_BL)
     with FlopCounterMode(display=False) as window, torch.no_grad():
-        hidden_BLD, _ = module.hidden_states(torch.zeros(1, 64, dtype=torch.long), memory_length=0)
+        hidden_BLD, _, _ = module.hidden_states(
+            torch.zeros(1, 64, dtype=torch.long), memory_length=0
+        )
         module.head(hidden_BLD[:, -1:], tokens_BL[:, :1])
     return window.get_total_flops() / (cached.get_total_flops() / 16)
 

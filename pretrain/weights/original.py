@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
 from pretrain.config.run import ModelConfig
-from pretrain.model.embedding import bin_ranges
+from pretrain.model.embedding_and_softmax import bin_ranges
 
 # theirs -> ours, inside one layer
 LAYER_NAMES = {

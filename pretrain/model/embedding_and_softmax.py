@@ -1,0 +1,199 @@
+"""Both ends of the model: the token embedding and the output softmax, in bins if `cutoffs` are set.
+
+With `cutoffs` these are the adaptive embedding and the adaptive softmax (Grave et al. 2017; Baevski
+and Auli 2019) as in the original code: the first bin is the shortlist of frequent tokens, later
+bins may be narrower. The first bin's softmax covers its tokens and one column per tail bin; the
+column of bin i is the i-th from the end.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config.run import ModelConfig
+from pretrain.model.parameters import normal, zeros
+
+
+def bin_ranges(config: ModelConfig) -> list[range]:
+    """Return the tokens of each bin: the shortlist, then one bin per cutoff."""
+    return [range(first, last) for first, last in pairwise((0, *config.cutoffs, config.vocab_size))]
+
+
+def bin_width(config: ModelConfig, index: int) -> int:
+    """Return E of bin `index`: d_embed divided by div_val once for every bin before it."""
+    return config.embedding_width // config.div_val**index
+
+
+class EmbeddingBin(nn.Module):
+    """The vectors of one bin's tokens, with a projection to d_model if `div_val` exceeds 1."""
+
+    projection: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        width = bin_width(config, index)
+        self.weight = normal(len(bin_ranges(config)[index]), width, std=config.init_std)
+        self.projection = None
+        if config.div_val > 1:
+            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        vectors_BLE = embedding(tokens_BL, self.weight)
+        return vectors_BLE if self.projection is None else linear(vectors_BLE, self.projection)
+
+
+class Embedding(nn.Module):
+    """Vectors [B, L, D] times sqrt(D); with `div_val` 1 all bins share one projection."""
+
+    projection: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._ranges = bin_ranges(config)
+        self._scale = math.sqrt(config.d_model)
+        self.bins = nn.ModuleList(EmbeddingBin(config, index) for index in range(len(self._ranges)))
+        self.projection = None
+        width = config.embedding_width
+        if config.div_val == 1 and width != config.d_model:
+            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        vectors = self.bins[0](tokens_BL) if len(self.bins) == 1 else self._binned(tokens_BL)
+        if self.projection is not None:
+            vectors = linear(vectors, self.projection)
+        return vectors * self._scale
+
+    def _binned(self, tokens_BL: Tensor) -> Tensor:
+        # Every bin looks up every token, clamped into its range. So the device never waits for a
+        # count of tokens, and every rank runs every bin: ZeRO-3 gathers parameters module by
+        # module, in the same order on all ranks.
+        vectors = None
+        for tokens, bin_module in zip(self._ranges, self.bins, strict=True):
+            found_BL1 = ((tokens_BL >= tokens.start) & (tokens_BL < tokens.stop))[:, :, None]
+            looked_up = bin_module((tokens_BL - tokens.start).clamp(0, len(tokens) - 1))
+            vectors = looked_up if vectors is None else torch.where(found_BL1, looked_up, vectors)
+        assert vectors is not None
+        return vectors
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Return the logits in the precision of the loss: float32, or float64 if they have it."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
+    """Return `loss` with the gradient of `loss + other`: losses stay comparable to the last bit."""
+    return loss + (other - other.detach())
+
+
+class OutputBin(nn.Module):
+    """Logits [T, V + clusters] of one bin; the weight is the embedding's parameter if tied."""
+
+    projection: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, index: int) -> None:
+        super().__init__()
+        num_tokens, width = len(bin_ranges(config)[index]), bin_width(config, index)
+        embedding_bin = embedding.bins[index]
+        assert isinstance(embedding_bin, EmbeddingBin)
+        if config.tie_embeddings:
+            self.weight = embedding_bin.weight
+        else:
+            self.weight = normal(num_tokens, width, std=config.init_std)
+        self.bias = zeros(num_tokens)
+        own = embedding_bin.projection
+        shared = embedding.projection if own is None else own
+        if shared is None or config.ties_projection(index):
+            self.projection = shared
+        else:
+            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+        self._num_clusters = 0 if index else len(config.cutoffs)
+        if self._num_clusters:
+            self.cluster_weight = normal(self._num_clusters, width, std=config.init_std)
+            self.cluster_bias = zeros(self._num_clusters)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        hidden = hidden_TD if self.projection is None else linear(hidden_TD, self.projection.t())
+        if not self._num_clusters:
+            return linear(hidden, self.weight, self.bias)
+        weight = torch.cat([self.weight, self.cluster_weight])
+        return linear(hidden, weight, torch.cat([self.bias, self.cluster_bias]))
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Negative log-likelihoods in token order; without cutoffs an ordinary softmax.
+
+    With `chunk_tokens`, training holds the logits of at most that many tokens at a time; the
+    backward pass computes each chunk's logits again.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, chunk_tokens: int = 0) -> None:
+        super().__init__()
+        self._chunk_tokens = chunk_tokens
+        self._ranges = bin_ranges(config)
+        self._z_loss = config.z_loss
+        self.bins = nn.ModuleList(
+            OutputBin(config, embedding, index) for index in range(len(self._ranges))
+        )
+
+    def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None) -> Tensor:
+        """Return the NLL [B, L] of the targets in float32; without targets, log-probabilities."""
+        hidden_TD = hidden_BLD.flatten(0, 1)
+        if targets_BL is None:
+            return self._log_probabilities(hidden_TD).unflatten(0, hidden_BLD.shape[:2])
+        targets_T = targets_BL.flatten()
+        size = self._chunk_tokens or len(targets_T)
+        recomputes = size < len(targets_T) and torch.is_grad_enabled()
+        nll = self._recomputed_nll if recomputes else self._nll
+        chunks = zip(hidden_TD.split(size), targets_T.split(size), strict=True)
+        return torch.cat([nll(*chunk) for chunk in chunks]).view(targets_BL.shape)
+
+    def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        nll_T = checkpoint(
+            self._nll, hidden_TD, targets_T, use_reentrant=False, preserve_rng_state=False
+        )
+        assert isinstance(nll_T, Tensor)
+        return nll_T
+
+    def _nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        head_targets_T = targets_T
+        for index, tokens in enumerate(self._ranges[1:], start=1):
+            in_bin_T = (targets_T >= tokens.start) & (targets_T < tokens.stop)
+            head_targets_T = head_targets_T.masked_fill(in_bin_T, self._cluster_column(index))
+        nll_T = self._cross_entropy(self.bins[0](hidden_TD), head_targets_T)
+        for index, tokens in enumerate(self._ranges[1:], start=1):
+            chosen = ((targets_T >= tokens.start) & (targets_T < tokens.stop)).nonzero().flatten()
+            # Runs even if no token is in the bin: under ZeRO-3 every rank must run every module.
+            tail_nll = self._cross_entropy(
+                self.bins[index](hidden_TD[chosen]), targets_T[chosen] - tokens.start
+            )
+            nll_T = nll_T.index_add(0, chosen, tail_nll)
+        return nll_T
+
+    def _cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        """Return the NLL [T]; z-loss (Chowdhery et al. 2022) acts in the gradient only.
+
+        It draws the logarithm of the softmax's normalizer, log(sum(exp(logits))), towards zero.
+        """
+        logits_TV = at_least_float32(logits_TV)
+        nll_T = cross_entropy(logits_TV, targets_T, reduction="none")
+        if not self._z_loss or not torch.is_grad_enabled():
+            return nll_T
+        return with_gradient_of(nll_T, self._z_loss * logits_TV.logsumexp(1).square())
+
+    def _log_probabilities(self, hidden_TD: Tensor) -> Tensor:
+        head = log_softmax(at_least_float32(self.bins[0](hidden_TD)), dim=1)
+        parts = [head[:, : len(self._ranges[0])]]
+        for index in range(1, len(self._ranges)):
+            tail = log_softmax(at_least_float32(self.bins[index](hidden_TD)), dim=1)
+            parts.append(head[:, self._cluster_column(index), None] + tail)
+        return torch.cat(parts, dim=1)
+
+    def _cluster_column(self, index: int) -> int:
+        return len(self._ranges[0]) + len(self._ranges) - 1 - index
