@@ -47,12 +47,19 @@ class TrainingError(UserError):
     """A run does not learn and cannot heal itself."""
 
 
-def exit_status_of(command: Callable[[], int]) -> int:
-    """Run a command and turn what it raises into the exit status; errors a user can cause take one line on stderr."""
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+
+
+def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:
+    """Run a command; the exit status, also for what it raises.
+
+    An error that a user can cause is reported as one line, by default on stderr.
+    """
     try:
         return command()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(str(error))
     except BrokenPipeError:
         # The reader of our output went away (`... | head`); there is nobody left to tell.
         sys.stderr.close()
@@ -60,10 +67,7 @@ def exit_status_of(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (*NO_ROOM, *WRONG_PLACE):
             raise
-        print(
-            f"error: {error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}",
-            file=sys.stderr,
-        )
+        report(f"{error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 from data_pipeline.program import Program
+from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does)
 COMMANDS = {
@@ -65,6 +66,7 @@ main = PROGRAM.main
 
 def console() -> NoReturn:
     """What the console script and `python -m pretrain` run: `main`, then the end of the process."""
+    set_up_logging("pretrain")
     end_process(main())
 
 

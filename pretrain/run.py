@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -57,6 +58,8 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.train import train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
+
+logger = logging.getLogger(__name__)
 
 SHARDS_BESIDE_LANES = (
     5  # that a rank may have open: two used last in each split, and the one it turns to
@@ -193,7 +196,7 @@ def _open_lanes(
     name_suspects(start.config, start.run_dir, engine, corpus, state, lanes)
     stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:
-        print(stream.advice, flush=True)
+        logger.warning(stream.advice)
     return stream
 
 
@@ -213,16 +216,21 @@ def _step_to_go_on_from(start: Start) -> int:
 
 def _say_what_changes(config: RunConfig, step: int) -> None:
     before, after = config.data, run_at(config, step).data
-    memory = "memories go on" if before.lanes == after.lanes else "memories begin empty"
-    lanes = "begin anew" if begins_lanes(config, step) else "go on"
+    memory = "kept" if before.lanes == after.lanes else "reset"
+    lanes = "restart" if begins_lanes(config, step) else "continue"
     length = (
         f", segments of {after.segment_length}"
         if before.segment_length != after.segment_length
         else ""
     )
-    print(
-        f"phase {phase_at(config, step)} from step {step}: {after.lanes} lanes {lanes}{length}; {memory}",
-        flush=True,
+    logger.info(
+        "phase %d from step %d: %d lanes %s%s; memories are %s",
+        phase_at(config, step),
+        step,
+        after.lanes,
+        lanes,
+        length,
+        memory,
     )
 
 
@@ -240,11 +248,11 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
             "reason": error.splitlines()[0],
         }
     )
-    then = "going on" if world.world_size == 1 else "the next start goes on"
-    print(
-        f"recovery: rank {world.rank} is out of memory with {lanes} lanes per forward pass; {then} from the newest "
-        "checkpoint with half as many, the same lanes and the same losses",
-        flush=True,
+    logger.warning(
+        "recovery: out of memory (OOM) with %d lanes per forward pass; %s from the latest checkpoint "
+        "with half as many. Lanes and losses do not change",
+        lanes,
+        "resuming" if world.world_size == 1 else "the next start resumes",
     )
 
 

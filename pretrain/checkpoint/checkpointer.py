@@ -7,6 +7,7 @@ size and stage do not matter. No pickle anywhere.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
 
@@ -129,9 +132,7 @@ class Checkpointer:
         if self._world.is_main:
             files.remove_partial(self._root)
             try:
-                found = marker.latest_valid(
-                    self._root, say=lambda text: print(text, flush=True), run_id=self._run_id
-                )
+                found = marker.latest_valid(self._root, say=logger.warning, run_id=self._run_id)
             except UserError as error:
                 problem = str(error)
         found, problem = broadcast_object((found, problem))
@@ -140,7 +141,7 @@ class Checkpointer:
         if found is None:
             return None
         if self._world.is_main:
-            print(f"going on from {found.directory}", flush=True)
+            logger.info("resuming from %s", found.directory)
         load_engine(engine, found)
         return self._restore_state(engine, found)
 

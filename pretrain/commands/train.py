@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
+from data_pipeline.errors import exit_status_of
 from pretrain.config.phases import advice_on_phases
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.terminal.live_bar import live_bar
+from pretrain.terminal.log import add_log_level_argument, set_up_logging
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain train`, one rank's program."""
     parser.add_argument("config", type=Path, help="experiment file (YAML)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's"
     )
     parser.add_argument(
         "--run-dir",
         type=Path,
         required=True,
-        help="where checkpoints and metrics go; resumed if it holds this run",
+        help="output directory for checkpoints and metrics; resumed if it contains this run",
     )
+    add_log_level_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume the run of this directory as one rank of WORLD_SIZE."""
     config = resolve(load_config(RunConfig, arguments.config, arguments.overrides))
-    from pretrain.distributed.world import destroy_process_group, init_world
+    from pretrain.distributed.world import (
+        destroy_process_group,
+        init_world,
+        world_from_environment,
+    )
     from pretrain.run import run_training, set_threads
 
+    set_up_logging(f"rank {world_from_environment(os.environ).rank}", arguments.log_level)
     set_threads(config)
-
     world = init_world()
     if world.is_main and (advice := advice_on_phases(config)):
-        print(advice, flush=True)
+        logger.warning(advice)
     try:
         with live_bar():
-            return run_training(config, arguments.run_dir, world)
+            return exit_status_of(
+                lambda: run_training(config, arguments.run_dir, world), report=logger.error
+            )
     finally:
         destroy_process_group()

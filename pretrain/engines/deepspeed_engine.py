@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +30,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex
 from pretrain.optim.layer_norms import LayerMeter
 from pretrain.optim.optimizers import build_optimizer, must_skip
+from pretrain.terminal.log import adopt_logger
 
 
 class DeepSpeedEngine:
@@ -177,7 +177,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 
     # Only inference uses this operator, and compiling it would take a minute at every first start.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    adopt_logger("DeepSpeed")
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False
     )

@@ -16,6 +16,7 @@ run writes the same numbers for the same steps.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,8 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Metrics:
             lines[-1] |= self._lane_meter.numbers(of_lanes)
             lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
             self._files.append(lines)
-            print(train_line(lines, self._run.optim.steps, seconds / len(steps)), flush=True)
+            logger.info(train_line(lines, self._run.optim.steps, seconds / len(steps)))
         self._start_interval()
         return lines
 
@@ -145,7 +148,7 @@ class Metrics:
         self._pause_since(self._idle_since)
         if self._files is not None:
             self._files.append([{"kind": "evaluation", "step": step, **values}])
-            print(evaluation_line(step, values), flush=True)
+            logger.info(evaluation_line(step, values))
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -164,12 +167,10 @@ class Metrics:
         if self._files is not None:
             self._files.close()
         if self._world.is_main and not goes_on:
-            print(
-                f"finished; metrics in {self._run_dir.metrics}"
-                if finished
-                else "stopped and saved; the same command goes on from here",
-                flush=True,
-            )
+            if finished:
+                logger.info("finished; metrics in %s", self._run_dir.metrics)
+            else:
+                logger.info("stopped and saved; rerun the command to resume")
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
         """Sums over ranks: the losses of the steps, the ranks' own measurements, what lanes did, squares of norms."""
@@ -204,10 +205,13 @@ class Metrics:
             return {}
         if self._stragglers.observe(slowest):
             self._run_dir.append_ledger({"event": "straggler", "step": step, **asdict(slowest)})
-            print(
-                f"straggler: rank {slowest.rank} needs {slowest.seconds:.3g} s of a step for itself, "
-                f"{slowest.ratio:.1f} times as long as the others; heartbeats/ says on which host it runs",
-                flush=True,
+            logger.warning(
+                "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
+                "of the others; %s names its node",
+                slowest.rank,
+                slowest.seconds,
+                slowest.ratio,
+                self._run_dir.heartbeats,
             )
         return {"slowest_rank": slowest.rank, "straggler_ratio": slowest.ratio}
 
@@ -235,11 +239,12 @@ class Metrics:
         }
 
     def _say_peak(self) -> None:
-        print(
-            f"MFU = tokens/s x {si(self._flops_per_token)}FLOP per token / {si(self._peak)}FLOP/s, "
-            f"the matrix product measured on {counted(self._world.world_size, 'rank')} "
-            f"in {self._run.engine.precision}",
-            flush=True,
+        logger.info(
+            "MFU = tokens/s x %sFLOP per token / %sFLOP/s, the matrix product measured on %s in %s",
+            si(self._flops_per_token),
+            si(self._peak),
+            counted(self._world.world_size, "rank"),
+            self._run.engine.precision,
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from data_pipeline.files import fsync_directory
+
+logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
@@ -38,4 +41,4 @@ class StepProfiler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(self._path))
         fsync_directory(self._path.parent)
-        print(f"profiler trace of steps {self._first} to {self._last}: {self._path}", flush=True)
+        logger.info("profiler trace of steps %d to %d: %s", self._first, self._last, self._path)

@@ -6,8 +6,8 @@ Letters of shapes as in `pretrain.model`; the queries are the last L of the C ke
 from __future__ import annotations
 
 import functools
+import logging
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,4 +214,4 @@ def bias_by_distance_NLC(distance_bias_CN: Tensor, num_queries: int) -> Tensor:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    logging.getLogger(__name__).warning(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,8 @@ from pretrain.recovery.loss_spikes import (
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 NUM_SUSPECTS = 5
 SUSPECTS = "suspects"
@@ -100,10 +103,14 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
                 "reason": spike.describe(),
             }
         )
-        print(
-            f"recovery: {spike.describe()}; back to step {step}, passing over segments {window.start} to "
-            f"{window.stop - 1} (rewind {num_rewinds + 1} of at most {run.recovery.max_rewinds})",
-            flush=True,
+        logger.warning(
+            "recovery: %s; rewinding to step %d, skipping segments %d to %d (rewind %d of at most %d)",
+            spike.describe(),
+            step,
+            window.start,
+            window.stop - 1,
+            num_rewinds + 1,
+            run.recovery.max_rewinds,
         )
 
 
@@ -200,7 +207,7 @@ def _write_suspects(
     worst = ", ".join(
         f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked
     )
-    print(f"recovery: hardest to predict of what is passed over: {worst}", flush=True)
+    logger.warning("recovery: hardest to predict in the skipped segments: %s", worst)
 
 
 def _report(run: RunConfig, spike: Spike, ledger: Iterable[dict[str, Any]]) -> str:

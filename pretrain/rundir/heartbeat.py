@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from types import TracebackType
 from typing import Literal
 
 from data_pipeline.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Phase = Literal["start", "train", "evaluate", "save"]
 
@@ -104,4 +107,4 @@ class Heartbeat:
         except (
             OSError
         ) as error:  # a full disk must not end a rank that still trains; the next save will say it
-            print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)
+            logger.warning("heartbeat not written: %s", error)

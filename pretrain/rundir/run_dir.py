@@ -12,10 +12,11 @@ import contextlib
 import datetime
 import fnmatch
 import json
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -124,17 +127,15 @@ class RunDir:
         return run_dir
 
     @classmethod
-    def create_or_resume(
-        cls, path: Path, config: RunConfig, say: Callable[[str], None] = print
-    ) -> RunDir:
-        """The directory of the run that `config` describes, new or to be gone on with.
+    def create_or_resume(cls, path: Path, config: RunConfig) -> RunDir:
+        """The directory of the run that `config` describes, created unless it exists.
 
-        Settings that differ from those of the run are said as `old -> new`; ConfigError unless each may change.
+        Logs settings that differ from the run's as `old -> new`; ConfigError unless each may change.
         """
         if not cls(path).exists():
             return cls.create(path, config)
         run_dir = cls.open(path)
-        run_dir._accept(config, say)
+        run_dir._accept(config)
         return run_dir
 
     def exists(self) -> bool:
@@ -267,13 +268,13 @@ class RunDir:
                 f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); choose an empty --run-dir"
             )
 
-    def _accept(self, config: RunConfig, say: Callable[[str], None]) -> None:
+    def _accept(self, config: RunConfig) -> None:
         changes = differences(to_tree(self.config), to_tree(config))
         if not changes:
             return
         self.refuse_other_run(config)
         for key, (old, new) in changes.items():
-            say(f"changed setting  {key}: {old} -> {new}")
+            logger.info("changed setting  %s: %s -> %s", key, old, new)
         self.append_ledger({"event": "settings_changed", "changes": changes})
         write_text(self._config_file, dump_yaml(to_tree(config)))
 

@@ -1,6 +1,7 @@
-"""A training run on a terminal: its newest measurements as a bar that stays at the bottom, everything else above it.
+"""The progress bar of a training run: its latest measurements stay at the terminal's bottom line.
 
-Where the output is no terminal nothing changes: a log has plain lines.
+All other lines scroll by above it. Where the output is not a terminal, nothing changes: a log file
+has plain lines.
 """
 
 from __future__ import annotations
@@ -14,43 +15,50 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_MEASUREMENTS = re.compile(
-    r"step +(\d+)/(\d+)  "
-)  # what pretrain.terminal.train_lines.train_line begins with
+from pretrain.terminal.log import LINE_START
+
+_MEASUREMENTS = re.compile(r"step +(\d+)/(\d+)  ")  # the start of `train_lines.train_line`
 _CLEAR = "\r\x1b[2K"
 _BAR_WIDTH = 24
 
 
 @contextlib.contextmanager
 def live_bar() -> Iterator[None]:
-    """In the block, stdout and stderr are written around a bar, if stdout is a terminal that can redraw a line."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+    """Write stderr, and stdout if it is a terminal, around a bar, in the block.
+
+    Only if stderr, where log lines go, is a terminal that can redraw a line.
+    """
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
     sys.stdout.flush()
-    output = LiveOutput(sys.stdout.fileno())
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            yield
-        finally:
-            output.leave()
+    output = LiveOutput(sys.stderr.fileno())
+    with contextlib.ExitStack() as stack:
+        stack.callback(output.leave)
+        stack.enter_context(contextlib.redirect_stderr(output))
+        if sys.stdout.isatty():
+            stack.enter_context(contextlib.redirect_stdout(output))
+        yield
 
 
 def echo(line: bytes) -> None:
-    """Show a line of another process here, from any thread; past the buffer, which may be gone at the end."""
-    if isinstance(sys.stdout, LiveOutput):
-        sys.stdout.write(line.decode(errors="replace"))
+    """Show a log line of another process here, from any thread.
+
+    It bypasses Python's buffer, which may be gone while the interpreter exits.
+    """
+    if isinstance(sys.stderr, LiveOutput):
+        sys.stderr.write(line.decode(errors="replace"))
     else:
-        os.write(1, line)
+        os.write(2, line)
 
 
 class LiveOutput(io.TextIOBase):
-    """A stream on which each line of measurements replaces the one before; all other lines stay, above it."""
+    """A stream on which each line of measurements replaces the one before; all others stay, above it."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal  # file descriptor
-        self._lock = threading.RLock()  # a signal handler may print in the middle of a print
-        self._begun = ""  # of a line whose end has not come
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a write
+        self._unfinished = ""  # a line whose end has not come yet
         self._bar = ""
 
     def writable(self) -> bool:
@@ -64,22 +72,24 @@ class LiveOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
-            *lines, self._begun = (self._begun + text).split("\n")
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
             above = "".join(map(self._taken, lines))
-            os.write(self._terminal, f"{above}{_CLEAR}{self._begun or self._fitted_bar()}".encode())
+            bottom = self._unfinished or self._fitted_bar()
+            os.write(self._terminal, f"{above}{_CLEAR}{bottom}".encode())
         return len(text)
 
     def leave(self) -> None:
-        """Let the last measurements stay where they are, for others to write below them."""
+        """Let the last measurements remain; what others write starts on the next line."""
         with self._lock:
-            if self._begun or self._bar:
+            if self._unfinished or self._bar:
                 os.write(self._terminal, b"\n")
-            self._begun = self._bar = ""
+            self._unfinished = self._bar = ""
 
     def _taken(self, line: str) -> str:
-        """What to write for a complete line: nothing, where it becomes the bar."""
-        if found := _MEASUREMENTS.match(line):
-            self._bar = f"{_drawn(int(found[1]) / max(1, int(found[2])))}  {line}"
+        """What to write for a complete line: nothing if it becomes the bar."""
+        message = LINE_START.sub("", line)
+        if found := _MEASUREMENTS.match(message):
+            self._bar = f"{_drawn(int(found[1]) / max(1, int(found[2])))}  {message}"
             return ""
         return f"{_CLEAR}{line}\n"
 
@@ -87,6 +97,6 @@ class LiveOutput(io.TextIOBase):
         return self._bar[: shutil.get_terminal_size().columns - 1]
 
 
-def _drawn(share: float) -> str:
-    done = round(min(1.0, share) * _BAR_WIDTH)
-    return f"[{'#' * done}{'-' * (_BAR_WIDTH - done)}] {share:4.0%}"
+def _drawn(fraction: float) -> str:
+    done = round(min(1.0, fraction) * _BAR_WIDTH)
+    return f"[{'#' * done}{'-' * (_BAR_WIDTH - done)}] {fraction:4.0%}"

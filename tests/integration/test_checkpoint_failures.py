@@ -56,7 +56,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     ended = train(experiment, run_dir, file_limit_kib=100)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
-    error = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    error = [line for line in ended.stderr.splitlines() if line.startswith("ERROR ")]
     assert len(error) == 1
     assert "could not save step 20" in error[0]
     assert "older checkpoints are untouched" in error[0]
@@ -84,7 +84,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(exper
     with RankGroup([*only_rank_1, *command, *SETTINGS, *longer], 2, tmp_path / "logs") as group:
         assert group.wait(timeout=120) == [2, 2]
     for log in group.logs:
-        errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        errors = [line for line in log.read_text().splitlines() if line.startswith("ERROR ")]
         assert len(errors) == 1
         assert f"could not save step {interval}" in errors[0]
         assert "File too large" in errors[0]
@@ -102,8 +102,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment
     damaged.write_bytes(content)
     ended = train(experiment, run_dir, "optim.steps=30", "optim.schedule.shape=cosine")
     assert ended.returncode == 0, ended.stderr
-    assert damaged.name in ended.stdout
-    assert f"going on from {run_dir.checkpoints / 'step-00000010'}" in ended.stdout
+    assert damaged.name in ended.stderr
+    assert f"resuming from {run_dir.checkpoints / 'step-00000010'}" in ended.stderr
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
         range(1, 31)
     )

@@ -85,7 +85,7 @@ def undisturbed(experiment: Path) -> tuple[RunDir, str]:
     run_dir = RunDir(experiment.with_name("undisturbed"))
     ended = train(experiment, run_dir)
     assert ended.returncode == 0, ended.stderr
-    return run_dir, ended.stdout
+    return run_dir, ended.stderr
 
 
 def ends_of_phases(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -94,8 +94,8 @@ def ends_of_phases(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     run_dir, said = undisturbed
-    assert "phase 1 from step 6: 4 lanes begin anew; memories go on" in said
-    assert "phase 2 from step 12: 8 lanes begin anew; memories begin empty" in said
+    assert "phase 1 from step 6: 4 lanes restart; memories are kept" in said
+    assert "phase 2 from step 12: 8 lanes restart; memories are reset" in said
     alone, *mixed = (Corpus.open(path / "train") for path in (corpora[0], *corpora))
     mixture = Mixture(mixed, [Fraction(1), Fraction(2)])
     for number, (event, data, lanes) in enumerate(
@@ -130,7 +130,7 @@ def test_a_run_killed_in_a_later_phase_goes_on_to_the_losses_of_the_undisturbed_
     assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
     ended = train(experiment, run_dir)
     assert ended.returncode == 0, ended.stderr
-    assert "step-00000012" in ended.stdout, "the border was saved"
+    assert "step-00000012" in ended.stderr, "the border was saved"
     assert not differing_losses(undisturbed[0], run_dir)
 
 
@@ -164,9 +164,9 @@ def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_s
     assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9
     ended = train(experiment, run_dir, *WARM_UP)
     assert ended.returncode == 0, ended.stderr
-    assert "going on from" in ended.stdout
-    assert "step-00000010" in ended.stdout
-    assert "phase 2 from step 12: 4 lanes go on, segments of 64; memories go on" in ended.stdout
+    assert "resuming from" in ended.stderr
+    assert "step-00000010" in ended.stderr
+    assert "phase 2 from step 12: 4 lanes continue, segments of 64; memories are kept" in ended.stderr
 
     config = resolve(load_config(RunConfig, experiment, WARM_UP))
     engine, corpus = build_engine(config, world), Corpus.open(corpora[0] / "train")

@@ -11,12 +11,12 @@ from pretrain.terminal.train_lines import train_line
 SCRIPT = """
 import sys
 from pretrain.terminal.live_bar import live_bar
-print("before")
+print("before", flush=True)
 with live_bar():
-    print("step  5/10  loss 2.5", flush=True)
-    print("saved", file=sys.stderr)
-    print("step 10/10  loss 2.0")
-print("after")
+    print("INFO 12:04:31 rank 0: step  5/10  loss 2.5", file=sys.stderr)
+    print("saved", flush=True)
+    print("INFO 12:04:32 rank 0: step 10/10  loss 2.0", file=sys.stderr)
+print("after", flush=True)
 """
 
 
@@ -37,9 +37,9 @@ def screen(text: str) -> list[str]:
 
 
 def test_measurements_replace_each_other_and_other_lines_stay_above_them():
-    first, second = "step  5/10  loss 2.5\n", "step 10/10  loss 2.0\n"
-    assert screen(written("going on\n", first, "saved\n", second)) == [
-        "going on",
+    first, second = "step  5/10  loss 2.5\n", "INFO 12:04:31 rank 0: step 10/10  loss 2.0\n"
+    assert screen(written("resuming\n", first, "saved\n", second)) == [
+        "resuming",
         "saved",
         f"[{'#' * 24}] 100%  step 10/10  loss 2.0",
         "",
@@ -64,8 +64,11 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
     plain = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
-    assert plain.stdout == "before\nstep  5/10  loss 2.5\nstep 10/10  loss 2.0\nafter\n"
-    assert plain.stderr == "saved\n"
+    assert plain.stdout == "before\nsaved\nafter\n"
+    assert plain.stderr.splitlines() == [
+        "INFO 12:04:31 rank 0: step  5/10  loss 2.5",
+        "INFO 12:04:32 rank 0: step 10/10  loss 2.0",
+    ]
     ours, theirs = pty.openpty()
     subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, stderr=theirs, check=True)
     os.close(theirs)
@@ -82,4 +85,4 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
 
 def test_lines_of_other_processes_are_shown_without_a_bar_too(capfd):
     echo(b"hello\n")
-    assert capfd.readouterr().out == "hello\n"
+    assert capfd.readouterr().err == "hello\n"

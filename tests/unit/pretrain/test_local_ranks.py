@@ -144,7 +144,7 @@ def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
     code = "import os; print('from rank', os.environ['RANK'])"
     with group_of(code, 2, tmp_path, echo_rank_zero=True) as group:
         assert group.wait(timeout=30) == [0, 0]
-    assert capfd.readouterr().out == "from rank 0\n"
+    assert capfd.readouterr().err == "from rank 0\n"
     assert [log.read_text() for log in group.logs] == ["from rank 0\n", "from rank 1\n"]
 
 

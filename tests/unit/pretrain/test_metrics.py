@@ -149,7 +149,8 @@ def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):
     assert 0.05 <= seconds[1] < 0.25
 
 
-def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run_dir, capsys):
+def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run_dir, caplog):
+    caplog.set_level("INFO", "pretrain")
     recorder = Recorder(world, run_dir)
     recorder.make_step(1.0)
     recorder.make_step(2.0)
@@ -158,7 +159,7 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
         2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5}
     )
     recorder.close()
-    peak, interval, evaluation, end = capsys.readouterr().out.splitlines()
+    peak, interval, evaluation, end = caplog.messages
     assert peak.startswith("MFU = tokens/s x ")
     for words in (
         "step  2/10",
@@ -179,7 +180,8 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
     assert str(run_dir.metrics) in end
 
 
-def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, capsys):
+def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, caplog):
+    caplog.set_level("INFO", "pretrain")
     monkeypatch.setattr(
         f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3)))
     )
@@ -194,7 +196,7 @@ def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, c
         event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     }
     assert {name for name in names if str(name).startswith("step ")} == {"step 2", "step 3"}
-    assert str(path) in capsys.readouterr().out
+    assert str(path) in caplog.text
 
 
 @pytest.mark.parametrize("steps", [(3, 2), (0, 2), (-1, 4)])
