@@ -1,4 +1,4 @@
-"""Every setting of a model, and the reasons why some do not go together. Torch-free, as `pretrain.config.run`."""
+"""Every setting of a model, and which combinations are errors. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SWIGLU_MULTIPLE = 64  # the derived width of a SwiGLU layer is rounded up to thi
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The Transformer-XL of Dai et al. 2019; names in comments are the paper's or its published code's.
+    """The Transformer-XL of Dai et al. 2019; comments give the names in the paper or its code.
 
-    The defaults are the paper's. `docs/model.md` gives formula and source of every variant.
+    The defaults are the paper's. `docs/model.md` gives the formula and source of every variant.
     """
 
     vocab_size: int = 0  # n_token; 0: taken from the corpus' tokenizer
@@ -28,34 +28,33 @@ class ModelConfig:
     num_heads: int = 4  # n_head
     num_key_heads: int = 0  # grouped-query attention: heads of keys and values; 0: num_heads
     d_head: int = 0  # 0: d_model / num_heads
-    d_inner: int = 0  # width of the feed-forward layer; 0: 4 * d_model (swiglu, which has a third matrix: 8/3 of it)
-    d_embed: int = 0  # 0: d_model; otherwise a projection joins the two
+    # Width of the feed-forward layer; 0: 4 * d_model, or 8/3 for swiglu, which has a third matrix.
+    d_inner: int = 0
+    d_embed: int = 0  # 0: d_model; else a projection maps one to the other
     memory_length: int = 128  # mem_len in training
-    compressed_length: int = 0  # rows of compressed memory behind the memory; 0: none
-    compression_rate: int = 3  # c: that many rows leaving the memory become one compressed row
-    compression: Compression = "conv"  # how; conv learns to, by reconstructing what attention read
-    positions: Positions = "relative"  # how attention knows distances
+    compressed_length: int = 0  # rows of compressed memory, older than the memory; 0: none
+    compression_rate: int = 3  # c: this many rows that leave the memory become one
+    compression: Compression = "conv"  # conv is learned, by attention reconstruction
+    positions: Positions = "relative"  # how attention encodes distances
     t5_buckets: int = 32  # num_buckets
-    t5_max_distance: int = 128  # distances from here on share the last bucket
-    query_key_norm: bool = False  # queries and keys are normalised, each head for itself
+    t5_max_distance: int = 128  # longer distances share the last bucket
+    query_key_norm: bool = False  # normalize queries and keys within each head
     feed_forward: FeedForwardKind = "relu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_position: Literal["post", "pre"] = "post"  # pre_lnorm
-    untie_biases: bool = False  # untie_r: u and v per layer instead of one pair for all
+    untie_biases: bool = False  # untie_r: u and v per layer, not shared
     same_length: bool = False  # every query attends to exactly memory_length keys
-    clamp_length: int = 0  # clamp_len: distances beyond it share one encoding; 0: no clamp
-    isolate_documents: bool = (
-        False  # no attention across a document boundary, in the segment or in memory
-    )
+    clamp_length: int = 0  # clamp_len: longer distances share one encoding; 0: none
+    # No attention across a document boundary, in the segment or in memory.
+    isolate_documents: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0  # dropatt
     tie_embeddings: bool = True  # tie_weight
-    cutoffs: tuple[
-        int, ...
-    ] = ()  # adaptive softmax: first token of each tail cluster; (): full softmax
-    div_val: int = 1  # adaptive embedding: each cluster's width is divided by it once more
+    cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full
+    div_val: int = 1  # adaptive embedding: each cluster is narrower by this factor
     tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
-    z_loss: float = 0.0  # weight of log(sum of exp(logits)) squared in the gradient; the loss shown is without it
+    # Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it.
+    z_loss: float = 0.0
     init_std: float = 0.02
     projection_init_std: float = 0.01  # proj_init_std: projections of embedding and softmax
 
@@ -67,7 +66,7 @@ class ModelConfig:
             )
         if self.positions == "relative" and self.d_model % 2:
             raise ConfigError(
-                f"model.d_model={self.d_model} is odd; the sine and cosine halves need an even number"
+                f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
             )
         if not self.d_head and self.d_model % self.num_heads:
             raise ConfigError(
@@ -95,15 +94,16 @@ class ModelConfig:
     def _check_heads(self) -> None:
         if self.num_key_heads < 0 or self.num_heads % self.key_heads:
             raise ConfigError(
-                f"model.num_heads={self.num_heads} does not divide into num_key_heads={self.num_key_heads} groups; "
-                "use a divisor, or 0 for a key head per head"
+                f"model.num_heads={self.num_heads} does not divide into "
+                f"num_key_heads={self.num_key_heads} groups; use a divisor, or 0 for a key head "
+                "per head"
             )
 
     def _check_positions(self) -> None:
         if self.positions == "rope" and self.head_width % 2:
             raise ConfigError(
-                f"model.positions=rope turns pairs of a head's numbers, but a head has {self.head_width}; "
-                "set an even model.d_head"
+                "model.positions=rope rotates pairs of a head's channels, but a head has "
+                f"{self.head_width}; set an even model.d_head"
             )
         if self.positions == "t5" and not 2 <= self.t5_buckets < 2 * self.t5_max_distance:
             raise ConfigError(
@@ -114,7 +114,7 @@ class ModelConfig:
             for name in ("clamp_length", "untie_biases"):
                 if getattr(self, name):
                     raise ConfigError(
-                        f"model.{name} belongs to positions=relative and means nothing with "
+                        f"model.{name} belongs to positions=relative and has no effect with "
                         f"positions={self.positions}; remove one of them"
                     )
 
@@ -132,31 +132,33 @@ class ModelConfig:
             )
         if self.same_length:
             raise ConfigError(
-                "model.same_length shows each query memory_length keys and so never the compressed rows behind them; "
-                "remove it or model.compressed_length"
+                "model.same_length shows each query memory_length keys and so never the older "
+                "compressed rows; remove it or model.compressed_length"
             )
 
     def _check_adaptive(self) -> None:
         if self.vocab_size < 0 or self.div_val < 1:
             raise ConfigError(
-                f"model.vocab_size={self.vocab_size} must be 0 or more and div_val={self.div_val} 1 or more"
+                f"model.vocab_size={self.vocab_size} must be 0 or more and div_val={self.div_val} "
+                "1 or more"
             )
         bounds = (0, *self.cutoffs, *((self.vocab_size,) if self.vocab_size else ()))
         if any(first >= last for first, last in pairwise(bounds)):
             raise ConfigError(
-                f"model.cutoffs={list(self.cutoffs)} must rise from above 0 to below the vocabulary's "
-                f"{self.vocab_size or 'number of'} tokens; remove or lower some"
+                f"model.cutoffs={list(self.cutoffs)} must increase from above 0 to below the "
+                f"vocabulary's {self.vocab_size or 'number of'} tokens; remove or lower some"
             )
         narrowest = self.embedding_width // self.div_val ** len(self.cutoffs)
         if narrowest < 1:
             raise ConfigError(
-                f"model.div_val={self.div_val} with {len(self.cutoffs)} cutoffs divides the embedding width "
-                f"{self.embedding_width} down to nothing; use a smaller div_val or fewer cutoffs"
+                f"model.div_val={self.div_val} with {len(self.cutoffs)} cutoffs divides the "
+                f"embedding width {self.embedding_width} to below 1; use a smaller div_val or "
+                "fewer cutoffs"
             )
         if self.tie_projections and len(self.tie_projections) != len(self.cutoffs) + 1:
             raise ConfigError(
-                f"model.tie_projections has {len(self.tie_projections)} entries; expected {len(self.cutoffs) + 1}, "
-                "one for the shortlist and one per cutoff"
+                f"model.tie_projections has {len(self.tie_projections)} entries; expected "
+                f"{len(self.cutoffs) + 1}, one for the shortlist and one per cutoff"
             )
 
     def ties_projection(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of the optimizer and its learning rate, and which values mean nothing. Torch-free."""
+"""Settings of the optimizer and its learning rate. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.changes import changeable
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate as a function of the step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
+    """Learning rate by step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
 
     shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = 0
@@ -29,18 +30,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW or LAMB with decoupled weight decay; norms, biases and embeddings' biases are not decayed."""
+    """AdamW or LAMB with decoupled weight decay, which leaves norms and biases alone."""
 
-    steps: int = 1000
-    name: Literal["adamw", "lamb"] = (
-        "adamw"  # lamb: for very large batches; its learning rates are others than Adam's
-    )
+    steps: int = changeable(1000)  # may only grow
+    # lamb: for very large batches; its learning rates differ from Adam's
+    name: Literal["adamw", "lamb"] = "adamw"
     learning_rate: float = 2.5e-4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 0.25  # 0: no clipping
-    ema_decay: float = 0.0  # of a running average of the weights, such as 0.999; 0: none
+    ema_decay: float = 0.0  # of an exponential moving average of the weights, say 0.999; 0: none
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
@@ -57,5 +57,6 @@ class OptimConfig:
             )
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
-                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than optim.steps={self.steps}"
+                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than "
+                f"optim.steps={self.steps}"
             )

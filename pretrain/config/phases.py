@@ -1,8 +1,9 @@
-"""Phases of a run: from a step on, another mixture, another number of lanes or another segment length. Torch-free.
+"""Phases of a run: from a step on, another mixture, number of lanes or segment length. Torch-free.
 
-Lanes of another mixture or another number are begun anew, with a seed of their own, so that a phase with the text of
-the one before reads it in another order. The segment length is no property of a lane: where it changes alone, every
-lane goes on at its next token with what it remembers. Model, optimizer, schedule and steps go on in any case.
+With another mixture or number of lanes, the lanes restart with a seed of their own: a phase with
+the text of the one before reads it in another order. A lane does not depend on the segment length:
+where that changes alone, every lane continues at its next token with its memory. Model, optimizer,
+schedule and steps always continue.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pretrain.config.run import RunConfig
 
 
 def phase_at(run: RunConfig, step: int) -> int:
-    """The number of the phase to which the update after `step` updates belongs; 0 is the run's beginning."""
+    """The number of the phase that makes the update after `step` updates; 0 is the run's start."""
     return sum(phase.from_step <= step for phase in run.data.phases)
 
 
 def run_at(run: RunConfig, step: int) -> RunConfig:
-    """The run with the data, the lanes and the segments of the phase."""
+    """The run with the mixture, lanes and segment length of the phase."""
     data = run.data
     for phase in run.data.phases[: phase_at(run, step)]:
         data = replace(
@@ -37,10 +38,10 @@ def runs_of_phases(run: RunConfig) -> list[RunConfig]:
 
 
 def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]:
-    """The run in each phase to which some of these updates belong, counted from 0, and how many of them do."""
+    """The run in each phase that makes some of these updates, counted from 0, and how many."""
     borders = [0, *(phase.from_step for phase in run.data.phases), steps.stop]
     spans = [
-        range(max(begin, steps.start), min(end, steps.stop)) for begin, end in pairwise(borders)
+        range(max(start, steps.start), min(stop, steps.stop)) for start, stop in pairwise(borders)
     ]
     return [
         (phase, len(span)) for phase, span in zip(runs_of_phases(run), spans, strict=True) if span
@@ -48,7 +49,7 @@ def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]
 
 
 def tokens_of_steps(run: RunConfig, steps: range) -> int:
-    """How many tokens these updates read, counted from 0, those of all lanes and of each phase."""
+    """How many tokens these updates read, counted from 0, over all lanes and phases."""
     return sum(phase.tokens_per_step * count for phase, count in spans_of_phases(run, steps))
 
 
@@ -58,18 +59,8 @@ def begins_phase(run: RunConfig, step: int) -> bool:
 
 
 def begins_lanes(run: RunConfig, step: int) -> bool:
-    """Whether the update after `step` updates is the first of lanes that begin anew."""
+    """Whether the update after `step` updates is the first after the lanes restart."""
     return any(phase.from_step == step and phase.begins_lanes for phase in run.data.phases)
-
-
-def advice_on_phases(run: RunConfig) -> str:
-    """Text for the user about phases that never begin, or ""."""
-    beyond = [
-        str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps
-    ]
-    if not beyond:
-        return ""
-    return f"the run ends after step {run.optim.steps}: data.phases from step {', '.join(beyond)} on never begin"
 
 
 def first_step_at(run: RunConfig, step: int) -> int:
@@ -78,15 +69,41 @@ def first_step_at(run: RunConfig, step: int) -> int:
 
 
 def lanes_since(run: RunConfig, step: int) -> int:
-    """The number of updates before the phase's lanes began, in it or in an earlier one."""
-    begun = (
+    """The number of updates before the phase's lanes started, in it or in an earlier one."""
+    started = (
         phase.from_step
         for phase in run.data.phases
         if phase.from_step <= step and phase.begins_lanes
     )
-    return max(begun, default=0)
+    return max(started, default=0)
 
 
 def lane_seed_at(run: RunConfig, step: int) -> int:
-    """The seed of the lanes' order in the phase: the run's plus the number of the phase in which they began."""
+    """The seed of the lanes' order: the run's plus the number of the phase in which they started."""
     return run.seed + phase_at(run, lanes_since(run, step))
+
+
+def advice_on_phases(run: RunConfig) -> str:
+    """Advice for the user about phases that never start, or ""."""
+    beyond = [
+        str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps
+    ]
+    if not beyond:
+        return ""
+    return (
+        f"the run ends after step {run.optim.steps}: data.phases from step {', '.join(beyond)} on "
+        "never start"
+    )
+
+
+def describe_phase(run: RunConfig, step: int) -> str:
+    """What changes at the phase that starts after `step` updates, in one line."""
+    before, after = run_at(run, step - 1).data, run_at(run, step).data
+    lanes = "restart" if begins_lanes(run, step) else "continue"
+    changed = before.segment_length != after.segment_length
+    segments = f", segments of {after.segment_length}" if changed else ""
+    memories = "kept" if before.lanes == after.lanes else "reset"
+    return (
+        f"phase {phase_at(run, step)} from step {step}: {after.lanes} lanes {lanes}{segments}; "
+        f"memories are {memories}"
+    )

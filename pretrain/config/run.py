@@ -1,6 +1,7 @@
-"""Every setting of a run, as frozen dataclasses; YAML files are read into them by `data_pipeline.config_loader`.
+"""Every setting of a run, as frozen dataclasses read from YAML by `data_pipeline.config_loader`.
 
-Torch-free: the launcher reads these on a login node. What can be derived is a property, not a setting.
+Torch-free: the launcher reads these on a login node. What can be derived is a property, not a
+setting. `changeable` and `fixed` say what may change when a run is resumed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from data_pipeline.corpora.cache_config import CacheConfig
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.mixture_part import MixturePart
 from data_pipeline.location import url_of
+from pretrain.config.changes import changeable, fixed
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 
@@ -24,57 +26,64 @@ AttentionKernel = Literal["auto", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """What changes from a step on; what is not named stays. Lanes or a mixture: the lanes begin anew, and what memory
-    holds stays only if their number does. The segment length alone: every lane goes on where it is, with its memory."""
+    """What changes from a step on; what is not set stays as before.
+
+    With other lanes or another mixture the lanes restart, and memories are kept only if the number
+    of lanes stays. With another segment length alone every lane continues, with its memory.
+    """
 
     from_step: int  # updates before the phase
-    lanes: int = 0  # 0: as many as before
-    segment_length: int = 0  # 0: as long as before
-    mixture: tuple[MixturePart, ...] = ()  # none: the same data as before
+    lanes: int = 0  # 0: as before
+    segment_length: int = 0  # 0: as before
+    mixture: tuple[MixturePart, ...] = ()  # (): as before
 
     def __post_init__(self) -> None:
         changes = self.lanes or self.segment_length or self.mixture
         if self.from_step < 1 or min(self.lanes, self.segment_length) < 0 or not changes:
             raise ConfigError(
-                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes}, segment_length="
-                f"{self.segment_length} and {len(self.mixture)} corpora; expected from_step of 1 or more, and lanes, "
-                "a segment length or a mixture"
+                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes}, "
+                f"segment_length={self.segment_length} and {len(self.mixture)} corpora; expected "
+                "from_step of 1 or more, and lanes, a segment length or a mixture"
             )
 
     @property
     def begins_lanes(self) -> bool:
-        """Whether the lanes of the phase are other ones than those before."""
+        """Whether the phase has other lanes than the one before."""
         return bool(self.lanes or self.mixture)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which corpus, cut into how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
+    """Which corpus, in how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
 
-    path: Path = Path(
-        "data"
-    )  # a directory made by `data-pipeline build`, or the URL it was uploaded to
-    mixture: tuple[
-        MixturePart, ...
-    ] = ()  # train on these instead; tokenizer and validation stay those of `path`
-    lanes: int = 16
-    segment_length: int = 64  # tgt_len
-    cache: CacheConfig = field(default_factory=CacheConfig)  # of corpora that are named by a URL
-    phases: tuple[PhaseConfig, ...] = ()  # in the order of their steps
+    # A directory made by `data-pipeline build`, or the URL it was uploaded to. A corpus may move:
+    # its manifest's hash is compared with the one in the lanes' cursor.
+    path: Path = changeable(Path("data"))
+    # Train on these instead; the tokenizer and the validation split remain those of `path`.
+    mixture: tuple[MixturePart, ...] = fixed(())
+    lanes: int = fixed(16)
+    segment_length: int = fixed(64)  # tgt_len
+    cache: CacheConfig = changeable(default_factory=CacheConfig)  # of corpora named by a URL
+    phases: tuple[PhaseConfig, ...] = changeable(())  # by step; only later ones may change
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or self.segment_length < 1:
             raise ConfigError(
-                f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be positive"
+                f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be "
+                "positive"
             )
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
-                f"data.phases begin at the steps {steps}, expected each to begin after the one before"
+                f"data.phases start at the steps {steps}; expected each to start after the one "
+                "before"
             )
 
     def directory(self) -> Path:
-        """Where to read the corpus: `path` or, for a URL, this node's cache, with manifests and tokenizer fetched."""
+        """Where to read the corpus: `path`, or this node's cache of a URL.
+
+        Fetches the manifests and the tokenizer of a URL.
+        """
         if url_of(self.path) is None:
             return self.path
         from data_pipeline.corpora.remote_corpus import local_corpus_directory
@@ -84,150 +93,130 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the model is spread over the ranks. None of it changes what is learned beyond rounding."""
+    """How the model is sharded over the ranks and computed. Changes results by rounding at most."""
 
-    kind: Literal["deepspeed", "torch"] = "deepspeed"
+    kind: Literal["deepspeed", "torch"] = fixed("deepspeed")
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "fp32"  # of weights and activations; the optimizer's are fp32 always
-    initial_loss_scale: float = (
-        65536.0  # fp16: what the loss is multiplied by at first; found anew as the run goes on
-    )
-    loss_scale_window: int = 1000  # fp16: updates without overflow after which it is doubled
-    activation_checkpointing: ActivationCheckpointing = (
-        "none"  # selective: attention's scores and weights alone
-    )
-    checkpoint_every_n_layers: int = 1  # of so many layers one is checkpointed
-    offload_optimizer: bool = (
-        False  # master weights, moments and the update on the CPU; needs ZeRO 1 or more
-    )
-    offload_memories: bool = False  # those of slots that are not at work live in host memory
-    attention_kernel: AttentionKernel = (
-        "auto"  # the fastest for the device, or plain torch operations to compare with
-    )
-    logits_chunk_tokens: int = (
-        0  # the output layer takes so many tokens at a time, again in the backward pass; 0: all
-    )
-    micro_batch_lanes: int = (
-        0  # at most this many lanes per rank and forward pass; 0: all of the rank's
-    )
-    threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this host
-    watchdog_timeout_seconds: float = (
-        1800.0  # longest step, evaluation or save; then stacks are shown and the rank ends; 0: any
-    )
-    deepspeed_extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # merged last; may not contradict a derived key
+    precision: Precision = "fp32"  # of weights and activations; the optimizer always uses fp32
+    initial_loss_scale: float = 65536.0  # fp16: the first factor of the loss; adapted as it trains
+    loss_scale_window: int = 1000  # fp16: updates without overflow after which the scale doubles
+    # selective: recompute only attention's scores and weights in the backward pass
+    activation_checkpointing: ActivationCheckpointing = "none"
+    checkpoint_every_n_layers: int = 1  # apply activation checkpointing to one layer in N
+    # Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more.
+    offload_optimizer: bool = False
+    offload_memories: bool = False  # keep memories of inactive slots in host memory
+    # auto: the fastest for the device; plain: torch operations to compare with
+    attention_kernel: AttentionKernel = "auto"
+    # Tokens per pass through the output layer, which the backward pass repeats; 0: all.
+    logits_chunk_tokens: int = 0
+    micro_batch_lanes: int = 0  # most lanes per rank and forward pass; 0: all of the rank's
+    threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this node
+    # Longest step, evaluation or save; after it a rank writes its stacks and exits. 0: no timeout.
+    watchdog_timeout_seconds: float = 1800.0
+    # Merged into DeepSpeed's settings last; may not contradict a derived key.
+    deepspeed_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.logits_chunk_tokens < 0:
             raise ConfigError(
-                f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all at once) or more"
+                f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all) or more"
             )
         if min(self.micro_batch_lanes, self.threads) < 0:
             raise ConfigError(
-                f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads={self.threads} must be 0 (all, "
-                "each its share) or more"
+                f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads="
+                f"{self.threads} must be 0 (the default) or more"
             )
         if self.checkpoint_every_n_layers < 1:
             raise ConfigError(
-                f"engine.checkpoint_every_n_layers={self.checkpoint_every_n_layers} must be 1 (every layer) or more"
+                f"engine.checkpoint_every_n_layers={self.checkpoint_every_n_layers} must be 1 "
+                "(every layer) or more"
             )
         if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
             raise ConfigError(
-                f"engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
-                f"{self.kind} and {self.zero_stage}"
+                "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
+                f"or more, found {self.kind} and {self.zero_stage}"
             )
         if self.initial_loss_scale < 1 or math.frexp(self.initial_loss_scale)[0] != 0.5:
             raise ConfigError(
-                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, 1 or more"
+                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, "
+                "1 or more"
             )
         if self.loss_scale_window < 1:
             raise ConfigError(
                 f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more"
             )
-        _refuse_swapping_to_disk(self.deepspeed_extra)
         if self.watchdog_timeout_seconds < 0:
             raise ConfigError(
-                f"engine.watchdog_timeout_seconds={self.watchdog_timeout_seconds:g} must be 0 (wait for ever) or more"
+                f"engine.watchdog_timeout_seconds={self.watchdog_timeout_seconds:g} must be 0 "
+                "(no timeout) or more"
             )
+        _reject_nvme(self.deepspeed_extra)
 
 
-def _refuse_swapping_to_disk(deepspeed_extra: dict[str, Any]) -> None:
-    """Checkpoints, averages and LAMB read and write weights and moments where they lie in memory."""
+def _reject_nvme(deepspeed_extra: dict[str, Any]) -> None:
+    """ConfigError for state on NVMe: checkpoints, EMA and LAMB access it in memory."""
     zero = deepspeed_extra.get("zero_optimization")
     for what in ("offload_optimizer", "offload_param"):
         offload = zero.get(what) if isinstance(zero, dict) else None
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             raise ConfigError(
-                f"engine.deepspeed_extra.zero_optimization.{what}.device=nvme: found state that DeepSpeed swaps to "
-                "disk, expected it in memory, where checkpoints can hold it; use engine.offload_optimizer=true or more "
-                "ranks"
+                f"engine.deepspeed_extra.zero_optimization.{what}.device=nvme: found state that "
+                "DeepSpeed swaps to disk, expected it in memory, where checkpoints can read it; "
+                "use engine.offload_optimizer=true or more ranks"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """What a run does by itself about gradients and losses that are far out of line.
+    """What a run does on its own about anomalous gradients and losses.
 
-    A loss is a spike when it lies `spike_threshold` robust standard deviations above the median of the last `window`
-    losses. After `spike_steps` spikes or skipped steps in a row the run goes back to the checkpoint before the first
-    of them, and passes over the data from there to `skip_margin_segments` steps behind the last.
+    A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
+    the last `window` losses. After `spike_steps` anomalous or skipped steps in a row the run
+    rewinds to the checkpoint before the first of them, and skips the data from there to
+    `skip_margin_segments` segments after the last.
     """
 
-    skip_grad_norm: float = (
-        0.0  # gradients longer than this are not applied; 0: only those that are no numbers
-    )
-    spike_threshold: float = 8.0  # 0: never go back
+    skip_grad_norm: float = 0.0  # skip steps with a larger norm; 0: only non-finite ones
+    spike_threshold: float = 8.0  # 0: never rewind
     spike_steps: int = 3
-    window: int = 50  # short beside what the loss falls by itself
+    window: int = 50  # short, so that the loss falls little within it
     skip_margin_segments: int = 10
     max_rewinds: int = 3  # then the run stops, with a report
-    straggler_ratio: float = (
-        1.5  # name a rank that takes this many times as long as the others; 0: none
-    )
+    # Name a rank that takes this many times as long as the median of the others; 0: never.
+    straggler_ratio: float = 1.5
 
     def __post_init__(self) -> None:
-        if (
-            min(
-                self.skip_grad_norm,
-                self.spike_threshold,
-                self.skip_margin_segments,
-                self.max_rewinds,
-                self.straggler_ratio,
-            )
-            < 0
-        ):
-            raise ConfigError(
-                "recovery.skip_grad_norm, spike_threshold, skip_margin_segments, max_rewinds "
-                "and straggler_ratio must be 0 or more"
-            )
+        names = (
+            "skip_grad_norm", "spike_threshold", "skip_margin_segments", "max_rewinds",
+            "straggler_ratio",
+        )  # fmt: skip
+        for name in names:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"recovery.{name}={getattr(self, name):g} must be 0 or more")
         if self.spike_steps < 1 or self.window < 10:
             raise ConfigError(
-                f"recovery.spike_steps={self.spike_steps} must be 1 or more, recovery.window={self.window} 10 or more"
+                f"recovery.spike_steps={self.spike_steps} must be 1 or more, "
+                f"recovery.window={self.window} 10 or more"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run is saved, and which of its checkpoints stay: the newest, and those that `keep_every` adds."""
+    """How often a run saves, and which checkpoints are kept: the latest and those named here."""
 
     interval: int = 200  # steps
-    asynchronous: bool = (
-        True  # write while training goes on; costs host memory for a copy of each rank's part
-    )
+    asynchronous: bool = True  # write in the background, from a copy in host memory
     keep_last: int = 3
-    keep_every: int = 0  # checkpoints whose step is a multiple of it stay for ever; 0: none do
-    keep_best: int = 0  # so many with the lowest validation loss stay as well
+    keep_every: int = 0  # keep checkpoints whose step is a multiple of it; 0: none
+    keep_best: int = 0  # keep this many with the lowest validation loss
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.keep_last < 1:
             raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
-        if self.keep_every < 0:
-            raise ConfigError(
-                f"checkpoint.keep_every={self.keep_every} must be 0 (none) or a number of steps"
-            )
-        if self.keep_best < 0:
-            raise ConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 (none) or more")
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name}={getattr(self, name)} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +228,8 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.lanes < 1 or min(self.interval, self.max_tokens) < 0:
             raise ConfigError(
-                f"evaluation.lanes={self.lanes} must be 1 or more, evaluation.interval={self.interval} and "
-                f"evaluation.max_tokens={self.max_tokens} 0 or more"
+                f"evaluation.lanes={self.lanes} must be 1 or more, evaluation.interval="
+                f"{self.interval} and evaluation.max_tokens={self.max_tokens} 0 or more"
             )
 
 
@@ -248,10 +237,7 @@ class EvaluationConfig:
 class MetricsConfig:
     interval: int = 10  # steps
     tensorboard: bool = True
-    profile_steps: tuple[int, int] = (
-        0,
-        0,
-    )  # first and last step of a profiler trace of rank 0; zeros: none
+    profile_steps: tuple[int, int] = (0, 0)  # first and last step of rank 0's profile; zeros: none
 
     def __post_init__(self) -> None:
         first, last = self.profile_steps
@@ -259,7 +245,8 @@ class MetricsConfig:
             raise ConfigError(f"metrics.interval={self.interval} must be 1 step or more")
         if (first or last) and not 1 <= first <= last:
             raise ConfigError(
-                f"metrics.profile_steps=[{first}, {last}] must be a first step of 1 or more and a last one behind it"
+                f"metrics.profile_steps=[{first}, {last}] must be a first step of 1 or more and a "
+                "last one that is not before it"
             )
 
 
@@ -267,26 +254,26 @@ class MetricsConfig:
 class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
 
-    name: str = "run"
-    seed: int = 1
-    initial_weights: Path | None = (
-        None  # an export whose weights the run begins with; none: the published distribution
-    )
-    model: ModelConfig = field(default_factory=ModelConfig)
+    name: str = fixed("run")
+    seed: int = fixed(1)
+    # An export to start from; none: weights drawn from the published distribution.
+    initial_weights: Path | None = fixed(None)
+    model: ModelConfig = fixed(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    optim: OptimConfig = fixed(default_factory=OptimConfig)
+    engine: EngineConfig = changeable(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = changeable(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = changeable(default_factory=RecoveryConfig)
+    evaluation: EvaluationConfig = changeable(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = changeable(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
             raise ConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs an evaluation at every saved step: "
-                f"checkpoint.interval={saved} must be a multiple of evaluation.interval={evaluated}"
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs an evaluation at every "
+                f"saved step: checkpoint.interval={saved} must be a multiple of "
+                f"evaluation.interval={evaluated}"
             )
 
     @property
@@ -295,7 +282,10 @@ class RunConfig:
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
-    """The contiguous lanes that `rank` owns. Lanes are global: the streams do not depend on the number of ranks."""
+    """The contiguous lanes that `rank` owns; ConfigError if lanes do not divide over the ranks.
+
+    Lanes are global: what they read does not depend on the number of ranks.
+    """
     if run.data.lanes % world_size:
         raise ConfigError(
             f"data.lanes={run.data.lanes} does not divide over {world_size} ranks; "
@@ -306,7 +296,10 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:
-    """Forward passes per optimizer step; each is a fixed group of lanes (a slot) with a memory of its own."""
+    """Forward passes per optimizer step.
+
+    Each is a fixed group of lanes (a slot) with its own memory.
+    """
     per_rank = len(lanes_of_rank(run, 0, world_size))
     micro = min(run.engine.micro_batch_lanes or per_rank, per_rank)
     if per_rank % micro:

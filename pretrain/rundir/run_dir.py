@@ -27,37 +27,13 @@ from data_pipeline.file_lock import try_lock
 from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.config.changes import may_change
 from pretrain.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
-# Settings that may change when a run goes on: none of them changes which model learns from which tokens.
-MAY_CHANGE = (
-    "optim.steps",  # upward only: see `_refusal`
-    "checkpoint.*",
-    "evaluation.*",
-    "metrics.*",
-    "recovery.*",
-    "engine.zero_stage",
-    "engine.precision",
-    "engine.initial_loss_scale",
-    "engine.loss_scale_window",
-    "engine.activation_checkpointing",
-    "engine.checkpoint_every_n_layers",
-    "engine.offload_optimizer",
-    "engine.offload_memories",
-    "engine.attention_kernel",
-    "engine.logits_chunk_tokens",
-    "engine.micro_batch_lanes",
-    "engine.threads",
-    "engine.watchdog_timeout_seconds",
-    "engine.deepspeed_extra*",
-    "data.phases",  # those to come: see `_refusal`
-    "data.path",  # a corpus may move; its manifest's hash is compared with the lanes' cursor
-    "data.cache.*",
-)
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
 _BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
 
@@ -281,7 +257,7 @@ class RunDir:
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:
     """Why a run that has come to `step` may not go on with this change; empty if it may."""
-    if not any(fnmatch.fnmatch(key, allowed) for allowed in MAY_CHANGE):
+    if not may_change(RunConfig, key):
         return f"{key}: {old} -> {new}"
     if key == "optim.steps" and new < old:
         # More steps go on from here (the schedule stretches); fewer would mean a learning rate never planned for.

@@ -166,7 +166,9 @@ def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_s
     assert ended.returncode == 0, ended.stderr
     assert "resuming from" in ended.stderr
     assert "step-00000010" in ended.stderr
-    assert "phase 2 from step 12: 4 lanes continue, segments of 64; memories are kept" in ended.stderr
+    assert (
+        "phase 2 from step 12: 4 lanes continue, segments of 64; memories are kept" in ended.stderr
+    )
 
     config = resolve(load_config(RunConfig, experiment, WARM_UP))
     engine, corpus = build_engine(config, world), Corpus.open(corpora[0] / "train")

@@ -65,7 +65,7 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
 def test_phases_that_change_nothing_or_are_out_of_order_are_refused():
     with pytest.raises(ConfigError, match="expected from_step of 1 or more, and lanes, a segment"):
         PhaseConfig(from_step=5)
-    with pytest.raises(ConfigError, match=r"begin at the steps \[30, 30\], expected each"):
+    with pytest.raises(ConfigError, match=r"start at the steps \[30, 30\]; expected each"):
         replace(RUN.data, phases=(RUN.data.phases[1],) * 2)
 
 
@@ -133,12 +133,12 @@ def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
 def test_phases_beyond_the_end_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=31))) == ""
     assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=30))).endswith(
-        "data.phases from step 30 on never begin"
+        "data.phases from step 30 on never start"
     )
     assert "step 10, 30 on" in advice_on_phases(replace(RUN, optim=OptimConfig(steps=5)))
     settings = ["optim.steps=20", "data.phases=[{from_step: 20, segment_length: 32}]"]
     assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings]) == 0
     assert (
-        "the run ends after step 20: data.phases from step 20 on never begin"
+        "the run ends after step 20: data.phases from step 20 on never start"
         in capsys.readouterr().out
     )

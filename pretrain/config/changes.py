@@ -1,0 +1,45 @@
+"""Which settings may change when a run is resumed: metadata of the fields themselves. Torch-free.
+
+The rule: a setting may change if it does not change which model learns from which tokens. A section's
+mark holds for all settings in it, except those that have their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+_MAY_CHANGE = "may_change"
+
+
+def changeable(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """A field that may change when a run is resumed."""
+    return _field(default, default_factory, may_change=True)
+
+
+def fixed(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """A field that must not change: with another value it would be another run."""
+    return _field(default, default_factory, may_change=False)
+
+
+def may_change(schema: Any, key: str) -> bool:
+    """Whether the setting `key`, such as `optim.steps`, of a `schema` may change.
+
+    KeyError if neither it nor a section that it is in is marked.
+    """
+    mark: bool | None = None
+    for name in key.split("."):
+        known = {each.name: each for each in fields(schema)} if is_dataclass(schema) else {}
+        if name not in known:
+            break  # a key of a setting that is a mapping: the setting's mark holds
+        mark = known[name].metadata.get(_MAY_CHANGE, mark)
+        schema = get_type_hints(schema)[name]
+    if mark is None:
+        raise KeyError(f"{key}: found neither changeable() nor fixed(); mark the field")
+    return mark
+
+
+def _field(default: Any, default_factory: Any, *, may_change: bool) -> Any:
+    return field(
+        default=default, default_factory=default_factory, metadata={_MAY_CHANGE: may_change}
+    )
