@@ -8,11 +8,12 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.scaling.context import plan_contexts
 from pretrain.scaling.context_table import Evaluate, context_rows, read_context
 from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
-from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
+from pretrain.scaling.planned import check_tokens, sweep_path, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.wording import amount
 from pretrain.terminal.text import counted, text_table

@@ -10,10 +10,11 @@ import numpy as np
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.scaling.outputs import refuse_no_file
 from pretrain.scaling.plan import PlannedRun, optimum_at_ratio, plan_runs
-from pretrain.scaling.planned import check_tokens, sweep_path, with_vocabulary, write_plan
+from pretrain.scaling.planned import check_tokens, sweep_path, write_plan
 from pretrain.scaling.wording import amount
 from pretrain.terminal.text import counted, text_table
 

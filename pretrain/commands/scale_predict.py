@@ -12,6 +12,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.commands.scale_fit import fit_of
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling import wording
@@ -19,7 +20,6 @@ from pretrain.scaling.agreement import contradictions
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.lines import LEVEL
 from pretrain.scaling.outputs import refuse_no_file
-from pretrain.scaling.planned import with_vocabulary
 from pretrain.scaling.predict import (
     BAND,
     Forecast,

@@ -1,21 +1,23 @@
-"""A run's settings completed by what its corpus says. Torch-free."""
+"""A run's settings, completed by what its corpus determines. Torch-free."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import replace
 
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.location import shown
-from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what follows from the corpus, the vocabulary size; refuse a corpus that cannot fill the lanes."""
+    """Return the run with its vocabulary size; UserError if the corpus cannot fill the lanes."""
+    # Imported late: commands that only estimate costs need no numpy.
+    from data_pipeline.lanes.lane_stream import LaneStream
+    from data_pipeline.lanes.mixture import open_training_data
+    from data_pipeline.tokenizer import Tokenizer
+
     phases = runs_of_phases(config)
     corpora = [
         open_training_data(phase.data.path, phase.data.mixture, phase.data.cache)
@@ -23,29 +25,31 @@ def resolve(config: RunConfig) -> RunConfig:
     ]
     for phase, corpus in zip(phases, corpora, strict=True):
         LaneStream(corpus, phase.data.lanes, config.seed, phase.data.segment_length, range(1))
-    vocab_size = Tokenizer.load(corpora[0].tokenizer_directory).vocab_size  # all have the same
+    vocab_size = Tokenizer.load(corpora[0].tokenizer_directory).vocab_size  # the same in all
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
-            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {shown(config.data.path)} has "
-            f"{vocab_size} tokens; leave the setting out, it is taken from the corpus"
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of "
+            f"{shown(config.data.path)} has {vocab_size} tokens; leave the setting out, it is "
+            "taken from the corpus"
         )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
-    )
+    return _with_vocab_size(config, vocab_size)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the run with its vocabulary size, from its settings or its corpus' manifest.
 
-    Raises ConfigError if neither has it. Unlike `resolve` it reads one small file and checks nothing.
+    Raises ConfigError if neither has it. Unlike `resolve` it reads one file and checks nothing.
     """
     if config.model.vocab_size:
         return config
     manifest = config.data.directory() / "train" / "manifest.json"
     if not manifest.is_file():
         raise ConfigError(
-            f"model.vocab_size is not set and there is no corpus at {config.data.path} to read it from; "
-            "set it, or build the corpus"
+            "model.vocab_size is not set and there is no corpus at "
+            f"{shown(config.data.path)} to read it from; set it, or build the corpus"
         )
-    size = int(json.loads(manifest.read_text())["vocab_size"])
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    return _with_vocab_size(config, int(json.loads(manifest.read_text())["vocab_size"]))
+
+
+def _with_vocab_size(config: RunConfig, vocab_size: int) -> RunConfig:
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))

@@ -12,7 +12,7 @@ from typing import Protocol
 from data_pipeline.config_loader import differences, load_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import DataError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, write_sweep
@@ -38,19 +38,6 @@ class Planned(Protocol):
     def facts(self) -> Mapping[str, float]:
         """What is noted beside the cell."""
         ...
-
-
-def with_vocabulary(base: RunConfig) -> RunConfig:
-    """The base with its corpus' vocabulary where it sets none; ConfigError when neither is known."""
-    if base.model.vocab_size:
-        return base
-    directory = base.data.directory() / SPLITS[0]
-    if not directory.is_dir():
-        raise ConfigError(
-            f"model.vocab_size is not set and {base.data.path} holds no corpus to read it from; set it"
-        )
-    manifest = Corpus.open(directory, check_hashes=False).manifest
-    return replace(base, model=replace(base.model, vocab_size=manifest.vocab_size))
 
 
 def check_tokens(base: RunConfig, runs: Sequence[Planned]) -> list[str]:

@@ -11,10 +11,11 @@ import pytest
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from pretrain.config.optim import ScheduleConfig
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.plan import optimum_at_ratio, plan_runs
-from pretrain.scaling.planned import make_sweep, refuse_more_tokens, with_vocabulary
+from pretrain.scaling.planned import make_sweep, refuse_more_tokens
 from pretrain.scaling.recipe import step_law, with_budget
 from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
@@ -138,7 +139,7 @@ def test_what_cannot_be_planned_is_said():
     with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0 steps"):
         with_budget(BASE, 1e13, "base")
     with pytest.raises(
-        ConfigError, match=r"model\.vocab_size is not set and absent holds no corpus"
+        ConfigError, match=r"model\.vocab_size is not set and there is no corpus at absent"
     ):
         with_vocabulary(replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent"))))
 
