@@ -84,7 +84,7 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_
     ], (done, said)  # fmt: skip
     assert "step 10: good" in done.stdout
     assert re.search(
-        r"^ERROR .*: could not save step 20: found .* MiB free, expected .* MiB; ",
+        r"^ERROR .*: could not save step 20: .*: found .* MiB free, expected .* MiB; ",
         said["full"],
         re.M,
     )
