@@ -1,7 +1,15 @@
 """One rank's part of one save, in a thread: copy to host memory, write and hash, and on rank 0 publish.
 
-The loop waits for the copy at most, and only before the next update: forward and backward passes change nothing that is
-saved. The GPU copies on a stream of its own into pinned memory.
+    loop     save() | forward, backward, ... | wait_for_copy | update | forward ...          | finish()
+    thread            copy ................. | write, hash, fsync ........ | publish (rank 0) |
+
+While the thread copies, weights, moments, EMA and the tensors of lane memories must not change. The loop needs no lock
+for that: forward and backward passes change none of them (gradients are not saved, and a memory is replaced by a new
+tensor), so it only has to wait before the update. Counters, cursors and settings are read before the thread starts.
+On a GPU the copy runs on a separate stream, into pinned memory.
+
+It is a thread rather than a process because hashing and writing release the interpreter lock, and nothing has to be
+shared. It uses no collectives: those of the loop would be interleaved with them in another order on each rank.
 """
 
 from __future__ import annotations
@@ -18,36 +26,34 @@ from torch import Tensor
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_json
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
-PUBLISH_SECONDS = (
-    600.0  # all ranks have written: how long their files may take to become visible to rank 0
-)
+# After all ranks have written: how long their files may take to become visible to rank 0 (network file systems).
+PUBLISH_SECONDS = 600.0
 
 
 class SaveCanceled(Exception):
-    """The save was given up by the loop."""
+    """The loop canceled the save."""
 
 
 class HostBuffers:
-    """Host memory that is kept from save to save, since to allocate and pin it takes longer than to fill it."""
+    """Host memory that is reused from save to save: to allocate and pin it takes longer than to fill it."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._buffers: dict[str, Tensor] = {}
 
     def bytes_for(self, name: str, num_bytes: int) -> Tensor:
-        """At least `num_bytes` of memory; what the last call with this name returned is used again."""
+        """Return a buffer of at least `num_bytes`, the same one for every call with this name if it is large enough."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:
-            self._buffers.pop(name, None)
-            buffer = self._buffers[name] = torch.empty(
-                num_bytes, dtype=torch.uint8, pin_memory=self._pinned
-            )
+            self._buffers.pop(name, None)  # free it first: both may not fit
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffers[name] = buffer
         return buffer
 
 
@@ -61,16 +67,29 @@ class RankFile:
 
 
 def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
-    """What this rank saves: its fragments; the memories of all its slots in lane order with its random numbers."""
-    named = {"engine": _engine_pieces(engine), "state": _state_pieces(state)}
+    """Return what this rank saves: its fragments; the memories of its slots in lane order; its random-number state."""
+    fragments: Pieces = {
+        f"{fragment.name}|{fragment.start}|{kind}": [value]
+        for fragment in engine.fragments()
+        if fragment.owned
+        for kind, value in fragment.values.items()
+    }
+    memories = [memory for memory in state.memories if memory is not None]
+    levels = {
+        f"memory.{level:03d}": slots for level, slots in enumerate(zip(*memories, strict=True))
+    }
+    random = {"random.cpu": [torch.get_rng_state()]}
+    if torch.cuda.is_available():
+        random["random.cuda"] = [torch.cuda.get_rng_state()]
+    named: dict[str, Pieces] = {"engine": fragments, "state": {**levels, **random}}
     return [
-        RankFile(files.rank_file(kind, engine.world.rank), tensors, layout_of(tensors))
+        RankFile(rank_file(kind, engine.world.rank), tensors, layout_of(tensors))
         for kind, tensors in named.items()
     ]
 
 
 class Save(threading.Thread):
-    """Writes `rank_files` and the rank's `report`; `publish` then runs on rank 0, when all other ranks' are there."""
+    """Writes `rank_files` and the rank's `report`; on rank 0 then calls `publish`, which waits for the other ranks."""
 
     def __init__(
         self,
@@ -90,41 +109,36 @@ class Save(threading.Thread):
         self._buffers = buffers
         self._world = world
         self._publish = publish
-        self._begun = _event_on(world.device)
-        self._copied, self._written, self._abandoned = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._problem: Exception | None = None
+        self._computed = _event_on(world.device)
+        self._copied, self._written = threading.Event(), threading.Event()
+        self._canceled = threading.Event()
+        self._error: Exception | None = None
 
     def wait_for_copy(self) -> None:
         """Return when the live tensors may change again."""
         self._copied.wait()
 
     def wait_for_files(self) -> str:
-        """Return when this rank's files are on disk; what went wrong, or nothing."""
+        """Return when this rank's files are on disk, with the error or an empty text."""
         self._written.wait()
-        return self._words()
+        return self._error_text()
 
     def wait_for_publication(self) -> str:
-        """Return when the checkpoint counts, on rank 0, or at once on others; what went wrong, or nothing."""
+        """Return when the checkpoint is published (rank 0; immediately on others), with the error or an empty text."""
         self.join(PUBLISH_SECONDS)
         if self.is_alive():
             self.cancel()
-            return (
-                f"{self.partial} did not show the files of all ranks within {PUBLISH_SECONDS:.0f} s"
-            )
-        return self._words()
+            return f"{self.partial}: the files of some ranks did not appear within {PUBLISH_SECONDS:.0f} s"
+        return self._error_text()
 
     @property
     def has_failed(self) -> bool:
-        """Whether something has gone wrong on this rank so far; waits for nothing."""
-        return self._problem is not None
+        """Whether this rank has failed so far; waits for nothing."""
+        return self._error is not None
 
     def cancel(self) -> None:
         """Write and publish nothing more; returns when the thread has ended."""
-        self._abandoned.set()
+        self._canceled.set()
         self.join()
 
     def run(self) -> None:
@@ -134,15 +148,16 @@ class Save(threading.Thread):
             self._write(host)
             self._written.set()
             if self._world.is_main:
-                self._publish(self._end_if_abandoned)
+                self._publish(self._raise_if_canceled)
         except Exception as error:  # the loop asks for it, and every rank then raises it
-            self._problem = error
+            self._error = error
         finally:
+            # Also after an error: whoever waits must wake up and find it.
             self._copied.set()
             self._written.set()
 
     def _copy(self) -> list[Tensor]:
-        with _own_stream(self._world.device, self._begun):
+        with _separate_stream(self._world.device, self._computed):
             host = [
                 self._buffers.bytes_for(each.name, each.layout.num_bytes)
                 for each in self._rank_files
@@ -155,49 +170,27 @@ class Save(threading.Thread):
         self.partial.mkdir(parents=True, exist_ok=True)
         described = {
             each.name: write_file(
-                self.partial / each.name, each.layout, buffer, self._end_if_abandoned
+                self.partial / each.name, each.layout, buffer, self._raise_if_canceled
             )
             for each, buffer in zip(self._rank_files, host, strict=True)
         }
-        write_json(
-            self.partial / files.rank_file("rank", self._world.rank),
-            {**self._report, "files": described},
-        )
+        # Last: it tells rank 0 that both files are whole and on disk.
+        report = {**self._report, "files": described}
+        write_json(self.partial / rank_file("rank", self._world.rank), report)
 
-    def _end_if_abandoned(self) -> None:
-        if self._abandoned.is_set():
+    def _raise_if_canceled(self) -> None:
+        if self._canceled.is_set():
             raise SaveCanceled
 
-    def _words(self) -> str:
-        error = self._problem
+    def _error_text(self) -> str:
+        error = self._error
         if error is None:
             return ""
         return (str(error) if isinstance(error, (OSError, UserError)) else "") or repr(error)
 
 
-def _engine_pieces(engine: Engine) -> Pieces:
-    return {
-        f"{fragment.name}|{fragment.start}|{kind}": [value]
-        for fragment in engine.fragments()
-        if fragment.owned
-        for kind, value in fragment.values.items()
-    }
-
-
-def _state_pieces(state: TrainState) -> Pieces:
-    begun = [memory for memory in state.memories if memory is not None]
-    levels = {f"memory.{level:03d}": slots for level, slots in enumerate(zip(*begun, strict=True))}
-    return {**levels, **dict(_random_state())}
-
-
-def _random_state() -> Iterator[tuple[str, list[Tensor]]]:
-    yield "random.cpu", [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        yield "random.cuda", [torch.cuda.get_rng_state()]
-
-
 def _event_on(device: torch.device) -> torch.cuda.Event | None:
-    """The moment on the device up to which everything that will be copied has been computed."""
+    """Return an event of the loop's stream: everything that will be saved has been computed when it is reached."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -206,13 +199,13 @@ def _event_on(device: torch.device) -> torch.cuda.Event | None:
 
 
 @contextlib.contextmanager
-def _own_stream(device: torch.device, begun: torch.cuda.Event | None) -> Iterator[None]:
-    """Copies in the block run beside the loop's work; they are done when the block ends."""
-    if begun is None:
+def _separate_stream(device: torch.device, computed: torch.cuda.Event | None) -> Iterator[None]:
+    """Run the block's copies alongside the loop's work, after `computed`; they are done when the block ends."""
+    if computed is None:
         yield
         return
     stream = torch.cuda.Stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        stream.wait_event(begun)
+        stream.wait_event(computed)
         yield
         stream.synchronize()

@@ -1,8 +1,7 @@
 """Saving and restoring a run: engine state by fragments, lane memories by lane, at any world size and ZeRO stage.
 
-Each rank writes its own files without talking to the others (layout and publication: `checkpoint_files`), in a thread
-beside the loop (`checkpoint_save`). A reader takes the slices it needs (`checkpoint_reader`), so the writer's world
-size and stage do not matter. No pickle anywhere.
+Each rank writes its own files in a background thread (`background_save`), without collectives; rank 0 publishes them
+(`marker`). On resume each rank reads the slices that it needs (`elastic_reader`). There is no pickle.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-INDEX_BYTES_PER_RANK = 1 << 16  # its JSON, with cursors, twice: of its own and in the index
+# Space for a rank's JSON with its cursors, which is in its own file and in the index.
+INDEX_BYTES_PER_RANK = 1 << 16
 
 
 class Checkpointer:
-    """Saves and restores one run. `attempt` is a token that all ranks of this start share and no other start has.
+    """Saves and restores one run. All ranks call `save`, `finish` and `restore_latest` together.
 
-    Checkpoints say `run_id`, and those of another run are refused. `may_write` is asked before anything is published;
-    it raises UserError in a start that has been overtaken.
-    A context manager: a save still under way at its end is given up, so `finish` before. All ranks call `save`,
-    `finish` and `restore_latest` together.
+    `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a run with another
+    `run_id` are rejected. `may_write` is called before anything is published; it raises UserError if a newer attempt
+    has claimed the run. A context manager: leaving it cancels a save in progress, so call `finish` before.
     """
 
     def __init__(
@@ -73,24 +72,19 @@ class Checkpointer:
             self._save.cancel()
 
     def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
-        """Begin a checkpoint of `state.step`, after the one before is published; with `asynchronous: false` end it too.
+        """Start a checkpoint of `state.step` once the one before is published; without `asynchronous`, also finish it.
 
-        Call `wait_for_copy` before the engine's next update. Raises on every rank if there is no room for the
-        checkpoint, or if any rank could not write its part of the one before.
+        Call `wait_for_copy` before the engine's next update. Raises on every rank if the disk is too full, or if any
+        rank could not write its part of the checkpoint before.
         """
         self.finish()
         rank_files = files_of_rank(engine, state)
         self._require_space(state.step, rank_files)
         partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss)
+        report = self._report(state)
         self._save = Save(
-            state.step,
-            partial,
-            rank_files,
-            self._report(state),
-            self._buffers,
-            self._world,
-            publish,
+            state.step, partial, rank_files, report, self._buffers, self._world, publish
         )
         self._save.start()
         if not self._run.checkpoint.asynchronous:
@@ -103,21 +97,21 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write its part of the save under way, as far as it knows by now.
+        """Whether this rank could not write its part of the save in progress, as far as it knows by now.
 
-        Ranks may differ. When any says so, `finish` raises on all of them.
+        Ranks can differ. If it is True on any, `finish` raises on all of them.
         """
         return self._save is not None and self._save.has_failed
 
     def finish(self) -> None:
-        """Return when the save under way, if any, is published; raises on every rank if any could not write."""
+        """Return when the save in progress, if any, is published; raises on every rank if any could not write."""
         if self._save is None:
             return
         save, self._save = self._save, None
-        # Nobody waits for a rank that failed: first all say whether their files are written, then rank 0 goes on.
-        problems = gather_errors(save.wait_for_files()) or gather_errors(
-            save.wait_for_publication()
-        )
+        # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks first exchange
+        # whether theirs are written. Only then does anyone wait for the publication.
+        problems = gather_errors(save.wait_for_files())
+        problems = problems or gather_errors(save.wait_for_publication())
         if not problems:
             return
         save.cancel()
@@ -126,7 +120,7 @@ class Checkpointer:
         raise _could_not_save(save.step, problems[0])
 
     def restore_latest(self, engine: Engine) -> TrainState | None:
-        """Load the newest good checkpoint into the engine; None when the run has none yet."""
+        """Load the latest valid checkpoint into the engine; None if the run has none yet."""
         self.finish()
         found, problem = None, ""
         if self._world.is_main:
@@ -135,6 +129,7 @@ class Checkpointer:
                 found = marker.latest_valid(self._root, say=logger.warning, run_id=self._run_id)
             except UserError as error:
                 problem = str(error)
+        # Only rank 0 hashes the files; the others take its word.
         found, problem = broadcast_object((found, problem))
         if problem:
             raise CheckpointError(problem)
@@ -168,7 +163,10 @@ class Checkpointer:
     def _publication(
         self, partial: Path, engine: Engine, state: TrainState, validation_loss: float | None
     ) -> Callable[[Callable[[], None]], None]:
-        """What rank 0 does once its own files are there; everything that may change is read now."""
+        """Return what rank 0's thread calls after writing its files.
+
+        The index is built here, on the loop's thread: engine and state will have changed when it is written.
+        """
         index = {
             "run": self._run_id,
             "step": state.step,
@@ -183,36 +181,18 @@ class Checkpointer:
         kept = self._run.checkpoint
 
         def publish(while_waiting: Callable[[], None]) -> None:
-            marker.publish(
-                partial, final, index, self._world.world_size, while_waiting, self._may_write
-            )
+            num_ranks = self._world.world_size
+            marker.publish(partial, final, index, num_ranks, while_waiting, self._may_write)
             files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
-        world = self._world
-        lanes = lanes_of_rank(self._run, world.rank, world.world_size)
-        num_slots = accumulation_steps(self._run, world.world_size)
-        lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
-        # Other lanes, other texts: no memory fits, so that all begin empty as at a run's start.
-        memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
-        per_slot = len(lanes) // num_slots
-        memories: list[Memory | None] = [None] * num_slots
-        if memory is not None:
-            dtype = next(
-                engine.module.parameters()
-            ).dtype  # another one than was saved, if the precision changed
-            home = torch.device("cpu") if self._run.engine.offload_memories else world.device
-            moved = tuple(
-                part.to(home, dtype if part.is_floating_point() else None) for part in memory
-            )
-            memories = [
-                tuple(tensor[slot * per_slot : (slot + 1) * per_slot].clone() for tensor in moved)
-                for slot in range(num_slots)
-            ]
-        if found.index["world_size"] == world.world_size:
-            restore_random_state(found.directory / files.rank_file("state", world.rank))
+        lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
+        if found.index["world_size"] == self._world.world_size:
+            # Nothing that a run computes draws from it (dropout is a function of step and lane), so with another
+            # number of ranks it can start from the seed.
+            restore_random_state(found.directory / files.rank_file("state", self._world.rank))
         cursor = None
         if not begins_lanes(self._run, found.index["step"]):
             cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
@@ -220,13 +200,32 @@ class Checkpointer:
         return TrainState(
             step=found.index["step"],
             tokens_seen=found.index["tokens_seen"],
-            memories=memories,
+            memories=self._restore_memories(engine, found, lanes),
             cursor=cursor,
         )
+
+    def _restore_memories(
+        self, engine: Engine, found: marker.Checkpoint, lanes: range
+    ) -> list[Memory | None]:
+        """Return the memory of each slot. All are empty if a phase with another number of lanes starts here."""
+        num_slots = accumulation_steps(self._run, self._world.world_size)
+        lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
+        memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
+        if memory is None:
+            return [None] * num_slots
+        # The precision can differ from the one that was saved.
+        dtype = next(engine.module.parameters()).dtype
+        home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device
+        moved = [part.to(home, dtype if part.is_floating_point() else None) for part in memory]
+        per_slot = len(lanes) // num_slots
+        return [
+            tuple(part[slot * per_slot : (slot + 1) * per_slot].clone() for part in moved)
+            for slot in range(num_slots)
+        ]
 
 
 def _could_not_save(step: int, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"could not save step {step}: {problem}; older checkpoints are untouched, free the place and start the run "
-        "again to go on from the newest"
+        f"could not save step {step}: {problem}; older checkpoints are untouched, free disk space and rerun the "
+        "command to resume from the latest"
     )
