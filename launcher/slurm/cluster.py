@@ -9,6 +9,7 @@ from typing import Literal
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from pretrain.costs.devices import NodeConfig
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -16,17 +17,12 @@ _LONGEST_SHARE_OF_WARNING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(NodeConfig):
     """One file of configs/clusters. Empty text: the cluster's own default."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
-    gpus_per_node: int = 0  # each gets a rank; 0: a CPU cluster
-    gpu: Literal["", "A100", "H100", "H200"] = (
-        ""  # to estimate memory and time with before anything starts
-    )
-    ranks_per_node: int = 0  # 0: one per GPU
     cpus_per_rank: int = 1
     time_limit: str = "24:00:00"  # of one job; the run goes on in the next
     signal_seconds: int = (
@@ -48,17 +44,9 @@ class ClusterConfig:
     container_python: str = "python3"
 
     def __post_init__(self) -> None:
-        if self.cpus_per_rank < 1 or self.gpus_per_node < 0 or self.tasks_per_node < 1:
-            raise ConfigError(
-                f"gpus_per_node={self.gpus_per_node}, ranks_per_node={self.ranks_per_node} and "
-                f"cpus_per_rank={self.cpus_per_rank} leave nothing to run on; give nodes GPUs or ranks, and ranks CPUs"
-            )
-        if self.gpus_per_node and self.tasks_per_node != self.gpus_per_node:
-            raise ConfigError(
-                f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; use one rank per GPU"
-            )
-        if self.gpu and not self.gpus_per_node:
-            raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; say how many GPUs a node has")
+        super().__post_init__()
+        if self.cpus_per_rank < 1:
+            raise ConfigError(f"cpus_per_rank={self.cpus_per_rank} must be 1 or more")
         if (
             self.time_limit.isdecimal()
         ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
@@ -69,11 +57,6 @@ class ClusterConfig:
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be above 0 and at most half of time_limit={self.time_limit}"
             )
-
-    @property
-    def tasks_per_node(self) -> int:
-        """Ranks on each node."""
-        return self.ranks_per_node or self.gpus_per_node
 
 
 def load_cluster(path: Path) -> ClusterConfig:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
+from data_pipeline.config_loader import load_config, parse_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import read_tree
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
@@ -18,7 +20,7 @@ from pretrain.costs.device_memory import (
     memory_parts,
     total_bytes,
 )
-from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE, Device, NodeConfig
 from pretrain.costs.flops import (
     Flops,
     Parameters,
@@ -27,64 +29,123 @@ from pretrain.costs.flops import (
     lanes_of_pass,
     parameters_of,
 )
+from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted, duration, si
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The ranks that a run is described for."""
+
+    nodes: int
+    ranks_per_node: int
+    name: str  # of DEVICES
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.name]
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a rank can use; on a CPU its part of this machine's."""
+        if self.on_gpu:
+            return USABLE * self.device.memory
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return USABLE * host_memory / self.ranks_per_node
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
-    parser.add_argument("config", type=Path, help="experiment or model file (YAML)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
-    )
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
-    parser.add_argument(
-        "--gpus-per-node", type=int, default=1, help="ranks on each (default %(default)s)"
+        "config",
+        type=Path,
+        metavar="EXPERIMENT",
+        help="experiment or model file (YAML), or a run directory",
     )
     parser.add_argument(
-        "--gpu", choices=sorted(DEVICES), default="cpu", help="what a rank runs on (default cpu)"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="config overrides, such as data.lanes=64"
     )
     parser.add_argument(
-        "--mfu", type=float, help="part of the peak to reckon with (default 0.35, on a CPU 0.25)"
+        "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"
     )
-    parser.add_argument("--explain", action="store_true", help="show each number's formula")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="ranks per node (default: the cluster's, else 1)"
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=sorted(DEVICES),
+        help="accelerator type of a rank (default: the cluster's, else cpu)",
+    )
+    parser.add_argument(
+        "--mfu", type=float, help="assumed model FLOPs utilization (default 0.35, on a CPU 0.25)"
+    )
+    parser.add_argument("--explain", action="store_true", help="show the formula of each number")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the run is made of and what it takes; 0, or 2 for settings that do not fit."""
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}={getattr(arguments, name)} must be 1 or more"
-            )
-    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.overrides))
-    for line in described(config, arguments):
+    """Print the description of the run."""
+    hardware = hardware_of(arguments)
+    path = arguments.config
+    if path.is_dir():
+        path = RunDir.open(path).config_file
+    config = with_vocabulary(load_config(RunConfig, path, arguments.overrides))
+    for line in describe(config, hardware, arguments.mfu, arguments.explain):
         print(line)
     return 0
 
 
-def described(config: RunConfig, arguments: argparse.Namespace) -> list[str]:
-    """All lines of the description."""
-    world_size = arguments.nodes * arguments.gpus_per_node
+def hardware_of(arguments: argparse.Namespace) -> Hardware:
+    """Return the hardware of the cluster file, if one is given; the other options win over it."""
+    for name in ("nodes", "gpus_per_node"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be 1 or more")
+    ranks, gpu = arguments.gpus_per_node, arguments.gpu
+    if arguments.cluster is not None:
+        node = _node_of(arguments.cluster)
+        if node.gpus_per_node and not (gpu or node.gpu):
+            raise ConfigError(
+                f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; set it, or use --gpu"
+            )
+        ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu
+    return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")
+
+
+def _node_of(path: Path) -> NodeConfig:
+    """Read the cluster file's settings of a node; the others, Slurm's, are the launcher's to check."""
+    names = {field.name for field in fields(NodeConfig)}
+    tree = {name: value for name, value in read_tree(path).items() if name in names}
+    return parse_config(NodeConfig, tree, source=str(path))
+
+
+def describe(
+    config: RunConfig, hardware: Hardware, mfu: float | None = None, explain: bool = False
+) -> list[str]:
+    """Return all lines of the description."""
+    engine, world_size = config.engine, hardware.world_size
     parameters = parameters_of(config.model)
-    explain = bool(arguments.explain)
+    flops = flops_of(config.model, config.data.segment_length, lanes_of_pass(config, world_size))
+    every = engine.checkpoint_every_n_layers
     return [
-        f"{config.name}: {counted(world_size, 'rank')} ({arguments.gpu}), ZeRO-{config.engine.zero_stage}, "
-        f"{config.engine.precision}, activation checkpointing {config.engine.activation_checkpointing}"
-        + (
-            f" of every {config.engine.checkpoint_every_n_layers} layers one"
-            if config.engine.checkpoint_every_n_layers > 1
-            else ""
-        ),
+        f"{config.name}: {counted(world_size, 'rank')} ({hardware.name}), ZeRO-{engine.zero_stage}, "
+        f"{engine.precision}, activation checkpointing {engine.activation_checkpointing}"
+        + (f" of one in {every} layers" if every > 1 else ""),
         "",
         *_parameter_lines(parameters, explain),
         "",
-        *_flops_lines(_flops(config, world_size), parameters, explain),
+        *_flops_lines(flops, parameters, explain),
         "",
-        *_memory_lines(
-            largest_phase(config, world_size, arguments.gpu != "cpu"), arguments, world_size
-        ),
+        *_memory_lines(largest_phase(config, world_size, hardware.on_gpu), hardware, explain),
         "",
-        *_time_lines(config, arguments, world_size),
+        *_time_lines(config, hardware, mfu, explain),
         *(["", *_letter_lines(config, world_size)] if explain else ()),
     ]
 
@@ -132,49 +193,53 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
     ]
 
 
-def _memory_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
-    explain = bool(arguments.explain)
-    on_gpu = arguments.gpu != "cpu"
-    saved = config.checkpoint
-    copy = "of host memory per rank, while training goes on beside the writing"
-    parts = memory_parts(config, world_size, on_gpu)
-    room = _room(arguments)
-    total = total_bytes(parts)
-    verdict = "fits" if total <= room else "DOES NOT FIT"
-    micro = largest_micro_batch(config, world_size, room, on_gpu)
+def _memory_lines(config: RunConfig, hardware: Hardware, explain: bool) -> list[str]:
+    world_size, capacity = hardware.world_size, hardware.usable_memory
+    parts = memory_parts(config, world_size, hardware.on_gpu)
+    total, saved = total_bytes(parts), checkpoint_bytes(config)
+    kept = config.checkpoint.keep_last
+    micro = largest_micro_batch(config, world_size, capacity, hardware.on_gpu)
     largest = f"the largest micro-batch that fits is {counted(micro, 'lane')}"
-    advice = largest if micro else "not even one lane at a time fits"
+    name = "device memory" if hardware.on_gpu else "host memory"
     per_parameter = 16 if config.optim.ema_decay else 12
     return [
-        f"memory per rank   {_gib(total):>20}  {verdict} in {_gib(room)}; {advice}",
+        f"{name:<18}{_gib(total):>20}  per rank, {'fits' if total <= capacity else 'DOES NOT FIT'} in "
+        f"{_gib(capacity)}; {largest if micro else 'not even one lane at a time fits'}",
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
-        f"checkpoint        {_gib(checkpoint_bytes(config)):>20}  "
-        f"({saved.keep_last} kept, one being written: {_gib((saved.keep_last + 1) * checkpoint_bytes(config))} of disk)"
+        f"checkpoint        {_gib(saved):>20}  "
+        f"({kept} kept, one being written: {_gib((kept + 1) * saved)} of disk)"
         + (f"  {per_parameter} P + M (L d b + 4) for every lane" if explain else ""),
         *(
-            [_row("copy", _gib(checkpoint_bytes(config) / world_size), copy, True)]
-            if saved.asynchronous
+            [_row("copy", _gib(saved / world_size), "of host memory per rank, while saving", True)]
+            if config.checkpoint.asynchronous
             else []
         ),
     ]
 
 
-def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: int) -> list[str]:
-    device, precision = DEVICES[arguments.gpu], config.engine.precision
-    usual = CPU_MFU if arguments.gpu == "cpu" else GPU_MFU
-    mfu = usual if arguments.mfu is None else arguments.mfu
+def _time_lines(
+    config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
+) -> list[str]:
+    device, precision = hardware.device, config.engine.precision
+    if mfu is None:
+        mfu = GPU_MFU if hardware.on_gpu else CPU_MFU
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
+    world_size = hardware.world_size
     flops_per_second = world_size * device.peak(precision) * mfu
     spans = spans_of_phases(config, range(config.optim.steps))
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
     tokens = sum(count * phase.tokens_per_step for phase, count in spans)
     seconds_of_step = [flops_of_step(phase, world_size) / flops_per_second for phase, _ in spans]
-    tokens_per_second, seconds = (
-        config.tokens_per_step / seconds_of_step[0],
-        flops / flops_per_second,
-    )
-    hours = "core-hours" if arguments.gpu == "cpu" else "GPU-hours"
+    tokens_per_second = config.tokens_per_step / seconds_of_step[0]
+    seconds = flops / flops_per_second
+    hours = "GPU-hours" if hardware.on_gpu else "core-hours"
+    phases = [
+        f"  phase {number:<10}{each:>18.3f} s  ({phase.data.lanes} lanes x {phase.data.segment_length} = "
+        f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
+        for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
+    ]
+    advice = advice_on_phases(config)
     formulas = [
         "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
         "  step = data.lanes x data.segment_length tokens / tokens per second; run = optim.steps of them, by phase",
@@ -182,28 +247,17 @@ def _time_lines(config: RunConfig, arguments: argparse.Namespace, world_size: in
     return [
         f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, {si(86400 * tokens_per_second)} tokens a day",
         f"  step            {seconds_of_step[0]:>18.3f} s  ({config.tokens_per_step:,} tokens)",
-        *(
-            f"  phase {number:<10}{each:>18.3f} s  ({phase.data.lanes} lanes x {phase.data.segment_length} = "
-            f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
-            for number, ((phase, count), each) in enumerate(
-                zip(spans, seconds_of_step, strict=True)
-            )
-            if len(spans) > 1
-        ),
-        *(f"  {advice}" for advice in [advice_on_phases(config)] if advice),
+        *(phases if len(spans) > 1 else ()),
+        *([f"  {advice}"] if advice else ()),
         f"  run             {duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
         f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
-        f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.peak_in_words(precision)})",
-        *(formulas if arguments.explain else ()),
+        f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.describe_peak(precision)})",
+        *(formulas if explain else ()),
     ]
 
 
-def _flops(run: RunConfig, world_size: int) -> Flops:
-    return flops_of(run.model, run.data.segment_length, lanes_of_pass(run, world_size))
-
-
 def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
-    """What the formulas' letters stand for, with their values in this run."""
+    """The letters of the formulas with their meanings and values."""
     model, segment = config.model, config.data.segment_length
     memory = model.memory_length + model.compressed_length
     letters: dict[str, tuple[str, int]] = {
@@ -227,14 +281,6 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
     ]
     heading = "letters" + (", with their values in the first phase" if config.data.phases else "")
     return [heading, *rows, "  u and v are the two learned biases of relative attention"]
-
-
-def _room(arguments: argparse.Namespace) -> float:
-    if arguments.gpu != "cpu":
-        return USABLE * DEVICES[arguments.gpu].memory
-    return (
-        USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / arguments.gpus_per_node
-    )
 
 
 def _row(name: str, value: str, formula: str, explain: bool) -> str:

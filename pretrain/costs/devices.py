@@ -1,20 +1,22 @@
-"""What a rank can run on, from the makers' data sheets. Torch-free."""
+"""What computes: devices by their data sheets, and the nodes of a cluster. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from data_pipeline.errors import ConfigError
 from pretrain.config.run import Precision
 
 GIB = 1 << 30
 USABLE = 0.92  # of a device's memory; the rest goes to the driver, communication buffers and fragmentation
-CPU_MFU = 0.25
+CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
 GPU_MFU = 0.35
 
 
 @dataclass(frozen=True)
 class Device:
-    """Dense matrix-product peaks of one device, in FLOPs per second, and its memory in bytes."""
+    """Peaks of dense matrix products on one device, in FLOPs per second, and its memory in bytes."""
 
     bf16: float  # and fp16
     fp32: float  # without TF32, which PyTorch leaves off and nothing here turns on
@@ -22,19 +24,49 @@ class Device:
     origin: str = "data sheet, dense"
 
     def peak(self, precision: Precision) -> float:
-        """FLOPs per second in this precision."""
+        """Return the FLOPs per second in this precision."""
         return self.fp32 if precision == "fp32" else self.bf16
 
-    def peak_in_words(self, precision: Precision) -> str:
-        """Where the peak comes from."""
-        return f"{precision}{', TF32 off' if self.bf16 > self.fp32 and precision == 'fp32' else ''}; {self.origin}"
+    def describe_peak(self, precision: Precision) -> str:
+        """Return precision and origin of the peak."""
+        has_tf32 = self.bf16 > self.fp32 and precision == "fp32"
+        return f"{precision}{', TF32 off' if has_tf32 else ''}; {self.origin}"
 
 
 DEVICES = {
     "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
     "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
     "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
-    "cpu": Device(
-        bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
-    ),  # memory: this machine's
+    # memory 0: that of the machine this runs on
+    "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """What a node of a cluster has: the settings of a cluster file that costs depend on.
+
+    The launcher's ClusterConfig adds Slurm's. It is here because `pretrain` may not import `launcher`.
+    """
+
+    gpus_per_node: int = 0  # each gets a rank; 0: a CPU cluster
+    gpu: Literal["", "A100", "H100", "H200"] = ""  # to estimate memory and time before a start
+    ranks_per_node: int = 0  # 0: one per GPU
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 0 or self.tasks_per_node < 1:
+            raise ConfigError(
+                f"gpus_per_node={self.gpus_per_node} and ranks_per_node={self.ranks_per_node} leave nothing to run on; "
+                "give nodes GPUs or ranks"
+            )
+        if self.gpus_per_node and self.tasks_per_node != self.gpus_per_node:
+            raise ConfigError(
+                f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; use one rank per GPU"
+            )
+        if self.gpu and not self.gpus_per_node:
+            raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; set the GPUs of a node")
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.ranks_per_node or self.gpus_per_node

@@ -61,7 +61,7 @@ class RunDir:
         self.traces = self.path / "traces"
         self.heartbeats = self.path / "heartbeats"
         self._identity_file = self.path / "run.json"
-        self._config_file = self.path / "config.yaml"
+        self.config_file = self.path / "config.yaml"
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
@@ -81,7 +81,7 @@ class RunDir:
         for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
             directory.mkdir(parents=True, exist_ok=True)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        write_text(run_dir._config_file, dump_yaml(to_tree(config)))
+        write_text(run_dir.config_file, dump_yaml(to_tree(config)))
         write_json(
             run_dir._identity_file, asdict(RunIdentity(config.name, secrets.token_hex(6), created))
         )
@@ -134,7 +134,7 @@ class RunDir:
     @property
     def config(self) -> RunConfig:
         """The settings the run goes by, resolved."""
-        return load_config(RunConfig, self._config_file)
+        return load_config(RunConfig, self.config_file)
 
     def cut_metrics_after(self, step: int) -> int:
         """Remove every measurement beyond `step`, and a line that a crash cut short; returns how many went.
@@ -252,7 +252,7 @@ class RunDir:
         for key, (old, new) in changes.items():
             logger.info("changed setting  %s: %s -> %s", key, old, new)
         self.append_ledger({"event": "settings_changed", "changes": changes})
-        write_text(self._config_file, dump_yaml(to_tree(config)))
+        write_text(self.config_file, dump_yaml(to_tree(config)))
 
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:

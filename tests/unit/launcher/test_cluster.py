@@ -69,7 +69,7 @@ def test_the_example_clusters_are_valid(path):
         ("partitoin: gpu\nranks_per_node: 1\n", "did you mean 'partition'"),
         ("gpus_per_node: 0\n", "leave nothing to run on"),
         ("gpus_per_node: 8\nranks_per_node: 4\n", "use one rank per GPU"),
-        ("ranks_per_node: 1\ngpu: H100\n", "say how many GPUs"),
+        ("ranks_per_node: 1\ngpu: H100\n", "set the GPUs of a node"),
         ("ranks_per_node: 1\ntime_limit: soon\n", "is no time"),
         ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
         (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config_loader import load_config
+from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.costs.device_memory import (
@@ -18,6 +19,7 @@ from pretrain.costs.device_memory import (
     total_bytes,
 )
 from pretrain.costs.flops import flops_of, parameters_of
+from pretrain.rundir.run_dir import RunDir
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
@@ -39,7 +41,7 @@ def test_describe_prints_what_the_published_model_is_made_of(capsys):
         == 0
     )
     output = capsys.readouterr().out
-    for expected in ("151,107,538", "FLOPs per token", "memory per rank", "checkpoint", "fits in"):
+    for expected in ("151,107,538", "FLOPs per token", "device memory", "checkpoint", "fits in"):
         assert expected in output
 
 
@@ -89,7 +91,7 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
         ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
     ],
 )
-def test_time_follows_from_the_peak_of_the_precision_that_is_configured(
+def test_time_follows_from_the_peak_of_the_configured_precision(
     capsys, gpu, precision, peak, words
 ):
     path = MODELS / "wt103-base.yaml"
@@ -125,14 +127,14 @@ def test_time_follows_from_the_peak_of_the_precision_that_is_configured(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
+def test_what_does_not_fit_is_rejected_in_one_line(capsys, arguments, message):
     assert main(["describe", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_every_phase_is_reckoned_with(capsys):
+def test_every_phase_is_accounted_for(capsys):
     command = [
         "describe",
         str(MODELS / "enwik8-base.yaml"),
@@ -153,11 +155,69 @@ def test_every_phase_is_reckoned_with(capsys):
     assert "phase 1 " in said
     assert "(4 lanes x 32 = 128 tokens, 10 steps)" in said
     assert "(30 steps, 4.48 k tokens" in said
-    memory = next(line for line in said.splitlines() if line.startswith("memory per rank"))
+    memory = next(line for line in said.splitlines() if line.startswith("host memory"))
     main([*command[:-2], "data.lanes=8", "data.segment_length=32"])
     assert memory in capsys.readouterr().out, "the largest phase's"
     assert main([*command, "--gpus-per-node=4", "data.phases=[{from_step: 20, lanes: 6}]"]) == 2
     assert "data.lanes=6 does not divide over 4 ranks" in capsys.readouterr().err
+
+
+CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
+WT103 = str(MODELS / "wt103-base.yaml")
+LANES = "data.lanes=64"
+
+
+def first_line(capsys, *arguments: str) -> str:
+    assert main(["describe", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_cluster_file_gives_ranks_and_accelerator(capsys):
+    cluster = ("--cluster", str(CLUSTERS / "8xh100.yaml"))
+    assert "16 ranks (H100)" in first_line(capsys, WT103, LANES, *cluster, "--nodes", "2")
+    cpu = ("--cluster", str(CLUSTERS / "cpu.yaml"))
+    assert "2 ranks (cpu)" in first_line(capsys, WT103, LANES, *cpu)
+
+
+def test_options_win_over_the_cluster_file(capsys):
+    cluster = ("--cluster", str(CLUSTERS / "8xh100.yaml"))
+    chosen = ("--gpu", "H200", "--gpus-per-node", "4")
+    assert "4 ranks (H200)" in first_line(capsys, WT103, LANES, *cluster, *chosen)
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_launcher_starts_as_many_ranks_as_are_described(path, capsys):
+    tasks = load_cluster(path).tasks_per_node
+    assert f"{tasks} ranks" in first_line(capsys, WT103, LANES, "--cluster", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpus_per_node: 8\n", "found no gpu, expected A100, H100 or H200"),
+        ("gpus_per_node: many\n", "gpus_per_node: found 'many'"),
+        ("partition: gpu\n", "leave nothing to run on"),
+    ],
+)
+def test_a_cluster_file_that_says_too_little_is_rejected_in_one_line(
+    tmp_path, capsys, text, message
+):
+    (tmp_path / "cluster.yaml").write_text(text)
+    assert main(["describe", WT103, "--cluster", str(tmp_path / "cluster.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
+    experiment = str(MODELS / "enwik8-base.yaml")
+    RunDir.create(tmp_path / "run", load_config(RunConfig, Path(experiment)))
+    main(["describe", experiment, "optim.steps=30"])
+    expected = capsys.readouterr().out
+    assert main(["describe", str(tmp_path / "run"), "optim.steps=30"]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["describe", str(tmp_path)]) == 2
+    assert "run.json" in capsys.readouterr().err
 
 
 def test_describing_imports_no_torch():
@@ -170,7 +230,7 @@ def test_describing_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_each_zero_stage_divides_what_it_says():
+def test_each_zero_stage_shards_its_parts():
     P = parameters_of(run_config().model).total
     stages = [parts_of(run_config(zero_stage=stage, precision="bf16")) for stage in (0, 1, 2, 3)]
     assert stages == [
@@ -195,7 +255,7 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
     assert halved["recurrent memory"] == plain["recurrent memory"]
 
 
-def test_offloaded_memories_leave_one_slots_on_the_device():
+def test_with_offloaded_memories_one_slots_memory_is_on_the_device():
     plain, offloaded = (
         {
             part.name: part.bytes
@@ -213,21 +273,21 @@ def test_offloaded_memories_leave_one_slots_on_the_device():
     )
 
 
-def test_an_average_of_the_weights_takes_four_bytes_more_per_parameter():
+def test_an_ema_takes_four_bytes_more_per_parameter():
     run = run_config(zero_stage=1)
-    averaged = replace(run, optim=replace(run.optim, ema_decay=0.99))
+    with_ema = replace(run, optim=replace(run.optim, ema_decay=0.99))
     added = 4 * parameters_of(run.model).total
-    assert checkpoint_bytes(averaged) - checkpoint_bytes(run) == added
-    assert parts_of(averaged)["optimizer"] - parts_of(run)["optimizer"] == added / 4
+    assert checkpoint_bytes(with_ema) - checkpoint_bytes(run) == added
+    assert parts_of(with_ema)["optimizer"] - parts_of(run)["optimizer"] == added / 4
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():
     run = run_config()
     for lanes in (1, 2, 4):
-        room = total_bytes(
+        capacity = total_bytes(
             memory_parts(replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4)
         )
-        assert largest_micro_batch(run, 4, room) == lanes
+        assert largest_micro_batch(run, 4, capacity) == lanes
     assert largest_micro_batch(run, 4, 1000.0) == 0
 
 
