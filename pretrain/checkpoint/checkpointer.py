@@ -129,7 +129,7 @@ class Checkpointer:
                 found = marker.latest_valid(self._root, say=logger.warning, run_id=self._run_id)
             except UserError as error:
                 problem = str(error)
-        # Only rank 0 hashes the files; the others take its word.
+        # Rank 0 alone hashes the files and decides for all ranks.
         found, problem = broadcast_object((found, problem))
         if problem:
             raise CheckpointError(problem)
