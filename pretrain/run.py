@@ -25,10 +25,9 @@ from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import (
-    begins_lanes,
     begins_phase,
+    describe_phase,
     lane_seed_at,
-    phase_at,
     run_at,
     runs_of_phases,
 )
@@ -36,7 +35,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks, sum_over_ranks
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
-from pretrain.metrics.metrics import Metrics
+from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
@@ -155,7 +154,7 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
     with checkpointer, Prefetcher(batches) as prefetcher:
         start.heartbeat.beat(state.step, "train")
         clock = ForwardClock(engine.module, world.device)
-        metrics = Metrics(config, run_dir, world, state, prefetcher, clock, fence.check)
+        metrics = MetricsRecorder(config, run_dir, world, state, prefetcher, clock, fence.check)
         spike_monitor = SpikeMonitor(config, run_dir, world, state)
         evaluate = training_evaluator(config, engine)
         try:
@@ -171,15 +170,19 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
             and not finished
             and not start.stop.requested_on_any_rank()
         )
-        metrics.close(finished, goes_on)
+        metrics.close()
     name = "finish" if finished else "phase ended" if goes_on else "stop"
     event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": lane_seed}
     event["segment_length"] = config.data.segment_length
     event["tokens_of_corpora"] = _tokens_of_corpora(stream, state, world)
     if world.is_main:
         run_dir.append_ledger({"event": name, **event})
-        if goes_on:
-            _say_what_changes(config, state.step)
+        if finished:
+            logger.info("finished; metrics in %s", run_dir.metrics)
+        elif goes_on:
+            logger.info(describe_phase(config, state.step))
+        else:
+            logger.info("stopped and saved; rerun the command to resume")
     if goes_on:
         return None
     return 0 if finished else EXIT_STOPPED
@@ -212,26 +215,6 @@ def _step_to_go_on_from(start: Start) -> int:
             else None
         )
     return broadcast_object(good.index["step"] if good else 0)
-
-
-def _say_what_changes(config: RunConfig, step: int) -> None:
-    before, after = config.data, run_at(config, step).data
-    memory = "kept" if before.lanes == after.lanes else "reset"
-    lanes = "restart" if begins_lanes(config, step) else "continue"
-    length = (
-        f", segments of {after.segment_length}"
-        if before.segment_length != after.segment_length
-        else ""
-    )
-    logger.info(
-        "phase %d from step %d: %d lanes %s%s; memories are %s",
-        phase_at(config, step),
-        step,
-        after.lanes,
-        lanes,
-        length,
-        memory,
-    )
 
 
 def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error: str) -> None:

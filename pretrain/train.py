@@ -12,7 +12,7 @@ from pretrain.config.phases import begins_phase
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine, Memory
 from pretrain.engines.memory_offload import MemoryOffload
-from pretrain.metrics.metrics import Metrics
+from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.model.memory import after_forgotten_segment
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
@@ -28,7 +28,7 @@ def train(
     lanes: Iterator[SegmentBatch],
     state: TrainState,
     checkpointer: Checkpointer,
-    metrics: Metrics,
+    metrics: MetricsRecorder,
     evaluate: Callable[[], dict[str, float]],
     spike_monitor: SpikeMonitor,
     stop: StopRequest,

@@ -217,8 +217,8 @@ def _speed_section(results: Results) -> str:
         ("waiting for data", f"{undisturbed['data_wait']:.2%}", f"{resumed['data_wait']:.2%}"),
         (
             "memory of a rank",
-            f"{undisturbed['memory_gib']:.2f} GiB",
-            f"{resumed['memory_gib']:.2f} GiB",
+            f"{undisturbed['used_memory_gib']:.2f} GiB",
+            f"{resumed['used_memory_gib']:.2f} GiB",
         ),
         (
             "from start to first step",

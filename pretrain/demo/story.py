@@ -118,7 +118,8 @@ def _shards_line(result: Result) -> str:
 def _trained_line(result: Result) -> str:
     return (
         f"loss {result['final_loss']:.3f} after {duration(result['seconds'])}, "
-        f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.0%}, {result['memory_gib']:.2f} GiB per rank"
+        f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.0%}, "
+        f"{result['used_memory_gib']:.2f} GiB per rank"
     )
 
 

@@ -87,7 +87,7 @@ def losses(run_dir: RunDir) -> list[tuple[int, float]]:
 def speed(run_dir: RunDir) -> dict[str, float]:
     """Medians over the run of what each interval measured."""
     lines = [line for line in _train_lines(run_dir) if "tokens_per_second" in line]
-    names = ("tokens_per_second", "mfu", "data_wait", "memory_gib")
+    names = ("tokens_per_second", "mfu", "data_wait", "used_memory_gib")
     return {name: statistics.median(line[name] for line in lines) for name in names}
 
 

@@ -1,8 +1,8 @@
-"""Which rank is slow: each rank's own time per step, without what it waits for the others.
+"""Stragglers: each rank's own time per step, without what it waits for the others.
 
-All ranks end a step together, so its length tells nothing. What differs is how long a rank waits for its data and
-computes its forward passes before the first exchange. Under ZeRO-3 ranks already wait for each other in the forward
-pass, so there only slow reading shows.
+All ranks end a step together, so its duration says nothing. What differs is how long a rank waits
+for its data and computes its forward passes, before the first collective. Under ZeRO-3 ranks
+already wait for each other in the forward pass, so only slow reading shows there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-INTERVALS_IN_A_ROW = 3  # of being slow before a rank is named: one may be a hiccup
+INTERVALS_IN_A_ROW = 3  # a rank must be slow for this many: one may be a hiccup
 
 
 class ForwardClock:
-    """Counts the seconds of a module's forward passes in training mode, on the device where that is a GPU."""
+    """Times a module's forward passes in training mode; on a GPU, with the device's clock."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._begin: Any = None
+        self._started: Any = None
         self._passes: list[tuple[Any, Any]] = []
         self._handles = (
             module.register_forward_pre_hook(self._start),
@@ -36,19 +36,19 @@ class ForwardClock:
         passes, self._passes = self._passes, []
         if self._on_gpu:
             torch.cuda.synchronize()
-            return sum(begin.elapsed_time(end) for begin, end in passes) / 1000.0
-        return sum(end - begin for begin, end in passes)
+            return sum(start.elapsed_time(end) for start, end in passes) / 1000.0
+        return sum(end - start for start, end in passes)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
     def _start(self, module: nn.Module, _inputs: Any) -> None:
-        self._begin = self._now() if module.training else None
+        self._started = self._now() if module.training else None
 
     def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._begin is not None:
-            self._passes.append((self._begin, self._now()))
+        if self._started is not None:
+            self._passes.append((self._started, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -68,7 +68,7 @@ class Straggler:
 
 
 def slowest_of(seconds_R: Sequence[float]) -> Straggler | None:
-    """The rank that took longest for itself; None where there is no other to compare it with."""
+    """The rank that took longest for its own work; None if there is only one rank."""
     if len(seconds_R) < 2:
         return None
     rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
@@ -77,15 +77,15 @@ def slowest_of(seconds_R: Sequence[float]) -> Straggler | None:
 
 
 class StragglerWatch:
-    """Names a rank once, when it has been the slowest by `limit` times for some intervals in a row."""
+    """Names a rank once: when it took `limit` times as long as others for 3 intervals in a row."""
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit  # 0: nobody is named
+        self._limit = limit  # 0: none is named
         self._rank = -1
         self._count = 0
 
     def observe(self, slowest: Straggler) -> bool:
-        """Whether this interval is the one at which the rank is to be named."""
+        """Whether the rank is to be named at this interval."""
         if not self._limit or slowest.ratio < self._limit:
             self._rank, self._count = -1, 0
             return False

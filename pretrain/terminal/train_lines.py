@@ -25,7 +25,7 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
         f"{line['tokens_per_second']:,.0f} tok/s",
         f"MFU {line['mfu']:.1%}",
         f"data wait {line['data_wait']:.1%}",
-        f"mem {line['memory_gib']:.2f} GiB",
+        f"mem {line['used_memory_gib']:.2f} GiB",
         f"left {duration((total_steps - line['step']) * seconds_per_step)}",
     ]
     if "loss_scale" in line:

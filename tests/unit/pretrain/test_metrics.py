@@ -13,7 +13,7 @@ from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.config.run import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
-from pretrain.metrics.metrics import Metrics
+from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -41,7 +41,7 @@ class Recorder:
         self.state = TrainState(step=step, tokens_seen=step * RUN.tokens_per_step)
         self.prefetcher = Prefetcher(iter(()))
         clock = ForwardClock(torch.nn.Identity(), world.device)
-        self.metrics = Metrics(RUN, run_dir, world, self.state, self.prefetcher, clock)
+        self.metrics = MetricsRecorder(RUN, run_dir, world, self.state, self.prefetcher, clock)
 
     def make_step(self, *slot_losses: float, grad_norm: float | None = 0.5) -> None:
         for loss in slot_losses:
@@ -53,7 +53,7 @@ class Recorder:
         )
 
     def close(self) -> None:
-        self.metrics.close(finished=True)
+        self.metrics.close()
         self.prefetcher.close()
 
 
@@ -83,9 +83,11 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     ]
     assert lines[0]["perplexity"] == pytest.approx(4.4817, abs=1e-4)
     assert "tokens_per_second" not in lines[0]
-    assert {"seconds", "tokens_per_second", "mfu", "data_wait", "memory_gib"} <= lines[1].keys()
+    assert {"seconds", "tokens_per_second", "mfu", "data_wait", "used_memory_gib"} <= lines[
+        1
+    ].keys()
     assert lines[1]["mfu"] > 0
-    assert lines[1]["memory_gib"] > 0.05
+    assert lines[1]["used_memory_gib"] > 0.05
 
 
 def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):
@@ -159,7 +161,7 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
         2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5}
     )
     recorder.close()
-    peak, interval, evaluation, end = caplog.messages
+    peak, interval, evaluation = caplog.messages
     assert peak.startswith("MFU = tokens/s x ")
     for words in (
         "step  2/10",
@@ -177,7 +179,6 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
     assert "loss 1.2500" in evaluation
     assert "0.750 bits/byte" in evaluation
     assert "1.5000 without memory" in evaluation
-    assert str(run_dir.metrics) in end
 
 
 def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, caplog):

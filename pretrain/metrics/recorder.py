@@ -1,16 +1,20 @@
-"""What a run says about itself while it trains: metrics.jsonl, TensorBoard, one line on the console.
+"""Recording a run's metrics while it trains: metrics.jsonl, TensorBoard, and a line in the log.
 
-Losses stay on the device until the interval's end. There the ranks exchange one small vector; rank 0 writes:
+Losses stay on the device until the end of an interval. Then the ranks exchange one small vector,
+and rank 0 writes:
 
-    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm", "skipped"}    every step;
-        loss and norm are null where a skipped step had none; an interval's last line also has "seconds", "time" (since
-        1970), "tokens_per_second", "mfu", "data_wait", "memory_gib", "save_stall" (seconds the loop waited for saves),
-        of several ranks "slowest_rank" and "straggler_ratio"; what lanes did and remember (`lane_meter`); at full
-        intervals norms per layer (`layer_norms`); in fp16 "loss_scale", and every line has "overflowed"
+    {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm",
+     "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
+                   "overflowed".
+                   The last line of an interval adds "seconds", "time" (since 1970),
+                   "tokens_per_second", "mfu", "data_wait", "used_memory_gib" (mean over ranks),
+                   "save_stall" (seconds the loop waited for saves); with several ranks
+                   "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
+                   "loss_scale"; at full intervals norms per layer (`layer_norms`)
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
 
-A step's loss is the mean over its slots and ranks, summed in float64: exact wherever intervals begin, so that a resumed
-run writes the same numbers for the same steps.
+A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
+intervals begin, so a resumed run writes the same numbers for the same steps.
 """
 
 from __future__ import annotations
@@ -34,9 +38,8 @@ from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import DTYPES, StepResult
 from pretrain.metrics.lane_meter import LaneMeter
-from pretrain.metrics.profiling import StepProfiler
 from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
-from pretrain.metrics.writers import MetricsFiles
+from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -58,10 +61,11 @@ class _Step:
     result: StepResult
 
 
-class Metrics:
-    """Collects on every rank, writes on rank 0. Measurements beyond `state.step` are removed first: they come again.
+class MetricsRecorder:
+    """Measures on every rank, writes on rank 0.
 
-    `may_write` is asked before each writing; it raises UserError in a start that has been overtaken.
+    Metrics after `state.step` are removed first: those steps are repeated. `may_write` is called
+    before each write; it raises UserError in an attempt that another one has replaced.
     """
 
     def __init__(
@@ -87,26 +91,30 @@ class Metrics:
         self._steps: list[_Step] = []
         self._flops_per_token = cost_of(run).flops_per_token
         own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
-        self._peak = float(
-            sum_over_ranks(torch.tensor([own_peak], dtype=torch.float64, device=world.device))
-        )
+        peaks = torch.tensor([own_peak], dtype=torch.float64, device=world.device)
+        self._peak = float(sum_over_ranks(peaks))
         if world.is_main:
             self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
-            self._say_peak()
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
             self._profiler.after_step(state.step)
+            logger.info(
+                "MFU = tokens/s x %sFLOP per token / %sFLOP/s, the matrix product measured on "
+                "%s in %s",
+                si(self._flops_per_token), si(self._peak), counted(world.world_size, "rank"),
+                run.engine.precision,
+            )  # fmt: skip
         self._start_interval()
 
     def add_batch(self, batch: SegmentBatch) -> None:
-        """Take what the step in hand reads."""
+        """Take what the current step reads."""
         self._lane_meter.add(batch)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Take the mean loss of one slot, without waiting for it."""
+        """Take the mean loss of one slot, without waiting for the device."""
         self._slot_losses.append(loss.detach())
 
     def end_step(self, state: TrainState, result: StepResult, learning_rate: float) -> None:
-        """Close the step that has just been made, still without waiting for the device."""
+        """Finish the current step, still without waiting for the device."""
         losses, self._slot_losses = self._slot_losses, []
         total = torch.stack([loss.double() for loss in losses]).sum()
         self._steps.append(
@@ -117,34 +125,33 @@ class Metrics:
             self._profiler.after_step(state.step)
 
     def write(self) -> list[dict[str, Any]]:
-        """Write every step since the last call and return their lines (rank 0); the ranks meet here."""
+        """Write the steps since the last call; return their lines on rank 0. A collective."""
         lines: list[dict[str, Any]] = []
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses, (waited, memory_gib, *busy_R), of_lanes, squares = self._over_ranks(steps)
-        num_ranks = self._world.world_size
-        seconds = time.perf_counter() - self._begin - self._paused
+        losses, (waited, used_memory_gib, *busy_R), of_lanes, squares = self._over_ranks(steps)
+        seconds = time.perf_counter() - self._start - self._paused
         if self._files is not None:
+            ranks = self._world.world_size
             lines = [
-                _line(step, loss / num_ranks / step.num_slots)
+                _line(step, loss / ranks / step.num_slots)
                 for step, loss in zip(steps, losses, strict=True)
             ]
-            lines[-1] |= self._rates(
-                len(steps), seconds, waited / num_ranks, memory_gib / num_ranks
-            )
-            lines[-1] |= self._slowest(steps[-1].step, [busy / len(steps) for busy in busy_R])
-            if steps[-1].result.loss_scale is not None:
-                lines[-1]["loss_scale"] = steps[-1].result.loss_scale
+            last = steps[-1]
+            lines[-1] |= self._rates(len(steps), seconds, waited / ranks, used_memory_gib / ranks)
+            lines[-1] |= self._slowest(last.step, [busy / len(steps) for busy in busy_R])
+            if last.result.loss_scale is not None:
+                lines[-1]["loss_scale"] = last.result.loss_scale
             lines[-1] |= self._lane_meter.numbers(of_lanes)
-            lines[-1] |= self._norms_per_layer(steps[-1].result, squares)
+            lines[-1] |= self._norms_per_layer(last.result, squares)
             self._files.append(lines)
             logger.info(train_line(lines, self._run.optim.steps, seconds / len(steps)))
         self._start_interval()
         return lines
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Write what an evaluation after `step` found; the time it took is not counted as training."""
+        """Write what an evaluation after `step` found; its time does not count as training."""
         self._pause_since(self._idle_since)
         if self._files is not None:
             self._files.append([{"kind": "evaluation", "step": step, **values}])
@@ -152,38 +159,38 @@ class Metrics:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Do not count the block as training time, but as time that saving took from it."""
-        begin = time.perf_counter()
+        """Count the block as time that saving took, not as training time."""
+        start = time.perf_counter()
         yield
-        self._pause_since(begin)
-        self._save_stall += self._idle_since - begin
+        self._pause_since(start)
+        self._save_stall += self._idle_since - start
 
-    def close(self, finished: bool, goes_on: bool = False) -> None:
-        """Write what is left and say how the run ended, unless it goes on in this process."""
+    def close(self) -> None:
+        """Write what is left. A collective."""
         self.write()
         self._forward_clock.close()
         if self._profiler is not None:
             self._profiler.close()
         if self._files is not None:
             self._files.close()
-        if self._world.is_main and not goes_on:
-            if finished:
-                logger.info("finished; metrics in %s", self._run_dir.metrics)
-            else:
-                logger.info("stopped and saved; rerun the command to resume")
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Sums over ranks: the losses of the steps, the ranks' own measurements, what lanes did, squares of norms."""
+        """Sums over ranks: losses by step, the ranks' measurements, lanes' counts, squared norms."""
         losses = torch.stack([step.loss_sum for step in steps])
         own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
         of_lanes = self._lane_meter.take(losses.device)
         layers = steps[-1].result.layers
         squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
-        sums = sum_over_ranks(torch.cat([losses, own, of_lanes, squares])).cpu()
-        return tuple(
-            part.tolist()
-            for part in sums.split([len(losses), len(own), len(of_lanes), len(squares)])
-        )
+        parts = [losses, own, of_lanes, squares]
+        sums = sum_over_ranks(torch.cat(parts)).cpu()
+        return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
+
+    def _own_measurements(self) -> list[float]:
+        """Data wait, memory, and busy seconds by rank: 0 for all others, so that sums are all's."""
+        waited = self._prefetcher.wait_seconds - self._waited_before
+        busy_R = [0.0] * self._world.world_size
+        busy_R[self._world.rank] = waited + self._forward_clock.take()
+        return [waited, memory_in_use_gib(self._world.device), *busy_R]
 
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:
@@ -191,13 +198,6 @@ class Metrics:
         return layer_metrics(
             result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm
         )
-
-    def _own_measurements(self) -> list[float]:
-        """Data wait, memory, and busy seconds at this rank's place among all ranks': summed, they are everybody's."""
-        waited = self._prefetcher.wait_seconds - self._waited_before
-        busy_R = [0.0] * self._world.world_size
-        busy_R[self._world.rank] = waited + self._forward_clock.take()
-        return [waited, memory_in_use_gib(self._world.device), *busy_R]
 
     def _slowest(self, step: int, busy_R: list[float]) -> dict[str, float]:
         slowest = slowest_of(busy_R)
@@ -208,24 +208,21 @@ class Metrics:
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",
-                slowest.rank,
-                slowest.seconds,
-                slowest.ratio,
-                self._run_dir.heartbeats,
-            )
+                slowest.rank, slowest.seconds, slowest.ratio, self._run_dir.heartbeats,
+            )  # fmt: skip
         return {"slowest_rank": slowest.rank, "straggler_ratio": slowest.ratio}
 
     def _start_interval(self) -> None:
         self._paused = self._save_stall = 0.0
         self._waited_before = self._prefetcher.wait_seconds
-        self._begin = self._idle_since = time.perf_counter()
+        self._start = self._idle_since = time.perf_counter()
 
-    def _pause_since(self, begin: float) -> None:
+    def _pause_since(self, start: float) -> None:
         self._idle_since = time.perf_counter()
-        self._paused += self._idle_since - begin
+        self._paused += self._idle_since - start
 
     def _rates(
-        self, num_steps: int, seconds: float, waited: float, memory_gib: float
+        self, num_steps: int, seconds: float, waited: float, used_memory_gib: float
     ) -> dict[str, float]:
         tokens_per_second = num_steps * self._run.tokens_per_step / seconds
         return {
@@ -233,19 +230,10 @@ class Metrics:
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * self._flops_per_token / self._peak,
             "data_wait": waited / seconds,
-            "memory_gib": memory_gib,
+            "used_memory_gib": used_memory_gib,
             "save_stall": self._save_stall,
             "time": time.time(),
         }
-
-    def _say_peak(self) -> None:
-        logger.info(
-            "MFU = tokens/s x %sFLOP per token / %sFLOP/s, the matrix product measured on %s in %s",
-            si(self._flops_per_token),
-            si(self._peak),
-            counted(self._world.world_size, "rank"),
-            self._run.engine.precision,
-        )
 
 
 def _line(step: _Step, loss: float) -> dict[str, Any]:
@@ -264,5 +252,5 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows numbers only."""
+    """None for NaN and inf, which JSON does not have."""
     return value if math.isfinite(value) else None
