@@ -1,69 +1,65 @@
-"""What to do after an attempt: a pure policy, without processes or clocks."""
+"""The restart decision: what follows an attempt, and which node to leave out. Pure, without processes or clocks."""
 
 from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
-from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, describe_exit
+from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    AttemptReason,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+)
+from pretrain.rundir.training_events import Event
 
-
-class NextAction(Enum):
-    """What comes after an attempt."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"  # asked for; a checkpoint is behind it, or nothing was done yet
-    REFUSED = "refused"  # a setting or a file is wrong: trying again would find the same
-    RETRY = "retry"
-    GIVE_UP = "give up"
+_ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How patient to be with a run that crashes. Progress is a newer checkpoint, not time."""
+class RestartPolicy:
+    """How often and how fast to restart a run that crashes. Progress is a newer checkpoint, not time."""
 
     attempts_without_progress: int = 3
-    first_delay: float = (
-        1.0  # seconds before the next attempt; doubled for each one without progress
-    )
+    first_delay: float = 1.0  # seconds; doubled for each attempt without progress
     longest_delay: float = 60.0
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that keeps a run going."""
+    """The options of every command that restarts runs."""
     parser.add_argument(
         "--attempts-without-progress",
         type=int,
-        default=Policy.attempts_without_progress,
+        default=RestartPolicy.attempts_without_progress,
         metavar="K",
-        help="give up after K attempts that brought no newer checkpoint (default %(default)s)",
+        help="give up after K attempts in a row without a newer checkpoint (default %(default)s)",
     )
 
 
-def policy_of(arguments: argparse.Namespace) -> Policy:
-    """The policy that the options ask for; ConfigError if there is none such."""
+def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
+    """The policy that the options ask for; ConfigError if it is impossible."""
     if arguments.attempts_without_progress < 1:
         raise ConfigError(
             f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more"
         )
-    return Policy(attempts_without_progress=arguments.attempts_without_progress)
+    return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """How one attempt ended: exit statuses in rank order, and the newest checkpoint's step before and after it."""
+class AttemptResult:
+    """How an attempt ended: exit statuses in rank order, and the latest checkpoint's step before and after it."""
 
     statuses: tuple[int, ...]
     step_before: int
     step_after: int
-    first_failure: int | None = (
-        None  # the rank that ended badly first, or gave no sign of life, where that was seen
-    )
-    hung: bool = False  # a rank's watchdog ended it, since a step took too long
+    first_failure: int | None = None  # the rank that failed first, or was unresponsive, where known
+    hung: bool = False  # the watchdog of a rank ended it because a step took too long
 
     @property
     def made_progress(self) -> bool:
@@ -77,65 +73,94 @@ class Attempt:
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     action: NextAction
-    reason: str
+    reason: AttemptReason
     delay: float = 0.0  # seconds until a RETRY
 
 
-def decide(attempts: Sequence[Attempt], policy: Policy, stop_requested: bool = False) -> Decision:
-    """What follows from all attempts so far, the last one just ended."""
+def decide(
+    attempts: Sequence[AttemptResult], policy: RestartPolicy, stop_requested: bool = False
+) -> Decision:
+    """What follows from all attempts so far, the last of which has just ended."""
     last = attempts[-1]
     if not any(last.statuses):
-        return Decision(action=NextAction.FINISHED, reason="every rank finished")
+        return Decision(action=NextAction.FINISHED, reason=AttemptReason.FINISHED)
     if stop_requested or all(status in (0, EXIT_STOPPED) for status in last.statuses):
-        return Decision(action=NextAction.STOPPED, reason="stopped on request")
+        return Decision(action=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED)
     if EXIT_USER_ERROR in last.statuses:
-        return Decision(action=NextAction.REFUSED, reason="a setting or a file has to change first")
-    fruitless = attempts_without_progress(attempts)
-    if last.ran_out_of_memory:
-        return Decision(
-            action=NextAction.RETRY, reason="out of memory: on with half the lanes per forward pass"
-        )
-    failure = failure_of(last)
-    if fruitless >= policy.attempts_without_progress:
-        times = "attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        return Decision(
-            action=NextAction.GIVE_UP,
-            reason=f"{failure}; {times} brought no checkpoint beyond step {last.step_after}",
-        )
-    delay = min(policy.longest_delay, policy.first_delay * 2**fruitless)
-    return Decision(action=NextAction.RETRY, reason=failure, delay=delay)
+        return Decision(action=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
+    if last.ran_out_of_memory:  # no delay and no limit: the next attempt needs less
+        return Decision(action=NextAction.RETRY, reason=AttemptReason.OUT_OF_MEMORY)
+    reason = AttemptReason.HANG if last.hung else AttemptReason.RANK_FAILED
+    count = attempts_without_progress(attempts)
+    if count >= policy.attempts_without_progress:
+        return Decision(action=NextAction.GIVE_UP, reason=reason)
+    delay = min(policy.longest_delay, policy.first_delay * 2**count)
+    return Decision(action=NextAction.RETRY, reason=reason, delay=delay)
 
 
-def attempts_without_progress(attempts: Sequence[Attempt]) -> int:
-    """How many of the last attempts in a row brought no newer checkpoint."""
+def attempts_without_progress(attempts: Sequence[AttemptResult]) -> int:
+    """How many of the last attempts in a row brought no newer checkpoint.
+
+    Attempts that ran out of memory do not count: the micro-batch halves until it is one lane, where the run is refused.
+    """
     count = 0
     for attempt in reversed(attempts):
         if attempt.made_progress:
             break
-        count += (
-            not attempt.ran_out_of_memory
-        )  # the next one needs less; the run ends at one lane at a time
+        count += not attempt.ran_out_of_memory
     return count
 
 
-def failure_of(attempt: Attempt) -> str:
-    """The first-hand failure in words."""
-    if attempt.hung:
-        silent = attempt.first_failure
-        return "the ranks hung" + (
-            "" if silent is None else f"; rank {silent} gave no sign of life"
-        )
-    failed = [
-        rank for rank, status in enumerate(attempt.statuses) if status not in (0, EXIT_STOPPED)
-    ]
-    rank = failed[0] if attempt.first_failure is None else attempt.first_failure
-    return f"rank {rank} {describe_exit(attempt.statuses[rank])}"
-
-
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
-    """Which rank of an attempt that hung is to blame: the only one that had to be killed, or nobody knows.
+    """Which rank made an attempt hang: the only one that had to be killed; None if there are several or none.
 
-    The first to end is the first watchdog to lose patience, and that one's rank waited for another.
+    The rank whose watchdog fires first is not it: that rank was waiting for another one.
     """
     killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
     return killed[0] if len(killed) == 1 else None
+
+
+# ------------------------------------------------------------------- what former starts of a job say
+
+
+def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
+    """How the attempts of all former starts of this job ended, also those lost together with their supervisor.
+
+    Attempts that were asked to stop say nothing about the run and are left out.
+    """
+    attempts: list[AttemptResult] = []
+    for event in ledger:
+        if isinstance(event, AttemptEnded) and event.job == job:
+            if event.next is not NextAction.STOPPED:
+                attempts.append(_result(event.statuses, event.step_before, event.step))
+        elif isinstance(event, JobEnded) and event.job == job:
+            # a supervisor that was lost with its node could not write an AttemptEnded
+            if event.reason is not JobEndReason.FIRST_NODE_LOST:
+                continue
+            killed = (-signal.SIGKILL.value,)
+            attempts.append(_result(killed, event.step_before or 0, event.step or 0))
+    return attempts
+
+
+def _result(statuses: tuple[int, ...], step_before: int, step_after: int) -> AttemptResult:
+    return AttemptResult(statuses=statuses, step_before=step_before, step_after=step_after)
+
+
+def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
+    """The node whose ranks failed first in the last two attempts of this start of the job, both without progress.
+
+    `node_of` maps a rank to its node; that mapping holds for one start only, so earlier starts do not count.
+    """
+    attempts: list[AttemptEnded] = []
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job:
+            attempts = []
+        elif isinstance(event, AttemptEnded) and event.job == job:
+            attempts.append(event)
+    suspects = [
+        node_of(attempt.first_failure)
+        for attempt in attempts[-_ATTEMPTS_PER_NODE:]
+        if attempt.first_failure is not None and attempt.step == attempt.step_before
+    ]
+    is_clear = len(suspects) == _ATTEMPTS_PER_NODE and len(set(suspects)) == 1
+    return suspects[0] if is_clear else None

@@ -1,32 +1,34 @@
-"""Keeps a run going: starts an attempt, watches it, decides what follows, until the run is finished or hopeless.
+"""The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or hopeless.
 
-How ranks are started is the caller's: on this machine, or as steps of a Slurm job.
+The caller provides how ranks are started: on this machine, or as a step of a Slurm job.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, Protocol
+from types import FrameType, TracebackType
+from typing import Protocol
 
 from launcher.restart_policy import (
-    Attempt,
+    AttemptResult,
     Decision,
-    NextAction,
-    Policy,
+    RestartPolicy,
     attempts_without_progress,
     decide,
     unresponsive_rank,
 )
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.launch_events import AttemptEnded, NextAction
 from pretrain.rundir.run_dir import RunDir
 
+# The watchdog of a rank (pretrain/rundir/heartbeat.py) is faulthandler's; its stacks start with this line.
 _WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
@@ -34,16 +36,17 @@ EXIT_STATUS = {
     NextAction.REFUSED: 2,
     NextAction.GIVE_UP: 2,
 }
+_log = logging.getLogger(__name__)
 
 
 class Ranks(Protocol):
     """The ranks of one attempt, already started."""
 
     logs: list[Path]  # in rank order
-    first_failure: int | None  # the rank that ended badly first, known after `wait`
+    first_failure: int | None  # the rank that failed first, known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
-        """Exit statuses in rank order when all have ended; calls `meanwhile` many times a second until then."""
+        """Exit statuses in rank order when all have exited; calls `meanwhile` many times a second until then."""
         ...
 
     def terminate(self) -> None:
@@ -51,18 +54,21 @@ class Ranks(Protocol):
         ...
 
     def kill(self) -> None:
-        """End every rank at once."""
+        """Kill every rank immediately."""
         ...
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
-        """Which rank failed first-hand, and the last lines it wrote."""
+        """Which rank failed first, and the last lines of its log."""
         ...
 
 
 class StopSignals:
-    """Counts SIGINT and SIGTERM instead of dying of them: the first asks the ranks to stop, a second SIGINT kills.
+    """Counts the signals that ask to stop, instead of dying of them.
 
-    SIGUSR1, Slurm's notice ahead of a time limit, asks too. `received` has them all in order.
+    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they ended. So:
+    SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills them. A second SIGTERM does not:
+    Slurm sends several while a job ends. SIGUSR1, which `sbatch --signal` sends ahead of the time limit, asks too.
+    SIGUSR2 goes to the ranks alone (see srun.py). `received` has all signals in order.
     """
 
     def __init__(self) -> None:
@@ -92,58 +98,59 @@ class StopSignals:
 def supervise(
     run_dir: RunDir,
     start: Callable[[int], Ranks],
-    policy: Policy,
+    policy: RestartPolicy,
     stop: StopSignals,
-    say: Callable[[str], None] = print,
-    past: Sequence[Attempt] = (),
+    past: Sequence[AttemptResult] = (),
     meanwhile: Callable[[], None] = lambda: None,
-    tags: Mapping[str, Any] = MappingProxyType({}),
+    job: str | None = None,
 ) -> int:
-    """Attempt after attempt until the run is finished, stopped, refused or hopeless; returns the exit status.
+    """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit status.
 
-    `start(number)` begins attempt `number` and returns its ranks; `past` are attempts before this call that count;
-    `meanwhile` is called many times a second while ranks run; `tags` go into every event of the journal.
+    `start(number)` starts attempt `number` and returns its ranks; `past` are attempts before this call that count;
+    `meanwhile` is called many times a second while ranks run; `job` is the Slurm job that the attempts belong to.
     """
     attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):
-        before = newest_step(run_dir)
+        before = latest_step(run_dir)
         ranks = start(number)
-        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, say)))
+        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile)))
         hung = any(map(_shows_a_hang, ranks.logs))
         attempts.append(
-            Attempt(
+            AttemptResult(
                 statuses=statuses,
                 step_before=before,
-                step_after=newest_step(run_dir),
+                step_after=latest_step(run_dir),
                 first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
                 hung=hung,
             )
         )
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)
-        _record(run_dir, number, attempts[-1], decision, tags)
+        ended = _event(number, attempts, decision, job)
+        if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
+            run_dir.ledger.append(ended)
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
-            say(ranks.describe_failure(statuses))
+            _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
-            say(_last_words(decision, run_dir))
+            _log_end(ended, run_dir)
             return EXIT_STATUS[decision.action]
-        fruitless = attempts_without_progress(attempts)
-        patience = (
-            f", attempt {fruitless} of {policy.attempts_without_progress} without progress"
-            if fruitless
-            else ""
-        )
-        say(
-            f"{decision.reason}{patience}; next attempt in {decision.delay:g} s from the checkpoint of step "
-            f"{attempts[-1].step_after}"
+        count = ended.without_progress
+        limit = policy.attempts_without_progress
+        progress = f", attempt {count} of {limit} without progress" if count else ""
+        _log.warning(
+            "%s%s; next attempt in %g s from the checkpoint of step %d",
+            ended.cause,
+            progress,
+            decision.delay,
+            ended.step,
         )
         if not _pause(decision.delay, stop):
-            say(f"stopped on request; the same command goes on from step {newest_step(run_dir)}")
+            _log_stopped(run_dir)
             return EXIT_STOPPED
-    raise AssertionError("attempts are counted without end")
+    raise AssertionError("itertools.count does not end")
 
 
-def newest_step(run_dir: RunDir) -> int:
-    """The step of the newest published checkpoint; 0 without one."""
+def latest_step(run_dir: RunDir) -> int:
+    """The step of the latest published checkpoint; 0 if there is none."""
     return max(steps_on_disk(run_dir.checkpoints), default=0)
 
 
@@ -153,29 +160,27 @@ def next_attempt_number(run_dir: RunDir) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 
-def _stopper(
-    ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None], say: Callable[[str], None]
-) -> Callable[[], None]:
-    """Passes a request to stop on to the ranks, once; the second one kills them."""
+def _stopper(ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None]) -> Callable[[], None]:
+    """Passes the first request to stop on to the ranks; the second one kills them."""
     passed_on = 0
 
-    def look() -> None:
+    def poll() -> None:
         nonlocal passed_on
         meanwhile()
         if stop.requests == passed_on:
             return
         if passed_on == 0:
-            say("asking the ranks to save and stop; Ctrl-C again kills them")
+            _log.info("asking the ranks to save and stop; Ctrl-C again kills them")
             ranks.terminate()
         else:
             ranks.kill()
         passed_on = stop.requests
 
-    return look
+    return poll
 
 
 def _pause(seconds: float, stop: StopSignals) -> bool:
-    """Wait; False as soon as a stop is asked for."""
+    """Wait; False as soon as a stop is requested."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if stop.requests:
@@ -185,37 +190,38 @@ def _pause(seconds: float, stop: StopSignals) -> bool:
 
 
 def _shows_a_hang(log: Path) -> bool:
-    """Whether the rank's watchdog ended it: the stacks it wrote are headed by how long it had waited."""
+    """Whether the rank's watchdog killed it."""
     return log.exists() and _WATCHDOG.search(log.read_text(errors="replace")) is not None
 
 
-def _record(
-    run_dir: RunDir, number: int, attempt: Attempt, decision: Decision, tags: Mapping[str, Any]
-) -> None:
-    if (
-        not run_dir.exists() and not run_dir.ledger.exists()
-    ):  # refused before there was a run, and never submitted
-        return
-    run_dir.append_ledger(
-        {
-            "event": "attempt_ended",
-            "attempt_number": number,
-            "statuses": list(attempt.statuses),
-            "first_failure": attempt.first_failure,
-            "step_before": attempt.step_before,
-            "step": attempt.step_after,
-            "next": decision.action.value,
-            "reason": decision.reason,
-            **tags,
-        }
+def _event(
+    number: int, attempts: Sequence[AttemptResult], decision: Decision, job: str | None
+) -> AttemptEnded:
+    last = attempts[-1]
+    return AttemptEnded(
+        attempt_number=number,
+        statuses=last.statuses,
+        first_failure=last.first_failure,
+        step_before=last.step_before,
+        step=last.step_after,
+        next=decision.action,
+        reason=decision.reason,
+        without_progress=attempts_without_progress(attempts),
+        job=job,
     )
 
 
-def _last_words(decision: Decision, run_dir: RunDir) -> str:
-    if decision.action is NextAction.FINISHED:
-        return f"finished: {run_dir.path}"
-    if decision.action is NextAction.STOPPED:
-        return f"stopped on request; the same command goes on from step {newest_step(run_dir)}"
-    if decision.action is NextAction.REFUSED:
-        return "not tried again: what the line above says has to change first"
-    return f"gave up: {decision.reason}; the logs are in {run_dir.logs}"
+def _log_end(ended: AttemptEnded, run_dir: RunDir) -> None:
+    if ended.next is NextAction.FINISHED:
+        _log.info("finished: %s", run_dir.path)
+    elif ended.next is NextAction.STOPPED:
+        _log_stopped(run_dir)
+    elif ended.next is NextAction.REFUSED:
+        _log.error("not restarted: the error above has to be fixed first")
+    else:
+        _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
+
+
+def _log_stopped(run_dir: RunDir) -> None:
+    step = latest_step(run_dir)
+    _log.info("stopped on request; rerun the same command to resume from step %d", step)

@@ -38,10 +38,8 @@ from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.local_ranks import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.recovery.faults import Fault, fault_from_environment
 from pretrain.recovery.loss_spikes import (
-    OUT_OF_MEMORY,
     memory_settings,
     segments_consumed,
     skip_windows,
@@ -51,9 +49,18 @@ from pretrain.recovery.loss_spikes import (
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor, name_suspects, rewind
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.code_version import code_version
+from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import (
+    Finished,
+    OutOfMemory,
+    PhaseFinished,
+    Resumed,
+    Started,
+    Stopped,
+)
 from pretrain.state import TrainState
 from pretrain.train import train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
@@ -115,7 +122,7 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
 def _attempt(start: Start, attempt: str) -> int | None:
     """Train from the newest checkpoint on; the exit status, or None when this process has to begin over from there."""
     run_dir, world = start.run_dir, start.world
-    ledger = broadcast_object(run_dir.read_ledger() if world.is_main else [])
+    ledger = broadcast_object(run_dir.ledger.read() if world.is_main else [])
     config = with_fitting_micro_batch(
         run_at(start.config, _step_to_go_on_from(start)), world.world_size, ledger
     )
@@ -142,14 +149,19 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
     if state is None:
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
-    event = {"step": state.step, "world_size": world.world_size, "attempt": attempt}
     if world.is_main:
-        run_dir.append_ledger(
-            {"event": "resume" if state.step else "start", **event, "code": code_version()}
+        began = Resumed if state.step else Started
+        run_dir.ledger.append(
+            began(
+                step=state.step,
+                world_size=world.world_size,
+                attempt=attempt,
+                code=code_version(),
+            )
         )
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(start, config, engine, state, lane_seed)
-    windows = broadcast_object(skipped_windows(run_dir.read_ledger()) if world.is_main else [])
+    windows = broadcast_object(skipped_windows(run_dir.ledger.read()) if world.is_main else [])
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         start.heartbeat.beat(state.step, "train")
@@ -171,12 +183,20 @@ def _train_from_newest(start: Start, config: RunConfig, attempt: str) -> int | N
             and not start.stop.requested_on_any_rank()
         )
         metrics.close()
-    name = "finish" if finished else "phase ended" if goes_on else "stop"
-    event |= {"step": state.step, "lanes": config.data.lanes, "lane_seed": lane_seed}
-    event["segment_length"] = config.data.segment_length
-    event["tokens_of_corpora"] = _tokens_of_corpora(stream, state, world)
+    tokens_of_corpora = _tokens_of_corpora(stream, state, world)
     if world.is_main:
-        run_dir.append_ledger({"event": name, **event})
+        ended = Finished if finished else PhaseFinished if goes_on else Stopped
+        run_dir.ledger.append(
+            ended(
+                step=state.step,
+                world_size=world.world_size,
+                attempt=attempt,
+                lanes=config.data.lanes,
+                lane_seed=lane_seed,
+                segment_length=config.data.segment_length,
+                tokens_of_corpora=tokens_of_corpora,
+            )
+        )
         if finished:
             logger.info("finished; metrics in %s", run_dir.metrics)
         elif goes_on:
@@ -222,14 +242,13 @@ def _note_out_of_memory(config: RunConfig, run_dir: RunDir, world: World, error:
     lanes = len(lanes_of_rank(config, world.rank, world.world_size)) // accumulation_steps(
         config, world.world_size
     )
-    run_dir.append_ledger(
-        {
-            "event": OUT_OF_MEMORY,
-            "rank": world.rank,
-            "micro_batch_lanes": lanes,
-            "settings": memory_settings(config, world.world_size),
-            "reason": error.splitlines()[0],
-        }
+    run_dir.ledger.append(
+        OutOfMemory(
+            rank=world.rank,
+            micro_batch_lanes=lanes,
+            settings=memory_settings(config, world.world_size),
+            message=error.splitlines()[0],
+        )
     )
     logger.warning(
         "recovery: out of memory (OOM) with %d lanes per forward pass; %s from the latest checkpoint "

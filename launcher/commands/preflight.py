@@ -162,7 +162,7 @@ def _led(
         host
         for name in jobs
         for job in slurm.live_jobs(name)
-        for host in slurm.host_names(job.hosts)
+        for host in slurm.node_names(job.nodes)
     }
     (out / END).touch()
     return judge(found, pairs, missing=sorted(hosts - {one.host for one in found}))

@@ -1,4 +1,4 @@
-"""`launcher resume`: go on with a run as it was started: in a new Slurm job, or on this machine."""
+"""`launcher resume`: continue a run the way it was started: in a new Slurm job, or on this machine."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from launcher.commands import local
-from launcher.restart_policy import Policy
+from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.snapshot import Snapshot
-from launcher.status.journal import last_of
-from launcher.status.queue_state import read_states
+from launcher.status.infer_status import State
+from launcher.status.slurm_queue import read_states
 from launcher.sweep.jobs import was_array_task
+from pretrain.rundir.launch_events import Submitted
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher resume`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when its job is in the queue, or when it has finished on this machine."""
+    """0 when its job is in the queue, or when the run has finished on this machine."""
     (state,) = read_states([arguments.run])
-    if state.state == "done":
+    if state.state is State.DONE:
         raise ConfigError(
-            f"{arguments.run} is done after step {state.step:,}; to train further, start it again with more optim.steps"
+            f"{arguments.run} is done after step {state.step:,}; to train further, start it again "
+            "with more optim.steps"
         )
-    if state.state in ("running", "queued", "requeued", "preempted"):
-        raise ConfigError(f"{arguments.run} is {state.describe} already; nothing to resume")
+    if state.is_active:
+        raise ConfigError(f"{arguments.run} is {state.description} already; nothing to resume")
     if was_array_task(RunDir(arguments.run)):
         raise ConfigError(
-            f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' tries it again"
+            f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' starts it again"
         )
     if Snapshot(arguments.run).script.is_file():
         return _submit_again(RunDir(arguments.run.resolve()))
@@ -42,21 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
             overrides=[],
             ranks=state.ranks or 1,
             run_dir=arguments.run,
-            attempts_without_progress=Policy.attempts_without_progress,
+            attempts_without_progress=RestartPolicy.attempts_without_progress,
         )
     )
 
 
 def _submit_again(run_dir: RunDir) -> int:
-    """The script and the code that were kept when the run was submitted."""
-    before = last_of(run_dir.read_ledger(), "submitted")
+    """Submit the script again, with the code that was saved when the run was first submitted."""
+    before = last_of(run_dir.ledger.read(), Submitted)
     if before is None:
-        raise ConfigError(
-            f"{run_dir.path} was never submitted; hand it over with 'launcher submit'"
-        )
+        raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
     with run_dir.locked("submit"):
-        number = slurm.submit(Snapshot(run_dir.path).script, before["job_name"])
-        run_dir.append_ledger({"event": "submitted", "job": number, "job_name": before["job_name"]})
-    print(f"job {number} ({before['job_name']}) goes on with {run_dir.path}")
-    print(f"how it stands: launcher status {run_dir.path}")
+        number = slurm.submit(Snapshot(run_dir.path).script, before.job_name)
+        run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))
+    print(f"job {number} ({before.job_name}) continues {run_dir.path}")
+    print(f"Status: launcher status {run_dir.path}")
     return 0

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from launcher.status.queue_state import read_states
 from launcher.status.run_state import is_run
+from launcher.status.slurm_queue import read_states
 
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _WATCH_SECONDS = 5.0
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     states = read_states(chosen(arguments))
     if arguments.json:
         for state in states:
-            print(json.dumps({**asdict(state), "done_share": state.done_share}))
+            print(json.dumps({**asdict(state), "fraction_done": state.fraction_done}))
         return 0
     from launcher.commands.tables import console, render
 

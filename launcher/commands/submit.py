@@ -1,4 +1,4 @@
-"""`launcher submit`: checks a run against a cluster, keeps its code and settings, hands it to Slurm once."""
+"""`launcher submit`: checks a run against a cluster, saves its code and settings, submits it to Slurm once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from launcher.slurm.sbatch import Job, parse_nodes, render
 from launcher.slurm.snapshot import Snapshot, with_absolute_paths
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
 
 
@@ -25,17 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""
     parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+        "overrides", nargs="*", metavar="a.b=value", help="overrides of its settings"
     )
     parser.add_argument(
         "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
     )
     parser.add_argument(
-        "--nodes", default="1", metavar="N|A:B", help="hosts; 4:16 takes what is free (default 1)"
+        "--nodes", default="1", metavar="N|A:B", help="nodes; 4:16 takes what is free (default 1)"
     )
     parser.add_argument("--name", help="name of the run (default: the experiment's)")
     parser.add_argument(
-        "--run-dir", type=Path, help="on a disk that all hosts share (default runs/NAME)"
+        "--run-dir",
+        type=Path,
+        help="run directory, on a disk that all nodes share (default runs/NAME)",
     )
     add_policy_arguments(parser)
     parser.add_argument(
@@ -44,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit, and say which job has the run and where it goes; 0."""
-    policy_of(arguments)  # refused here rather than in the job
+    """Submit; print the job and the run directory; 0."""
+    policy_of(arguments)  # ConfigError here rather than in the job
     config = with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     if arguments.name:
         config = replace(config, name=arguments.name)
@@ -57,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     number = submit(job, config)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
-    print(
-        f"how it stands: launcher status {job.run_dir}\nwhat it says:  launcher logs {job.run_dir} --follow"
-    )
+    print(f"Status: launcher status {job.run_dir}\nLogs:   launcher logs {job.run_dir} --follow")
     return 0
 
 
@@ -78,16 +79,16 @@ def planned(arguments: argparse.Namespace, config: RunConfig) -> Job:
 
 
 def job_name(name: str, run_dir: Path) -> str:
-    """One name for one run directory: with it a run's job is found even if nobody noted its number."""
+    """One name for one run directory: it finds a run's job even if the job's number was lost."""
     return f"{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
 
 
 def submit(job: Job, config: RunConfig) -> str:
-    """Keep what the job runs, submit it once, note it in the journal; the job's id."""
+    """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir = RunDir(job.run_dir)
     if run_dir.exists():
         RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
-    check_request(job.cluster, job.nodes, slurm.patiently(slurm.partitions))
+    check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     with run_dir.locked("submit"):
         if live := slurm.live_jobs(job.name):
             raise ConfigError(
@@ -98,5 +99,5 @@ def submit(job: Job, config: RunConfig) -> str:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         snapshot.take(config, job.cluster, render(job))
         number = slurm.submit(snapshot.script, job.name)
-        run_dir.append_ledger({"event": "submitted", "job": number, "job_name": job.name})
+        run_dir.ledger.append(Submitted(job=number, job_name=job.name))
     return number

@@ -14,7 +14,7 @@ from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep.jobs import array_of, classes, submit_array
 from launcher.sweep.local import run_cells
 from launcher.sweep.table import planned, write_results
-from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
 from pretrain.terminal.text import counted

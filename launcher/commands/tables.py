@@ -11,19 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.preflight.node_report import NodeReport
+from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.terminal.text import counted, duration, number, si
 
 STYLES = {
-    "running": "green",
-    "done": "bold green",
-    "queued": "yellow",
-    "requeued": "yellow",
-    "preempted": "yellow",
-    "stopped": "cyan",
-    "cancelled": "magenta",
-    "silent": "bold red",
-    "failed": "bold red",
+    State.RUNNING: "green",
+    State.DONE: "bold green",
+    State.QUEUED: "yellow",
+    State.REQUEUED: "yellow",
+    State.PREEMPTED: "yellow",
+    State.STOPPED: "cyan",
+    State.CANCELED: "magenta",
+    State.UNRESPONSIVE: "bold red",
+    State.FAILED: "bold red",
 }
 VERDICT_STYLES = {
     "ok": "green",
@@ -60,7 +61,7 @@ def many_runs(states: Sequence[RunState]) -> Table:
             name,
             _word(state),
             f"{state.step:,}",
-            f"{state.done_share:.0%}",
+            f"{state.fraction_done:.0%}",
             number(state.loss, ".4f"),
             number(state.tokens_per_second, ",.0f"),
             number(state.goodput, ".0%"),
@@ -69,7 +70,7 @@ def many_runs(states: Sequence[RunState]) -> Table:
             if state.checkpoint is None
             else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
             str(state.attempts),
-            Text(state.why, style="dim"),
+            Text(state.reason, style="dim"),
         )
     return table
 
@@ -136,10 +137,10 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         (
             "state",
             _word(state)
-            if not state.why
-            else _word(state).append(f"  {state.why}", style="default"),
+            if not state.reason
+            else _word(state).append(f"  {state.reason}", style="default"),
         ),
-        ("step", f"{state.step:,} of {state.steps:,}  ({state.done_share:.0%})"),
+        ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
         ("loss", number(state.loss, ".4f")),
         (
             "speed",
@@ -150,7 +151,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             "goodput",
             "-"
             if state.goodput is None
-            else f"{state.goodput:.0%} of the time went into steps that count",
+            else f"{state.goodput:.0%} of the time went into productive steps",
         ),
         ("checkpoint", checkpoint),
         ("attempts", _attempts(state)),
@@ -161,17 +162,17 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ago = ""
         if state.last_failure_age is not None:
             ago = f", {age(state.last_failure_age)}"
-        lines.append(("last trouble", f"{state.last_failure}{ago}"))
+        lines.append(("last failure", f"{state.last_failure}{ago}"))
     return lines
 
 
 def _attempts(state: RunState) -> str:
     ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
-    return f"{state.attempts}{ranks}" + (f" on {' '.join(state.hosts)}" if state.hosts else "")
+    return f"{state.attempts}{ranks}" + (f" on {' '.join(state.nodes)}" if state.nodes else "")
 
 
 def _word(state: RunState) -> Text:
-    return Text(state.state, style=STYLES.get(state.state, "default"))
+    return Text(str(state.state), style=STYLES.get(state.state, "default"))
 
 
 def _rate(value: float | None, unit: str) -> str:

@@ -1,69 +1,67 @@
-"""`launcher batch`: the supervisor inside a Slurm job. Written into the batch script by `launcher submit`."""
+"""`launcher batch`: the supervisor inside a Slurm job. The batch script that `launcher submit` writes runs it."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
-from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.restart_policy import (
+    add_policy_arguments,
+    node_to_exclude,
+    past_attempts,
+    policy_of,
+)
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import JobExit, ThisJob
-from launcher.slurm.job_history import (
-    LOST_HOST,
-    node_to_exclude,
-    open_start,
-    other_jobs,
-    past_attempts,
-)
 from launcher.slurm.snapshot import Snapshot
-from launcher.slurm.srun import SlurmRanks, Step, free_port_near, hosts_that_miss
-from launcher.supervisor import StopSignals, newest_step, supervise
+from launcher.slurm.srun import SlurmRanks, Step, free_port_near, nodes_that_miss
+from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
-from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
+from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event
+from pretrain.terminal.log import add_log_level_argument, set_up_logging
+
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher batch`."""
-    parser.add_argument("run_dir", type=Path, help="the run's directory")
+    parser.add_argument("run_dir", type=Path, help="run directory")
     add_policy_arguments(parser)
+    add_log_level_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train inside this job; after a stop that was announced the job goes back into the queue, unless cancelled."""
+    """Train inside this job; after a stop that Slurm announced, the job is requeued unless it was canceled."""
+    set_up_logging("supervisor", arguments.log_level)
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
     policy = policy_of(arguments)
     begin(job, run_dir)
     with StopSignals() as stop:
-        claims = Claims(run_dir.path, f"{job.id}.{job.restart}")
-        job_exit = JobExit(job, run_dir, stop, claims.check)
-        past = past_attempts(run_dir.read_ledger(), job.id)
-        tags = {"job": job.id}
+        fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
+        job_exit = JobExit(job, run_dir, stop, fences.check)
+        past = past_attempts(run_dir.ledger.read(), job.id)
         try:
             with run_dir.locked("launcher", is_fenced=True):
-                start = starter(job, run_dir, job_exit, claims)
+                start = starter(job, run_dir, job_exit, fences)
                 status = supervise(
-                    run_dir,
-                    start,
-                    policy,
-                    stop,
-                    _say,
-                    past=past,
-                    meanwhile=job_exit.look,
-                    tags=tags,
+                    run_dir, start, policy, stop, past, meanwhile=job_exit.poll, job=job.id
                 )
         except ExcludeNode as found:
-            job_exit.leave(found.host)
+            job_exit.exclude(found.node)
             return EXIT_STOPPED
         except StaleAttempt:
-            raise  # the journal is another's
+            raise  # the ledger belongs to a newer attempt
         except UserError as error:
             job_exit.give_up(str(error))
             raise
@@ -71,8 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-class Claims:
-    """This supervisor's claims on the run, one for each attempt: ranks of older ones can write no more."""
+class AttemptFences:
+    """This supervisor's fences, one for each attempt: ranks of earlier attempts cannot write any more.
+
+    A node that was cut off from the network may have ranks and a supervisor that still run while Slurm has restarted
+    the job elsewhere. Whoever claimed the run last owns it; all others find another token and exit without writing.
+    """
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._run_dir = run_dir
@@ -80,7 +82,7 @@ class Claims:
         self._fence: Fence | None = None
 
     def claim(self, number: int) -> str:
-        """Take the run for attempt `number`; its token."""
+        """Claim the run for attempt `number`; returns its token."""
         self.check()
         self._fence = Fence(self._run_dir, f"{self._name}.{number}.{secrets.token_hex(2)}")
         self._fence.claim()
@@ -93,72 +95,103 @@ class Claims:
 
 
 class ExcludeNode(Exception):
-    """Another host may do better."""
+    """The job should restart without this node."""
 
-    def __init__(self, host: str) -> None:
-        super().__init__(host)
-        self.host = host
+    def __init__(self, node: str) -> None:
+        super().__init__(node)
+        self.node = node
 
 
 def begin(job: ThisJob, run_dir: RunDir) -> None:
-    """Note that this job has the run; ConfigError if another one that lives has it."""
-    ledger, step = run_dir.read_ledger(), newest_step(run_dir)
+    """Record that this job has the run; ConfigError if another live job has it."""
+    ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):
-        before = {
-            "job": job.id,
-            "restart": lost["restart"],
-            "step_before": lost["step"],
-            "step": step,
-        }
-        run_dir.append_ledger({"event": "job_ended", **before, "why": LOST_HOST, "requeued": True})
-    run_dir.append_ledger(
-        {"event": "job_started", **job.tags, "hosts": list(job.hosts), "step": step}
-    )
-    for other in slurm.jobs(other_jobs(run_dir.read_ledger(), job.id)):
+        run_dir.ledger.append(
+            JobEnded(
+                job=job.id,
+                restart=lost.restart,
+                reason=JobEndReason.FIRST_NODE_LOST,
+                requeued=True,
+                step_before=lost.step,
+                step=step,
+            )
+        )
+    run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
+    # Each job writes its start before it looks for others, so of two jobs at least one sees the other.
+    for other in slurm.jobs(other_jobs(run_dir.ledger.read(), job.id)):
         if other.is_live:
-            why = f"refused: job {other.id} has the run"
-            run_dir.append_ledger({"event": "job_ended", **job.tags, "why": why, "requeued": False})
+            run_dir.ledger.append(
+                JobEnded(
+                    job=job.id,
+                    restart=job.restart,
+                    reason=JobEndReason.RUN_IN_USE,
+                    requeued=False,
+                    other_job=other.id,
+                )
+            )
             raise ConfigError(
                 f"job {other.id} ({other.state.lower()}) has the run {run_dir.path}; "
-                f"this job, {job.id}, ends: wait for that one, or end it first: scancel {other.id}"
+                f"job {job.id} exits: wait for the other one, or end it first: scancel {other.id}"
             )
 
 
+def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
+    """The last start of this job, if nothing was written about its end."""
+    for event in reversed(ledger):
+        if isinstance(event, JobEnded) and event.job == job:
+            return None
+        if isinstance(event, JobStarted) and event.job == job:
+            return event
+    return None
+
+
+def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
+    """Other jobs that started before this one and whose end nothing was written about, latest first."""
+    open_jobs: dict[str, None] = {}
+    for event in ledger:
+        if isinstance(event, JobStarted):
+            if event.job == job:
+                break
+            open_jobs[event.job] = None
+        elif isinstance(event, JobEnded) and not event.requeued:
+            open_jobs.pop(event.job, None)
+    return list(reversed(open_jobs))
+
+
 def starter(
-    job: ThisJob, run_dir: RunDir, job_exit: JobExit, claims: Claims
+    job: ThisJob, run_dir: RunDir, job_exit: JobExit, fences: AttemptFences
 ) -> Callable[[int], SlurmRanks]:
-    """Starts attempts as steps of this job."""
+    """Returns the function that starts attempts as steps of this job."""
     snapshot = Snapshot(run_dir.path)
     config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
-    nodes = usable_nodes(config, cluster.tasks_per_node, len(job.hosts))
-    if not nodes:
+    lanes = config.data.lanes
+    count = usable_nodes(config, cluster.tasks_per_node, len(job.nodes))
+    if not count:
         raise ConfigError(
-            f"data.lanes={config.data.lanes} does not divide over the ranks of {len(job.hosts)} nodes"
+            f"data.lanes={lanes} does not divide over the ranks of {len(job.nodes)} nodes"
         )
-    if nodes < len(job.hosts):
-        _say(
-            f"using {nodes} of {len(job.hosts)} nodes, for data.lanes={config.data.lanes} to divide evenly"
-        )
-    step = Step(hosts=job.hosts, nodes=nodes, ranks=nodes * cluster.tasks_per_node, cluster=cluster)
+    if count < len(job.nodes):
+        unused = f"{count} of {len(job.nodes)} nodes"
+        _log.warning("using %s so that data.lanes=%d divides evenly", unused, lanes)
+    step = Step(
+        nodes=job.nodes, num_nodes=count, ranks=count * cluster.tasks_per_node, cluster=cluster
+    )
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
-    if blind := hosts_that_miss(step, run_dir.path):
+    if blind := nodes_that_miss(step, run_dir.path):
         raise ConfigError(
-            f"{', '.join(blind)} can not see {run_dir.path}; put the run on a disk that all hosts share"
+            f"{', '.join(blind)} cannot see {run_dir.path}; put the run on a disk that all nodes share"
         )
 
     def start(number: int) -> SlurmRanks:
-        host = node_to_exclude(run_dir.read_ledger(), job.id, step)
-        if host and job_exit.can_leave(host):
-            raise ExcludeNode(host)
+        node = node_to_exclude(run_dir.ledger.read(), job.id, step.node_of)
+        if node and job_exit.can_exclude(node):
+            raise ExcludeNode(node)
         shared = {
-            VARIABLE: claims.claim(number),
+            VARIABLE: fences.claim(number),
             "MASTER_PORT": str(free_port_near(job.number + number)),
         }
-        _say(f"attempt {number}: {step.ranks} ranks on {', '.join(job.hosts[:nodes])}")
-        return SlurmRanks(command, step, run_dir, number, shared, claims.check)
+        where = ", ".join(job.nodes[:count])
+        _log.info("attempt %d: %d ranks on %s", number, step.ranks, where)
+        return SlurmRanks(command, step, run_dir, number, shared, fences.check)
 
     return start
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

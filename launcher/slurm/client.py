@@ -1,7 +1,11 @@
-"""Slurm's commands; the only place that runs them. Output is asked for field by field: JSON varies by version."""
+"""Runs Slurm's commands; nothing else does, except for the srun of an attempt (srun.py).
+
+Output is requested field by field, because the JSON of Slurm's commands varies by version.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -17,62 +21,52 @@ from data_pipeline.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
-_INHERITED = (
-    "SLURM_",
-    "SBATCH_",
-    "SQUEUE_",
-    "SACCT_",
-    "SINFO_",
-    "PMIX_",
-)  # a surrounding job's would change ours
-_UNREACHABLE = (
-    "unable to contact",
-    "timed out",
-    "connection refused",
-    "connect failure",
-    "zero bytes",
-    "unreachable",
+# Variables of a surrounding job would change what our commands do.
+_INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
+# What the commands write to stderr, in lower case, when the controller did not respond.
+_UNREACHABLE = re.compile(
+    "unable to contact|timed out|connection refused|connect failure|zero bytes|unreachable"
+    "|unable to establish controller|temporarily unable|communication|unexpected message"
 )
-_UNREACHABLE += (
-    "unable to establish controller",
-    "temporarily unable",
-    "communication",
-    "unexpected message",
+_NO_SLURM = (
+    "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
-_NO_SLURM = "'{}' finds no cluster: no Slurm on this host; run this on a login node, or use 'launcher local'"
 _COMMAND_SECONDS = 120.0
-_SETTLE_SECONDS = 2.0  # a controller that comes back answers questions before it has taken what lay in its sockets
+# A controller that comes back answers queries before it has processed the submissions in its sockets.
+_SETTLE_SECONDS = 2.0
 _JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
 _RECORD_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,Start,End,NodeList"
 
+_log = logging.getLogger(__name__)
+
 
 class SlurmUnreachable(UserError):
-    """The controller gave no answer: nothing is known about any job."""
+    """The controller did not respond: nothing is known about any job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedJob:
-    """What squeue says about a job; those that ended stay for minutes."""
+    """What squeue reports about a job; it keeps jobs for minutes after they end."""
 
     id: str
-    array_id: str  # of the array it belongs to; its own id without one
+    array_id: str  # of the array it belongs to; else its own id
     array_index: str  # "" outside of arrays
     name: str
     state: str  # PENDING, RUNNING, COMPLETING, TIMEOUT ...
-    reason: str  # why it waits or ended, in Slurm's words
-    hosts: str  # n[1-2]
+    reason: str  # why it waits or ended, as Slurm reports it
+    nodes: str  # n[1-2]
     elapsed: str
     time_left: str
-    start: str  # when it began, or is expected to
+    start: str  # when it started, or is expected to
 
     @property
     def address(self) -> str:
-        """What Slurm's commands know this job alone by: 17, or 17_3 for a task of an array."""
+        """Identifies this job alone in Slurm's commands: 17, or 17_3 for a task of an array."""
         return f"{self.array_id}_{self.array_index}" if self.array_index else self.id
 
     @property
     def is_live(self) -> bool:
-        """Whether it waits, runs or is being ended."""
+        """Whether it is pending, running or completing."""
         return self.state in (
             "PENDING",
             "RUNNING",
@@ -86,7 +80,7 @@ class QueuedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What accounting says about one start of a job; a requeued job has several."""
+    """What accounting reports about one start of a job; a requeued job has several."""
 
     id: str
     array_task: str  # 17_3, or the id
@@ -95,7 +89,7 @@ class JobRecord:
     exit_code: str
     start: str
     end: str
-    hosts: str
+    nodes: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +102,23 @@ class Partition:
     time_limit: str
 
 
-def patiently(
-    ask: Callable[[], T], say: Callable[[str], None] = print, patience: float = 300.0
-) -> T:
-    """What `ask` returns; while the controller does not answer it is asked again, for `patience` seconds."""
-    deadline = time.monotonic() + patience
+def retry_unreachable(ask: Callable[[], T], timeout: float = 300.0) -> T:
+    """What `ask` returns; retried for `timeout` seconds while the controller does not respond."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
             return ask()
         except SlurmUnreachable as error:
             if time.monotonic() > deadline:
                 raise
-            say(f"{error}; asking again")
+            _log.warning("%s; retrying", error)
             _wait_for_controller(deadline)
 
 
 def submit(script: Path, name: str) -> str:
-    """Hand a batch script whose job is called `name` to Slurm; the job's id.
+    """Submit a batch script whose job is called `name`; returns the job's id.
 
-    There is never a second live job of that name: where an answer was lost, the job is looked for before another try.
+    Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a live job of that name.
     """
 
     def find_or_submit() -> str:
@@ -134,14 +126,14 @@ def submit(script: Path, name: str) -> str:
             return live[0].id
         result = _run(["sbatch", "--parsable", str(script)])
         if result.returncode:
-            raise ConfigError(f"sbatch refused {script}: {_one_line(result.stderr)}")
+            raise ConfigError(f"sbatch rejected {script}: {_one_line(result.stderr)}")
         return result.stdout.strip().split(";")[0]
 
-    return patiently(find_or_submit)
+    return retry_unreachable(find_or_submit)
 
 
 def own_job() -> str:
-    """What the surrounding job alone is known by. The id of an array's task will not do: one has that of the array."""
+    """The address of the surrounding job. For tasks SLURM_JOB_ID will not do: one of them has the id of the array."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
     if "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -150,38 +142,38 @@ def own_job() -> str:
 
 
 def live_jobs(name: str) -> list[QueuedJob]:
-    """The jobs of this name that wait or run, oldest first; array tasks one by one."""
+    """The live jobs of this name, oldest first; array tasks one by one."""
     return [job for job in _squeue("--name", name) if job.is_live]
 
 
 def jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """What squeue knows of these jobs. One missing was forgotten (minutes after its end) or never was."""
+    """What squeue reports about these jobs. One that is missing ended minutes ago, or never existed."""
     return _squeue("-j", ",".join(ids)) if ids else []
 
 
 def details(job: str) -> dict[str, str]:
-    """What `scontrol show job` says, such as JobState, Reason, NodeList; empty for a job it has forgotten."""
+    """The fields of `scontrol show job`, such as JobState, Reason, NodeList; empty for a job unknown to Slurm."""
     result = _run(["scontrol", "show", "job", "-o", job])
     fields = re.findall(r"(\w+)=(\S*)", result.stdout) if result.returncode == 0 else []
     return {name: value for name, value in fields if value != "(null)"}
 
 
 def records(ids: Sequence[str]) -> list[JobRecord]:
-    """Accounting's records of these jobs, oldest first; empty without accounting, and at first: it lags a second."""
+    """Accounting's records of these jobs, oldest first; none without accounting, or in a job's first second."""
     if not ids:
         return []
     result = _run(["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)])
     lines = (
         [line.split("|") for line in result.stdout.splitlines()] if result.returncode == 0 else []
     )
-    keys = ("id", "array_task", "name", "state", "exit_code", "start", "end", "hosts")
+    keys = ("id", "array_task", "name", "state", "exit_code", "start", "end", "nodes")
     return [
         JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)
     ]
 
 
 def partitions() -> list[Partition]:
-    """The partitions open to this user's cluster."""
+    """The partitions of the cluster."""
     result = _checked(["sinfo", "-h", "-o", "%P|%D|%c|%G|%l"])
     found: dict[str, Partition] = {}
     for line in result.splitlines():  # one for each kind of node
@@ -201,29 +193,31 @@ def partitions() -> list[Partition]:
 
 
 def cancel(job: str) -> None:
-    """End a job for good; one that ended already is left alone."""
+    """Cancel a job; one that has ended already is left alone."""
     _checked(["scancel", job])
 
 
 def requeue(job: str, exclude: Sequence[str] = ()) -> None:
-    """Put a job back into the queue at once, away from some hosts; ends what it runs now, this process too if its own.
+    """Requeue a job, which ends all its processes, possibly this one; its next start avoids the nodes `exclude`.
 
-    Slurm then holds it back for the life of a credential, by default two minutes.
+    Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go into ExcNodeList because
+    that is what Slurm lets a user change of a waiting job without asking for its nodes by name.
     """
     before = details(job).get("ExcNodeList")
-    # The commands inherit the mask: of its own job's last signals to this process they must not die half-way.
+    # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued. The commands inherit
+    # the blocked signal, so that neither they nor this process die before the update.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         _checked(["scontrol", "requeue", job])
-        if exclude:  # Slurm takes this of jobs that wait only
-            hosts = [*exclude, *([before] if before else [])]
-            _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}"])
+        if exclude:  # only a job that waits can be updated, and an update replaces the list
+            nodes = [*exclude, *([before] if before else [])]
+            _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start an srun that gets nodes of its own; what it and its tasks say goes to stderr."""
+    """Start an srun that gets its own nodes; its output and that of its tasks goes to stderr."""
     try:
         return subprocess.Popen(
             command,
@@ -236,7 +230,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
         raise UserError(_NO_SLURM.format(command[0])) from None
 
 
-def host_names(node_list: str) -> list[str]:
+def node_names(node_list: str) -> list[str]:
     """`n[1-2]` -> n1, n2."""
     return _checked(["scontrol", "show", "hostnames", node_list]).split()
 
@@ -247,7 +241,7 @@ def _squeue(*which: str) -> list[QueuedJob]:
         raise UserError(f"squeue failed: {_one_line(result.stderr)}")
     found = []
     for line in result.stdout.splitlines():
-        number, array, index, name, state, reason, hosts, elapsed, left, start = line.split("|")
+        number, array, index, name, state, reason, nodes, elapsed, left, start = line.split("|")
         found.append(
             QueuedJob(
                 id=number,
@@ -256,7 +250,7 @@ def _squeue(*which: str) -> list[QueuedJob]:
                 name=name,
                 state=state,
                 reason=reason,
-                hosts=hosts,
+                nodes=nodes,
                 elapsed=elapsed,
                 time_left=left,
                 start=start,
@@ -284,7 +278,7 @@ def _checked(command: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The finished command; SlurmUnreachable if the controller was not there to answer it."""
+    """The finished command; SlurmUnreachable if the controller did not respond."""
     try:
         result = subprocess.run(
             command, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS
@@ -293,14 +287,15 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise UserError(_NO_SLURM.format(command[0])) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnreachable(
-            f"'{command[0]}' got no answer in {_COMMAND_SECONDS:.0f} s from the controller"
+            f"'{command[0]}': the Slurm controller did not respond in {_COMMAND_SECONDS:.0f} s"
         ) from None
-    if (
-        result.returncode and "configuration source" in result.stderr
-    ):  # the commands alone are installed
+    # Only the commands are installed, without a configuration.
+    if result.returncode and "configuration source" in result.stderr:
         raise UserError(_NO_SLURM.format(command[0]))
-    if result.returncode and any(sign in result.stderr.lower() for sign in _UNREACHABLE):
-        raise SlurmUnreachable(f"the Slurm controller does not answer ({_one_line(result.stderr)})")
+    if result.returncode and _UNREACHABLE.search(result.stderr.lower()):
+        raise SlurmUnreachable(
+            f"the Slurm controller does not respond ({_one_line(result.stderr)})"
+        )
     return result
 
 

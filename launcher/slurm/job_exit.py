@@ -1,24 +1,40 @@
-"""The surrounding Slurm job, and the end of it: why, noted in the run's journal, and back into the queue or not."""
+"""The end of the surrounding Slurm job: why it ends, the ledger entry, and whether to requeue it.
+
+Slurm requeues a job by itself after a node failure or a preemption with requeue. After a time limit, or when the job
+was asked to stop, nobody does; then the supervisor requeues it, and says so in the ledger.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from launcher.restart_policy import NextAction
 from launcher.slurm import client as slurm
-from launcher.slurm.job_end import JobEnd, end_of
-from launcher.slurm.job_history import excluded_nodes
 from launcher.supervisor import StopSignals
-from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.launch_events import JobEnded, JobEndReason
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event
 
 T = TypeVar("T")
+# Slurm writes this into the job's log and into the logs of its steps when it ends them.
+_NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ DUE TO (.+?) \*\*\*")
+_REASONS = {
+    "NODE FAILURE": JobEndReason.NODE_FAILED,
+    "PREEMPTION": JobEndReason.PREEMPTED,
+    "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
+    "TIME LIMIT": JobEndReason.TIME_LIMIT,
+}
+_FAILED_NODE = re.compile(r"Node failure on (\S+)")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +42,9 @@ class ThisJob:
     """The Slurm job, or task of an array, that this process is the batch script of."""
 
     id: str  # 17, or 17_3
-    number: int  # one of its own for a task, too
+    number: int  # a task of an array has its own number too
     restart: int
-    hosts: tuple[str, ...]
+    nodes: tuple[str, ...]
 
     @classmethod
     def from_environment(cls) -> ThisJob:
@@ -36,109 +52,143 @@ class ThisJob:
             id=slurm.own_job(),
             number=int(os.environ["SLURM_JOB_ID"]),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            hosts=tuple(slurm.host_names(os.environ["SLURM_JOB_NODELIST"])),
+            nodes=tuple(slurm.node_names(os.environ["SLURM_JOB_NODELIST"])),
         )
 
-    @property
-    def tags(self) -> dict[str, Any]:
-        """What marks its events in the journal."""
-        return {"job": self.id, "restart": self.restart}
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a start of a job ends. `requeue`: the supervisor has to requeue it, for nobody else does."""
+
+    reason: JobEndReason
+    requeue: bool
+    is_immediate: bool = False  # Slurm is ending the job: there is no time to wait for the ranks
+    node: str | None = None
+
+
+def ending_of(job: Mapping[str, str], restart: int, log: str, was_warned: bool = False) -> Ending:
+    """Why the job's start number `restart`, which was asked to stop, ends.
+
+    `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log. `was_warned`: the signal
+    ahead of the time limit has come. There are four cases: Slurm has requeued the job already, and the fields describe
+    the next start; the time limit has passed; the job is being canceled; the job may run on for a while.
+    """
+    if int(job.get("Restarts", "0")) > restart:
+        reason = _announced(log)
+        nodes = _FAILED_NODE.findall(log) if reason is JobEndReason.NODE_FAILED else []
+        return Ending(reason, requeue=False, node=nodes[-1] if nodes else None)
+    if job.get("Reason") == "TimeLimit":
+        return Ending(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True)
+    if job.get("JobState") not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
+        return Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True)
+    if job.get("PreemptTime", "None") not in ("None", ""):
+        return Ending(JobEndReason.PREEMPTED, requeue=True)
+    near = JobEndReason.TIME_LIMIT_NEAR if was_warned else JobEndReason.STOP_REQUESTED
+    return Ending(near, requeue=True)
+
+
+def _announced(log: str) -> JobEndReason:
+    notices = _NOTICE.findall(log)
+    last = notices[-1] if notices else ""
+    found = (reason for prefix, reason in _REASONS.items() if last.startswith(prefix))
+    return next(found, JobEndReason.ENDED_BY_SLURM)
+
+
+def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
+    """The nodes that this job was requeued without."""
+    ends = [end for end in events_of(ledger, JobEnded) if end.job == job]
+    return [end.node for end in ends if end.node and end.reason is JobEndReason.NODE_EXCLUDED]
 
 
 class JobExit:
-    """Finds out why the job ends, notes it, and puts the job back into the queue where that is ours to do. Once.
+    """Writes why the job ends, once, and requeues it where that is left to the supervisor.
 
-    `may_write` raises StaleAttempt where the job has begun anew elsewhere: then this start has no say any more.
+    `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not write any more.
     """
 
     def __init__(
-        self, job: ThisJob, run_dir: RunDir, stop: StopSignals, may_write: Callable[[], None]
+        self, job: ThisJob, run_dir: RunDir, stop: StopSignals, check_fence: Callable[[], None]
     ) -> None:
         self._job = job
         self._run_dir = run_dir
         self._stop = stop
-        self._may_write = may_write
-        self._looked_at = 0
-        self._is_said = False
+        self._check_fence = check_fence
+        self._num_seen = 0
+        self._is_written = False
 
-    def look(self) -> None:
-        """To be called often: some ends leave seconds until Slurm kills this process."""
-        received = self._stop.received[self._looked_at :]
-        self._looked_at += len(received)
-        if signal.SIGTERM in received and not self._is_said:
-            end = self._end()
-            if end.at_once or not end.requeue:
-                self._say(end)
+    def poll(self) -> None:
+        """Call this often: after a cancellation or a time limit, Slurm kills this process within seconds."""
+        received = self._stop.received[self._num_seen :]
+        self._num_seen += len(received)
+        if signal.SIGTERM in received and not self._is_written:
+            ending = self._ending()
+            if ending.is_immediate or not ending.requeue:
+                self._end(ending)
 
     def finish(self, status: int) -> None:
-        """After the last attempt, which ended with `status`."""
-        if self._is_said:
+        """The last attempt ended, and the supervisor with exit status `status`."""
+        if self._is_written:
             return
         if status == EXIT_STOPPED:
-            self._say(self._end())
+            self._end(self._ending())
         else:
-            self._say(JobEnd("finished" if status == 0 else "gave up or refused", requeue=False))
+            reason = JobEndReason.GAVE_UP if status else JobEndReason.FINISHED
+            self._end(Ending(reason, requeue=False))
 
-    def give_up(self, why: str) -> None:
-        """The run can not go on in this job."""
-        if not self._is_said:
-            self._say(JobEnd(why, requeue=False), next=NextAction.GIVE_UP.value)
+    def give_up(self, message: str) -> None:
+        """The run cannot continue in this job."""
+        if not self._is_written:
+            self._end(Ending(JobEndReason.ERROR, requeue=False), message)
 
-    def leave(self, host: str) -> None:
-        """The job goes back into the queue, to begin on other hosts than this one."""
-        self._say(JobEnd(f"ranks on host {host} failed twice in a row", requeue=True), left=host)
+    def exclude(self, node: str) -> None:
+        """Requeue the job, to start without this node."""
+        self._end(Ending(JobEndReason.NODE_EXCLUDED, requeue=True, node=node))
 
-    def can_leave(self, host: str) -> bool:
-        """Whether the job can run without this host: it was not asked for by name, and the partition has others."""
+    def can_exclude(self, node: str) -> bool:
+        """Whether the job can run without this node: not requested by name, and the partition has enough others."""
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
-        if host in _hosts_in(fields.get("ReqNodeList")):
+        if node in _names(fields.get("ReqNodeList")):
             return False
-        left = {
-            host,
-            *excluded_nodes(self._run_dir.read_ledger(), self._job.id),
-            *_hosts_in(fields.get("ExcNodeList")),
+        excluded = {
+            node,
+            *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
+            *_names(fields.get("ExcNodeList")),
         }
         sizes = {each.name: each.num_nodes for each in _retry_unreachable(slurm.partitions)}
-        return sizes.get(fields.get("Partition", ""), 0) - len(left) >= len(self._job.hosts)
+        return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
-    def _end(self) -> JobEnd:
-        warned = signal.SIGUSR1 in self._stop.received
+    def _ending(self) -> Ending:
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
-        log = "".join(
-            _tail(path) for path in sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]
-        )
-        return end_of(
-            fields, self._job.restart, log + _tail(Path(fields.get("StdOut", "/dev/null"))), warned
-        )
+        logs = [*sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]]
+        logs.append(Path(fields.get("StdOut", "/dev/null")))
+        was_warned = signal.SIGUSR1 in self._stop.received
+        return ending_of(fields, self._job.restart, "".join(map(_tail, logs)), was_warned)
 
-    def _say(self, end: JobEnd, **more: str) -> None:
-        self._is_said = True
-        self._may_write()
-        event = {
-            "event": "job_ended",
-            **self._job.tags,
-            "why": end.why,
-            "requeued": end.requeue,
-            **more,
-        }
-        self._run_dir.append_ledger(event)
-        print(
-            f"job {self._job.id} ends: {end.why}"
-            + ("; back into the queue" if end.requeue else ""),
-            flush=True,
+    def _end(self, ending: Ending, message: str = "") -> None:
+        self._is_written = True
+        self._check_fence()
+        event = JobEnded(
+            job=self._job.id,
+            restart=self._job.restart,
+            reason=ending.reason,
+            requeued=ending.requeue,
+            node=ending.node,
+            message=message,
         )
-        if end.requeue:
-            exclude = excluded_nodes(self._run_dir.read_ledger(), self._job.id)
+        self._run_dir.ledger.append(event)
+        _log.info("%s", event.description)
+        if ending.requeue:
+            exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
             _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
 
 
 def _retry_unreachable(ask: Callable[[], T]) -> T:
-    """What Slurm answers, however long its controller is away: Slurm ends this process when it is time."""
-    return slurm.patiently(ask, patience=math.inf)
+    """What Slurm answers, without a timeout: Slurm ends this process when it is time."""
+    return slurm.retry_unreachable(ask, timeout=math.inf)
 
 
-def _hosts_in(node_list: str | None) -> list[str]:
-    return slurm.host_names(node_list) if node_list else []
+def _names(node_list: str | None) -> list[str]:
+    return slurm.node_names(node_list) if node_list else []
 
 
 def _tail(path: Path, size: int = 8192) -> str:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
 from launcher.slurm.cluster import ClusterConfig
-from pretrain.processes.local_ranks import EXIT_STOPPED, describe_failure
+from pretrain.processes.local_ranks import describe_failure
+from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 
-_LOST = -signal.SIGKILL  # a rank that left no status was killed together with its task
+_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _POLL_SECONDS = 0.2
 _NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
@@ -30,32 +31,33 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 class Step:
     """What srun is asked for."""
 
-    hosts: tuple[str, ...]  # all of the job's, in order
-    nodes: int  # how many of them are used
+    nodes: tuple[str, ...]  # all of the job's, in order
+    num_nodes: int  # how many of them are used, from the first on
     ranks: int
     cluster: ClusterConfig
 
     @property
     def tasks_per_node(self) -> int:
-        return self.ranks // self.nodes
+        return self.ranks // self.num_nodes
 
-    def host_of(self, rank: int) -> str:
-        """Where a rank runs: srun fills one host after the other."""
-        return self.hosts[rank // self.tasks_per_node]
+    def node_of(self, rank: int) -> str:
+        """Where a rank runs: with --distribution=block, srun fills one node after the other."""
+        return self.nodes[rank // self.tasks_per_node]
 
 
 def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
-    """The srun command line. A task that fails ends the others; none is hurried while it saves."""
+    """The srun command line. A task that fails ends the others (--kill-on-bad-exit), but one that ends well does not:
+    the others may still be saving (--wait=0)."""
     cluster = step.cluster
     command = [
         "srun",
-        f"--nodes={step.nodes}",
+        f"--nodes={step.num_nodes}",
         f"--ntasks={step.ranks}",
         f"--ntasks-per-node={step.tasks_per_node}",
     ]
     command += [
         f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--nodelist={','.join(step.hosts[: step.nodes])}",
+        f"--nodelist={','.join(step.nodes[: step.num_nodes])}",
     ]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
     if not cluster.container_image:
@@ -80,7 +82,10 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
 
 
 class SlurmRanks:
-    """One attempt, already started; `variables` are those that all its ranks share."""
+    """The ranks of one attempt, already started. All share the environment variables `variables`.
+
+    `check_fence` raises StaleAttempt once a newer attempt has claimed the run.
+    """
 
     def __init__(
         self,
@@ -89,9 +94,9 @@ class SlurmRanks:
         run_dir: RunDir,
         attempt: int,
         variables: Mapping[str, str],
-        may_go_on: Callable[[], None],
+        check_fence: Callable[[], None],
     ) -> None:
-        self._may_go_on = may_go_on
+        self._check_fence = check_fence
         self.first_failure: int | None = None
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         self.logs = [
@@ -103,7 +108,7 @@ class SlurmRanks:
             str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"),
             *command,
         ]
-        meeting_point = {"MASTER_ADDR": step.hosts[0], "PYTHONUNBUFFERED": "1"}
+        meeting_point = {"MASTER_ADDR": step.nodes[0], "PYTHONUNBUFFERED": "1"}
         line = srun_command(step, task, mounts=[run_dir.path])
         self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
         with open(self._log, "ab") as log:
@@ -118,14 +123,15 @@ class SlurmRanks:
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
-        """Statuses in rank order, from the files the tasks wrote; UserError as soon as `may_go_on` raises it."""
+        """Exit statuses in rank order, from the files the tasks wrote; raises what the fence check raises."""
         while self._srun.poll() is None:
             try:
-                # An srun left over signals steps by number, and those of the next start of the job have the same.
-                self._may_go_on()
+                # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is left over here
+                # signals its step by number, and the next start's steps have the same numbers: kill it silently.
+                self._check_fence()
                 meanwhile()
             except UserError:
-                _kill_without_a_word(self._srun.pid)
+                _kill_silently(self._srun.pid)
                 raise
             time.sleep(_POLL_SECONDS)
         written = {
@@ -145,7 +151,7 @@ class SlurmRanks:
         return statuses
 
     def terminate(self) -> None:
-        """srun passes USR2 on to every rank, where it means: save and stop."""
+        """srun forwards SIGUSR2 to every rank, where it means: save and stop. (srun itself ends on SIGTERM.)"""
         self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
@@ -155,20 +161,20 @@ class SlurmRanks:
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
 
 
-def _kill_without_a_word(srun: int) -> None:
-    """End srun and, first, the helper it has for ending the step by its number when srun dies."""
+def _kill_silently(srun: int) -> None:
+    """Kill srun, and before it the helper process that would end the step by its number when srun dies."""
     helpers = Path(f"/proc/{srun}/task/{srun}/children")
     for pid in [*map(int, helpers.read_text().split()), srun]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def hosts_that_miss(step: Step, path: Path) -> list[str]:
-    """The hosts of the step that do not see `path`."""
+def nodes_that_miss(step: Step, path: Path) -> list[str]:
+    """The nodes of the step that do not see `path`."""
     command = [
         "srun",
-        f"--nodes={step.nodes}",
-        f"--ntasks={step.nodes}",
+        f"--nodes={step.num_nodes}",
+        f"--ntasks={step.num_nodes}",
         "--ntasks-per-node=1",
         "--chdir=/",
     ]
@@ -181,7 +187,7 @@ def hosts_that_miss(step: Step, path: Path) -> list[str]:
 
 
 def free_port_near(number: int) -> int:
-    """A port derived from `number` that nothing listens on here; rank 0 runs on this host."""
+    """A port derived from `number` that nothing listens on here; rank 0 runs on this node."""
     for offset in range(_NUM_PORTS):
         port = _FIRST_PORT + (number * 7 + offset) % _NUM_PORTS
         with socket.socket() as probe:
@@ -191,20 +197,20 @@ def free_port_near(number: int) -> int:
                 continue
             return port
     raise ConfigError(
-        f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _NUM_PORTS}; is this host overrun?"
+        f"found no free port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS}; end some processes on this node"
     )
 
 
 def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
-    """The rank whose failure made the others fail: one that a signal ended, else the first to end badly.
+    """The rank whose failure made the others fail: one that was killed by a signal, else the first that failed.
 
-    Where it left no status, for its task could not even begin, it is the first that srun names; those that srun then
-    ended by SIGTERM are not to blame.
+    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status, because its task
+    could not even start, it is the first rank that srun names.
     """
     failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED, -signal.SIGTERM)]
     killed = [rank for rank in failed if statuses[rank] < 0]
     if failed:
         return min(killed or failed, key=lambda rank: ended[rank])
     named = _NAMED_FIRST.search(srun_log)
-    is_lost = any(status not in (0, EXIT_STOPPED) for status in statuses)
-    return int(named[1]) if named and is_lost else None
+    any_failed = any(status not in (0, EXIT_STOPPED) for status in statuses)
+    return int(named[1]) if named and any_failed else None

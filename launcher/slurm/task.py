@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.processes.local_ranks import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED
 
 GRACE_SECONDS = 2.0
 

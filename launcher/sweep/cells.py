@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import UserError
-from launcher.status.queue_state import read_states
+from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, is_run
+from launcher.status.slurm_queue import read_states
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
-
-GOES_ON = ("running", "queued", "requeued", "preempted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +29,12 @@ class CellRun:
     @property
     def is_done(self) -> bool:
         """Whether it made all steps that the sweep file asks for now."""
-        return self.state.state == "done" and self.state.step >= self.config.optim.steps
+        return self.state.state is State.DONE and self.state.step >= self.config.optim.steps
 
     @property
     def is_waiting(self) -> bool:
         """Whether it has to be started: neither done nor on its way."""
-        return not self.is_done and self.state.state not in GOES_ON
+        return not self.is_done and not self.state.is_active
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
@@ -47,7 +46,7 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
     for index, (cell, path) in enumerate(zip(sweep.cells, paths, strict=True)):
         config = config_of(cell, sweep_path)
         state = known.get(path) or RunState(
-            name=cell.name, path=str(path), state="new", steps=config.optim.steps
+            name=cell.name, path=str(path), state=State.NEW, steps=config.optim.steps
         )
         cells.append(CellRun(index=index, cell=cell, config=config, path=path, state=state))
     return cells

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from launcher.restart_policy import Policy
+from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, NodeRange, render_array
 from launcher.slurm.snapshot import Snapshot, with_absolute_paths
-from launcher.status.journal import last_of
 from launcher.sweep.cells import CellRun
 from pretrain.config.resolve import with_vocabulary
+from pretrain.rundir.launch_events import Submitted
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 
 ARRAYS = ".arrays"  # below the cells' directories; no cell's name begins with a dot
@@ -55,7 +56,7 @@ def array_of(
         python=sys.executable,
         nodes=NodeRange(num_nodes, num_nodes),
         cluster=cluster,
-        attempts_without_progress=Policy.attempts_without_progress,
+        attempts_without_progress=RestartPolicy.attempts_without_progress,
     )
     return job, render_array(job, {cell.index: cell.path.resolve() for cell in cells}, at_a_time)
 
@@ -74,15 +75,15 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     snapshot.take_code(script)
     number = slurm.submit(snapshot.script, job.name)
     for cell in cells:
-        event = {"event": "submitted", "job": f"{number}_{cell.index}", "job_name": job.name}
-        RunDir(cell.path).append_ledger(event)
+        submitted = Submitted(job=f"{number}_{cell.index}", job_name=job.name)
+        RunDir(cell.path).ledger.append(submitted)
     return number
 
 
 def was_array_task(run_dir: RunDir) -> bool:
     """Whether the run's last job was a task of a sweep's array."""
-    event = last_of(run_dir.read_ledger(), "submitted")
-    return event is not None and "_" in str(event["job"])
+    event = last_of(run_dir.ledger.read(), Submitted)
+    return event is not None and "_" in event.job
 
 
 def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange) -> int:

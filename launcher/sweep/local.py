@@ -9,7 +9,8 @@ from pathlib import Path
 
 from launcher.supervisor import StopSignals
 from launcher.sweep.cells import CellRun
-from pretrain.processes.local_ranks import EXIT_STOPPED, RankGroup, describe_exit, describe_failure
+from pretrain.processes.local_ranks import RankGroup, describe_failure
+from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 
 _POLL_SECONDS = 0.2
 

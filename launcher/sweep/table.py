@@ -45,7 +45,7 @@ def result_of(cell: CellRun) -> dict[str, Any]:
     return {
         "cell": cell.cell.name,
         **_settings(cell),
-        "state": state.state,
+        "state": str(state.state),
         "step": state.step,
         "train_loss": state.loss,
         "tokens_per_second": state.tokens_per_second,

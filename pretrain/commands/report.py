@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
-from pretrain.reporting import events
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_history
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.training_events import GaveUp
 from pretrain.terminal.text import counted, duration, si
 from pretrain.terminal.train_lines import perplexity
 
@@ -50,9 +52,7 @@ def summary(history: History) -> str:
     parts = [f"step {history.step:,} of {steps:,}", f"loss {history.loss:.4f}"]
     if history.goodput is not None:
         parts.append(f"goodput {history.goodput:.0%}")
-    parts.append(
-        f"failed attempts: {len(history.failures)}, rewinds: {len(history.events('rewind'))}"
-    )
+    parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.rewinds)}")
     parts.append(f"skipped steps: {history.num_skipped}")
     return ", ".join(parts)
 
@@ -97,16 +97,16 @@ def _cards(history: History) -> list[Card]:
     if history.goodput is not None:
         elapsed = duration(history.seconds_under_way)
         cards.append(Card(f"{history.goodput:.0%}", f"goodput: of {elapsed}, in productive steps"))
-    rewinds = counted(len(history.events("rewind")), "automatic rewind")
+    rewinds = counted(len(history.rewinds), "automatic rewind")
     words = f"failed attempts; {rewinds}, {counted(history.num_skipped, 'skipped step')}"
-    mood = "bad" if history.events("gave_up") else ""
+    mood = "bad" if events_of(history.ledger, GaveUp) else ""
     return [*cards, Card(str(len(history.failures)), words, mood)]
 
 
 def _events(history: History) -> str:
     shown = list(history.ledger)[-MOST_EVENTS:]
     rows = [
-        [str(event.get("time", ""))[:19].replace("T", " "), events.describe(event)]
+        [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.time)), event.description]
         for event in shown
     ]
     left_out = len(history.ledger) - len(shown)

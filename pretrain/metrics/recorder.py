@@ -42,6 +42,7 @@ from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Straggler
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
@@ -204,7 +205,7 @@ class MetricsRecorder:
         if slowest is None:
             return {}
         if self._stragglers.observe(slowest):
-            self._run_dir.append_ledger({"event": "straggler", "step": step, **asdict(slowest)})
+            self._run_dir.ledger.append(Straggler(step=step, **asdict(slowest)))
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",

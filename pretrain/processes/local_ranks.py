@@ -15,13 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
 from pretrain.terminal.live_bar import echo
 
-# What a rank's process ends with when it was asked to stop and saved itself (EX_TEMPFAIL of sysexits.h).
-EXIT_STOPPED = 75
-# What it ends with when a forward or backward pass found no memory: all ranks have to start again with less at a time.
-EXIT_OUT_OF_MEMORY = 76
 # How long the others may go on after one rank ended badly: enough to report, too short to wait in a collective for it.
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -235,15 +232,6 @@ def describe_failure(
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
     """Of ranks seen to fail together: one killed from outside, for its death is what makes the others end."""
     return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
-
-
-def describe_exit(status: int) -> str:
-    """An exit status as a reader would say it."""
-    if status >= 0:
-        return f"ended with status {status}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"was ended by signal {-status}"
 
 
 def _tee(source: IO[bytes], log: IO[bytes]) -> None:

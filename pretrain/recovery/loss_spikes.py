@@ -19,12 +19,12 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.segment_lengths import SegmentLengths
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RecoveryConfig, RunConfig, lanes_of_rank
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, describe_spike
 
 if TYPE_CHECKING:
     from data_pipeline.lanes.lane_stream import SegmentBatch
 
-REWIND = "rewind"
-OUT_OF_MEMORY = "out_of_memory"
 MIN_HISTORY = 10  # losses, before any is called a spike
 # The least deviation that counts as one, as a part of the median: a loss that hardly varies makes nothing a spike.
 LEAST_DEVIATION = 0.01
@@ -41,10 +41,7 @@ class Spike:
     usual: float | None  # the median before
 
     def describe(self) -> str:
-        steps = f"steps {self.first_step} to {self.last_step}"
-        if self.loss is None or self.usual is None:
-            return f"{steps} were all skipped"
-        return f"{steps} had losses up to {self.loss:.3f} where {self.usual:.3f} was usual"
+        return describe_spike(self.first_step, self.last_step, self.loss, self.usual)
 
 
 class SpikeDetector:
@@ -83,12 +80,10 @@ class SpikeDetector:
         )
 
 
-def skipped_windows(ledger: Iterable[dict[str, Any]]) -> list[range]:
+def skipped_windows(ledger: Sequence[Event]) -> list[range]:
     """The windows of segments that rewinds took out of the run, in their order, overlapping ones joined."""
     windows: list[range] = []
-    for start, stop in sorted(
-        event["segments"] for event in ledger if event.get("event") == REWIND
-    ):
+    for start, stop in sorted(event.segments for event in events_of(ledger, Rewind)):
         if windows and start <= windows[-1].stop:
             start, stop = windows[-1].start, max(stop, windows[-1].stop)
             windows.pop()
@@ -157,7 +152,7 @@ def skip_windows(
 
 
 def with_fitting_micro_batch(
-    config: RunConfig, world_size: int, ledger: Iterable[dict[str, Any]]
+    config: RunConfig, world_size: int, ledger: Sequence[Event]
 ) -> RunConfig:
     """The run with a micro-batch below all that found no memory on as many ranks with the same engine.
 
@@ -165,9 +160,9 @@ def with_fitting_micro_batch(
     """
     mine = memory_settings(config, world_size)
     failed = [
-        event["micro_batch_lanes"]
-        for event in ledger
-        if event.get("event") == OUT_OF_MEMORY and event["settings"] == mine
+        event.micro_batch_lanes
+        for event in events_of(ledger, OutOfMemory)
+        if event.settings == mine
     ]
     if not failed:
         return config

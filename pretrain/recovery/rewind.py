@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, any_rank, broadcast_object, raise_on_all_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.recovery.loss_spikes import (
-    REWIND,
     Spike,
     SpikeDetector,
     lane_lengths,
@@ -27,13 +26,20 @@ from pretrain.recovery.loss_spikes import (
     skipped_windows,
     window_of,
 )
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import (
+    Event,
+    GaveUp,
+    Rewind,
+    SuspectDocument,
+    SuspectDocuments,
+)
 from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
 NUM_SUSPECTS = 5
-SUSPECTS = "suspects"
 WITHOUT_END = 1 << 62
 
 
@@ -78,30 +84,32 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     with raise_on_all_ranks():
         if not world.is_main:
             return
-        ledger = run_dir.read_ledger()
+        ledger = run_dir.ledger.read()
         windows = skipped_windows(ledger)
-        num_rewinds = sum(
-            event["event"] == REWIND for event in ledger
-        )  # windows that touch are one
+        num_rewinds = len(events_of(ledger, Rewind))  # windows that touch are one
         if num_rewinds >= run.recovery.max_rewinds:
-            run_dir.append_ledger(
-                {"event": "gave_up", "step": spike.last_step, "reason": spike.describe()}
+            run_dir.ledger.append(
+                GaveUp(
+                    first_step=spike.first_step,
+                    step=spike.last_step,
+                    loss=spike.loss,
+                    usual_loss=spike.usual,
+                )
             )
             raise TrainingError(_report(run, spike, ledger))
         # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
         files.discard_from(run_dir.checkpoints, spike.first_step)
         step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
         window = window_of(spike, windows, run, step)
-        run_dir.append_ledger(
-            {
-                "event": REWIND,
-                "step": spike.last_step,
-                "to_step": step,
-                "segments": [window.start, window.stop],
-                "loss": spike.loss,
-                "usual_loss": spike.usual,
-                "reason": spike.describe(),
-            }
+        run_dir.ledger.append(
+            Rewind(
+                first_step=spike.first_step,
+                step=spike.last_step,
+                to_step=step,
+                segments=(window.start, window.stop),
+                loss=spike.loss,
+                usual_loss=spike.usual,
+            )
         )
         logger.warning(
             "recovery: %s; rewinding to step %d, skipping segments %d to %d (rewind %d of at most %d)",
@@ -165,10 +173,10 @@ def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range
 
 def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
     """The windows of earlier rewinds, and that of the last one if its suspects are not named yet."""
-    events = [event for event in run_dir.read_ledger() if event["event"] in (REWIND, SUSPECTS)]
-    if not events or events[-1]["event"] == SUSPECTS:
+    events = events_of(run_dir.ledger.read(), Rewind, SuspectDocuments)
+    if not events or isinstance(events[-1], SuspectDocuments):
         return [], None
-    return skipped_windows(events[:-1]), range(*events[-1]["segments"])
+    return skipped_windows(events[:-1]), range(*events[-1].segments)
 
 
 def _add_losses(
@@ -189,7 +197,7 @@ def _write_suspects(
     run_dir: RunDir, world: World, sums: dict[tuple[str, int], tuple[float, int]], window: range
 ) -> None:
     own = [
-        {"document": document, "lane": lane, "loss": total / tokens, "tokens": tokens}
+        SuspectDocument(document=document, lane=lane, loss=total / tokens, tokens=tokens)
         for (document, lane), (total, tokens) in sums.items()
     ]
     gathered: list[Any] = [own]
@@ -198,24 +206,16 @@ def _write_suspects(
         dist.all_gather_object(gathered, own)
     if not world.is_main:
         return
-    ranked = sorted((each for part in gathered for each in part), key=lambda each: -each["loss"])[
-        :NUM_SUSPECTS
-    ]
-    run_dir.append_ledger(
-        {"event": SUSPECTS, "segments": [window.start, window.stop], "documents": ranked}
-    )
-    worst = ", ".join(
-        f"{each['document']} (lane {each['lane']}, loss {each['loss']:.2f})" for each in ranked
-    )
+    documents = (each for part in gathered for each in part)
+    ranked = tuple(sorted(documents, key=lambda each: -each.loss)[:NUM_SUSPECTS])
+    segments = (window.start, window.stop)
+    run_dir.ledger.append(SuspectDocuments(segments=segments, documents=ranked))
+    worst = ", ".join(map(str, ranked))
     logger.warning("recovery: hardest to predict in the skipped segments: %s", worst)
 
 
-def _report(run: RunConfig, spike: Spike, ledger: Iterable[dict[str, Any]]) -> str:
-    rewinds = [
-        f"\n  step {event['step']}: {event['reason']}"
-        for event in ledger
-        if event["event"] == REWIND
-    ]
+def _report(run: RunConfig, spike: Spike, ledger: Sequence[Event]) -> str:
+    rewinds = [f"\n  step {event.step}: {event.spike}" for event in events_of(ledger, Rewind)]
     return (
         f"{spike.describe()}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds}):"
         f"{''.join(rewinds)}\nlower optim.learning_rate or clean the documents that ledger.jsonl names; "

@@ -64,9 +64,9 @@ def _loss(history: History, axes: Axes, palette: Palette) -> None:
     validated = history.series("loss", history.evaluations)
     if history.evaluations:
         axes.plot(*validated, "o", color=palette.ink, markersize=4, label="validation")
-    for number, event in enumerate(history.events("rewind")):
+    for number, event in enumerate(history.rewinds):
         label = "rewind" if number == 0 else None
-        step = event["to_step"]
+        step = event.to_step
         axes.axvline(step, color=palette.alarm, linewidth=1.2, linestyle=DASHED, label=label)
     skipped = [line["step"] for line in history.train if line["skipped"]]
     if skipped:

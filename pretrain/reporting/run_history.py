@@ -13,11 +13,11 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.config.run import RunConfig
-from pretrain.rundir import goodput as time_spent
-from pretrain.rundir.goodput import time_of
+from pretrain.rundir import ledger as ledgers
+from pretrain.rundir.ledger import Interruption, events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event, Rewind
 
-FAILURES = ("attempt_ended", "out_of_memory", "gave_up")
 SMOOTHED_PARTS = 60  # a smooth curve averages over this part of the run
 
 
@@ -29,8 +29,9 @@ class History:
     config: RunConfig
     train: Sequence[Mapping[str, Any]]  # a line per step
     evaluations: Sequence[Mapping[str, Any]]
-    ledger: Sequence[Mapping[str, Any]]
+    ledger: Sequence[Event]
     last_sign: float  # when the measurements were last written, seconds since 1970
+    is_running: bool = False
 
     @property
     def name(self) -> str:
@@ -92,25 +93,21 @@ class History:
     def num_skipped(self) -> int:
         return sum(bool(line["skipped"]) for line in self.train)
 
-    def events(self, *kinds: str) -> list[Mapping[str, Any]]:
-        """The ledger's events of these kinds."""
-        return [event for event in self.ledger if event.get("event") in kinds]
+    @property
+    def failures(self) -> list[Interruption]:
+        """Attempts that failed, also those that were killed together with their supervisor."""
+        return [
+            each for each in ledgers.interruptions(self.ledger, self.is_running) if each.is_failure
+        ]
 
     @property
-    def failures(self) -> list[Mapping[str, Any]]:
-        """Attempts that ended badly, where a launcher or the run itself could still write it down."""
-        return [
-            event
-            for event in self.events(*FAILURES)
-            if event.get("next") not in ("finished", "stopped")
-        ]
+    def rewinds(self) -> list[Rewind]:
+        return events_of(self.ledger, Rewind)
 
     @property
     def seconds_under_way(self) -> float:
         """Time from the first start on in which the run was not finished, stopped or queued."""
-        return time_spent.elapsed_seconds(
-            self.ledger, max(self.last_sign, time_of(self.ledger[-1]))
-        )
+        return ledgers.elapsed_seconds(self.ledger, max(self.last_sign, self.ledger[-1].time))
 
     @property
     def seconds_that_count(self) -> float:
@@ -120,13 +117,13 @@ class History:
     @property
     def goodput(self) -> float | None:
         """The share of the time under way that went into steps that count."""
-        return time_spent.goodput(self.seconds_that_count, self.seconds_under_way)
+        return ledgers.goodput(self.seconds_that_count, self.seconds_under_way)
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds since the first start, and the step the run stood at then; it falls where the run went back."""
-        points = [(time_of(event), event["step"]) for event in self.ledger if "step" in event]
-        points += [(time_of(event) + 0.001, event["to_step"]) for event in self.events("rewind")]
+        points = [(event.time, step) for event, step in self._steps_of_events]
+        points += [(event.time + 0.001, event.to_step) for event in self.rewinds]
         points += [(line["time"], line["step"]) for line in self.train if "time" in line]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
@@ -134,16 +131,19 @@ class History:
     @property
     def setbacks(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds since the first start, and the newest saved or reached step, where an attempt failed or went back."""
-        points = [
-            (time_of(event), event.get("step", 0))
-            for event in [*self.failures, *self.events("rewind")]
-        ]
+        points = [(event.time, event.step) for event in [*self.failures, *self.rewinds]]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
 
     @property
     def _first_second(self) -> float:
-        return min(time_of(event) for event in self.ledger if "step" in event)
+        return min(event.time for event, _ in self._steps_of_events)
+
+    @property
+    def _steps_of_events(self) -> list[tuple[Event, int]]:
+        """The events that name a step."""
+        steps = ((event, getattr(event, "step", None)) for event in self.ledger)
+        return [(event, step) for event, step in steps if step is not None]
 
 
 def read_history(path: Path) -> History:
@@ -158,6 +158,8 @@ def read_history(path: Path) -> History:
         config=run_dir.config,
         train=train,
         evaluations=[line for line in measured if line.get("kind") == "evaluation"],
-        ledger=run_dir.read_ledger(),
+        ledger=ledgers.without_refused_jobs(run_dir.ledger.read()),
         last_sign=run_dir.metrics.stat().st_mtime,
+        # a lock of another host cannot be looked up: its run counts as running
+        is_running=any(lock.is_held is not False for lock in run_dir.locks()),
     )

@@ -1,13 +1,13 @@
-"""Signs of life of one rank: a small file that says where it is, and its Python stacks when it stays there too long.
+"""Heartbeats of ranks: a small file with step and phase, and the Python stacks when a step takes too long.
 
-    RUN/heartbeats/rank-00003.json    {"time", "step", "phase", "host", "pid"}    replaced at most once a second
+    RUN/heartbeats/rank-00003.json    the fields of HeartbeatRecord, replaced at most once a second
 
-`time` is when the rank last got somewhere, in seconds since 1970, not when the file was written. The file is removed
-when a rank ends in order; a killed one leaves it behind, to be told from a living one's by `pid`.
+The file is removed when a rank exits cleanly. A killed rank leaves it behind; `pid` tells whether the rank lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -28,7 +29,33 @@ logger = logging.getLogger(__name__)
 Phase = Literal["start", "train", "evaluate", "save"]
 
 WRITE_SECONDS = 1.0
-STACKS_SIGNAL = signal.SIGQUIT  # no signal that asks for a stop
+STACKS_SIGNAL = signal.SIGQUIT  # not one of those that ask for a stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatRecord:
+    """The content of the file."""
+
+    time: float  # when the rank last made progress, in seconds since 1970; not when the file was written
+    step: int
+    phase: str  # one of Phase
+    hostname: str
+    pid: int
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether the rank's process exists; None where only its own host could tell."""
+        is_here = self.hostname == socket.gethostname()
+        return Path(f"/proc/{self.pid}").exists() if is_here else None
+
+
+def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
+    """The ranks' heartbeats in rank order; a file that is being replaced or is damaged is skipped."""
+    records = []
+    for path in sorted(directory.glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            records.append(HeartbeatRecord(**json.loads(path.read_text())))
+    return records
 
 
 class Heartbeat:
@@ -47,7 +74,7 @@ class Heartbeat:
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Say that `step` updates are done and what comes next. Costs nothing: another thread writes it."""
+        """Report that `step` updates are done and what comes next. Cheap: another thread writes the file."""
         self._beat = (time.time(), step, phase)
 
     def __enter__(self) -> Heartbeat:
@@ -91,20 +118,14 @@ class Heartbeat:
             )
 
     def _write(self, when: float, step: int, phase: Phase) -> None:
-        beat = {
-            "time": when,
-            "step": step,
-            "phase": phase,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
+        record = HeartbeatRecord(
+            time=when, step=step, phase=phase, hostname=socket.gethostname(), pid=os.getpid()
+        )
         beside = self._path.with_suffix(".tmp")
         try:
-            beside.write_text(
-                json.dumps(beat)
-            )  # not synced: after a power cut nobody asks whether a rank is alive
+            # Not synced: after a power cut nobody asks whether a rank is alive.
+            beside.write_text(json.dumps(asdict(record)))
             os.replace(beside, self._path)
-        except (
-            OSError
-        ) as error:  # a full disk must not end a rank that still trains; the next save will say it
+        except OSError as error:
+            # A full disk must not end a rank that still trains; the next save reports it.
             logger.warning("heartbeat not written: %s", error)

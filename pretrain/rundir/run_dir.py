@@ -1,4 +1,4 @@
-"""The directory of one run: who it belongs to, its settings, its journal. Torch-free.
+"""The directory of one run: its identity, settings, metrics, ledger and locks. Torch-free.
 
 RUN/run.json          identity; written last when the directory is made, so with it the rest is there
 RUN/config.yaml       every setting, resolved
@@ -13,26 +13,25 @@ import datetime
 import fnmatch
 import json
 import logging
-import os
 import secrets
-import socket
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.file_lock import try_lock
 from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.config.changes import may_change
 from pretrain.config.run import RunConfig
+from pretrain.rundir.ledger import Ledger
+from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
+from pretrain.rundir.training_events import SettingsChanged
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
 _BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
@@ -40,7 +39,7 @@ _BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Which run a directory holds; `id` tells two runs of the same name apart."""
+    """The run that a directory holds; `id` tells two runs of the same name apart."""
 
     name: str
     id: str
@@ -55,7 +54,7 @@ class RunDir:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.ledger = self.path / "ledger.jsonl"
+        self.ledger = Ledger(self.path / "ledger.jsonl")
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.traces = self.path / "traces"
@@ -70,7 +69,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """A new run's directory; ConfigError if there is a run or anything else in it already."""
+        """Create the directory of a new run; ConfigError if it contains a run or anything else already."""
         run_dir = cls(path)
         if run_dir.exists():
             name = run_dir.identity.name
@@ -89,16 +88,16 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """The directory of an existing run; ConfigError if it is none, or one of another version."""
+        """Open the directory of an existing run; ConfigError if it is not one, or has another format."""
         run_dir = cls(path)
         if not run_dir.exists():
             raise ConfigError(
-                f"{path} holds no run (there is no run.json in it); check the path or train one first"
+                f"{path} holds no run: it has no run.json; check the path or start a run"
             )
         if run_dir.identity.format != FORMAT:
             raise ConfigError(
                 f"{run_dir._identity_file} has format {run_dir.identity.format}, this version reads format {FORMAT}; "
-                "go on with the version that began the run"
+                "resume with the version that started the run"
             )
         return run_dir
 
@@ -115,7 +114,7 @@ class RunDir:
         return run_dir
 
     def exists(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether the directory holds a run."""
         return self._identity_file.is_file()
 
     # ------------------------------------------------------------------------------------------- contents
@@ -133,13 +132,13 @@ class RunDir:
 
     @property
     def config(self) -> RunConfig:
-        """The settings the run goes by, resolved."""
+        """The settings of the run, resolved."""
         return load_config(RunConfig, self.config_file)
 
     def cut_metrics_after(self, step: int) -> int:
-        """Remove every measurement beyond `step`, and a line that a crash cut short; returns how many went.
+        """Remove every measurement after `step`, and a line that a crash cut short; returns how many.
 
-        A resumed run measures those steps again, so afterwards none is missing or there twice.
+        A resumed run repeats and measures those steps, so that each is measured once in the end.
         """
         if not self.metrics.exists():
             return 0
@@ -151,63 +150,31 @@ class RunDir:
         return len(lines) - len(kept)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole measurements, oldest first; a line that a crash cut short is passed over."""
+        """All measurements, oldest first; a line that a crash cut short is skipped."""
         if not self.metrics.exists():
             return []
         measurements = (_json_object(line) for line in self.metrics.read_bytes().splitlines())
         return [measurement for measurement in measurements if measurement is not None]
 
-    def append_ledger(self, event: dict[str, Any]) -> None:
-        """Add one event, with the time, to the journal; on disk when this returns."""
-        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": time, **event}).encode() + b"\n"
-        descriptor = os.open(self.ledger, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a crash cut the last event short: keep this one readable
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def read_ledger(self) -> list[dict[str, Any]]:
-        """All whole events, oldest first."""
-        if not self.ledger.exists():
-            return []
-        events = (_json_object(line) for line in self.ledger.read_bytes().splitlines())
-        return [event for event in events if event is not None]
-
-    @contextlib.contextmanager
-    def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:
-        """Keep a second `holder` out of this directory, at the latest until this process ends.
-
-        Raises ConfigError, which says who has it. A holder that is fenced off goes on beside one of another host: that
-        one may be cut off from the world, and then nothing but its attempt's token keeps it from writing.
+    def locked(
+        self, holder: str = "train", is_fenced: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Keep a second `holder` out of this directory; see `exclusive_lock`.
 
         `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started holds the other.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        path = self.path / f"{holder}.lock"
-        with open(path, "a+b") as file:
-            if not try_lock(file):
-                file.seek(0)
-                owner = file.read().decode(errors="replace").strip() or "another process"
-                if is_fenced and not owner.endswith(f" on {socket.gethostname()}"):
-                    yield
-                    return
-                raise ConfigError(
-                    f"{self.path} is in use by {owner}; wait for it, stop it, or choose another --run-dir"
-                )
-            file.truncate(0)
-            file.write(f"process {os.getpid()} ({holder}) on {socket.gethostname()}\n".encode())
-            file.flush()
-            yield
+        return exclusive_lock(self.path / f"{holder}.lock", holder, is_fenced)
+
+    def locks(self) -> list[Lock]:
+        """Who took the locks of a launcher and of rank 0 last."""
+        paths = (self.path / f"{holder}.lock" for holder in ("launcher", "train"))
+        return [lock for path in paths if (lock := read_lock(path))]
 
     # --------------------------------------------------------------------------------------------- checks
 
     def refuse_other_run(self, config: RunConfig) -> None:
-        """Raise ConfigError unless this run may go on with the settings of `config`."""
+        """Raise ConfigError unless this run may resume with the settings of `config`."""
         changes = differences(to_tree(self.config), to_tree(config))
         step = max(steps_on_disk(self.checkpoints), default=0)
         refused = [
@@ -225,7 +192,7 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
                 + "\n  ".join(refused)
-                + "\nuse its settings to go on with it, or choose another --run-dir"
+                + "\nuse its settings to resume it, or choose another --run-dir"
             )
 
     def _refuse_strangers(self) -> None:
@@ -251,21 +218,23 @@ class RunDir:
         self.refuse_other_run(config)
         for key, (old, new) in changes.items():
             logger.info("changed setting  %s: %s -> %s", key, old, new)
-        self.append_ledger({"event": "settings_changed", "changes": changes})
+        self.ledger.append(SettingsChanged(changes=changes))
         write_text(self.config_file, dump_yaml(to_tree(config)))
 
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:
-    """Why a run that has come to `step` may not go on with this change; empty if it may."""
+    """Why a run that has reached `step` may not resume with this change; empty if it may."""
     if not may_change(RunConfig, key):
         return f"{key}: {old} -> {new}"
     if key == "optim.steps" and new < old:
-        # More steps go on from here (the schedule stretches); fewer would mean a learning rate never planned for.
+        # More steps stretch the schedule; fewer would need a learning rate that was never scheduled.
         return f"{key}: {old} -> {new} (may only grow)"
     if key == "data.phases":
-        begun = [[phase for phase in phases if phase["from_step"] < step] for phases in (old, new)]
-        if begun[0] != begun[1]:
-            return f"{key}: {begun[0]} -> {begun[1]} (begun before step {step}; only later ones may change)"
+        started = [
+            [phase for phase in phases if phase["from_step"] < step] for phases in (old, new)
+        ]
+        if started[0] != started[1]:
+            return f"{key}: {started[0]} -> {started[1]} (before step {step}; only later phases may change)"
     return ""
 
 

@@ -16,7 +16,9 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.csv_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
@@ -166,7 +168,9 @@ def row_of(cell: Cell, directory: Path) -> Row:
         seconds=sum(item["seconds"] for item in measured if item.get("seconds")) or "",
         code=" ".join(
             dict.fromkeys(
-                str(event["code"]) for event in run_dir.read_ledger() if event.get("code")
+                event.code
+                for event in events_of(run_dir.ledger.read(), TrainingBegan)
+                if event.code
             )
         ),
         excluded=_reason(step, config.optim.steps, evaluations, loss),

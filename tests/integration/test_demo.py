@@ -103,7 +103,7 @@ def test_the_killed_run_lost_steps_and_made_them_again_bit_for_bit(story):
 
 def test_the_undisturbed_run_was_started_once(story):
     events = starts_and_ends(story[0] / "undisturbed")
-    assert events == ["start", "finish"], "the start that Ctrl-C ended must not count"
+    assert events == ["started", "finished"], "the start that Ctrl-C ended must not count"
 
 
 def test_it_evaluated_with_memories_of_four_lengths(story):

@@ -18,7 +18,9 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.engines.engine import cpu_has_fp16
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Rewind
 from tests.helpers.engine_cells import (
     HALF,
     STAGES,
@@ -221,7 +223,7 @@ def test_overflows_in_a_row_are_said_and_send_no_run_back(
     assert [line["overflowed"] for line in lines[:3]] == [True] * 3
     assert [line["skipped"] for line in lines] == [line["overflowed"] for line in lines]
     assert [line["loss_scale"] for line in lines[:3]] == [TOO_LARGE, TOO_LARGE / 2, TOO_LARGE / 4]
-    assert not [event for event in run_dir.read_ledger() if event["event"] == "rewind"]
+    assert not events_of(run_dir.ledger.read(), Rewind)
     assert all("memory_norm/layer.0" in line for line in lines), (
         "a segment whose gradients overflow is remembered"
     )

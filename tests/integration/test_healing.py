@@ -17,7 +17,15 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import (
+    GaveUp,
+    OutOfMemory,
+    Rewind,
+    Straggler,
+    SuspectDocuments,
+)
 from tests.helpers.corpora import make_text, write_jsonl
 
 POISONED = "d70"
@@ -77,10 +85,6 @@ def train(
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def events_of(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
-    return [event for event in run_dir.read_ledger() if event["event"] == kind]
-
-
 def losses_of(run_dir: RunDir) -> list[float]:
     return [line["loss"] for line in run_dir.read_metrics() if line["kind"] == "train"]
 
@@ -126,15 +130,15 @@ def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir
 
 @pytest.mark.slow
 def test_a_poisoned_document_sends_the_run_back_and_is_passed_over_and_named(healed, experiment):
-    rewinds = events_of(healed, "rewind")
-    assert [rewind["to_step"] for rewind in rewinds] == [150]
-    assert rewinds[0]["loss"] > rewinds[0]["usual_loss"] + 0.5
-    begin, end = rewinds[0]["segments"]
+    rewinds = events_of(healed.ledger.read(), Rewind)
+    assert [rewind.to_step for rewind in rewinds] == [150]
+    assert (rewinds[0].loss or 0.0) > (rewinds[0].usual_loss or 0.0) + 0.5
+    begin, end = rewinds[0].segments
     assert begin <= 163 < 195 < end, "the whole document, in segments counted from 0"
     assert POISONED in {piece["document"] for piece in audited(experiment, range(begin, end))}
-    suspects = events_of(healed, "suspects")[0]["documents"]
-    assert (suspects[0]["document"], suspects[0]["lane"]) == (POISONED, 3)
-    assert suspects[0]["loss"] > 2 * suspects[1]["loss"]
+    suspects = events_of(healed.ledger.read(), SuspectDocuments)[0].documents
+    assert (suspects[0].document, suspects[0].lane) == (POISONED, 3)
+    assert suspects[0].loss > 2 * suspects[1].loss
 
 
 @pytest.mark.slow
@@ -149,7 +153,7 @@ def test_a_healed_run_killed_afterwards_resumes_bitwise(experiment, tmp_path):
     undisturbed, killed = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "killed")
     assert train(experiment, undisturbed).returncode == 0
     assert train(experiment, killed, fault="sigkill@210").returncode == -9
-    assert events_of(killed, "rewind")
+    assert events_of(killed.ledger.read(), Rewind)
     assert train(experiment, killed).returncode == 0
     problems = differing_losses(undisturbed, killed)
     assert not problems, summary(problems)
@@ -163,7 +167,7 @@ def test_a_run_that_may_not_go_back_again_stops_with_a_report(experiment, tmp_pa
     assert "Traceback" not in ended.stderr
     assert ": steps 164 to 170 had losses up to" in ended.stderr
     assert "after 0 rewinds (recovery.max_rewinds=0)" in ended.stderr
-    assert events_of(run_dir, "gave_up")
+    assert events_of(run_dir.ledger.read(), GaveUp)
 
 
 @pytest.mark.slow
@@ -178,7 +182,7 @@ def test_rewinds_whose_windows_touch_are_counted_one_by_one(experiment, tmp_path
     ended = train(experiment, run_dir, *harmful, "optim.steps=30")
     assert ended.returncode == 2
     assert "were all skipped, after 2 rewinds (recovery.max_rewinds=2)" in ended.stderr
-    assert len(events_of(run_dir, "rewind")) == 2
+    assert len(events_of(run_dir.ledger.read(), Rewind)) == 2
 
 
 SHORT = ("optim.steps=30", "checkpoint.interval=10")
@@ -199,7 +203,10 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(
     ended = train(experiment, run_dir, *SHORT, fault="oom:1@15")
     assert ended.returncode == 0, ended.stderr
     assert "rank 0: recovery: out of memory (OOM) with 4 lanes per forward pass" in ended.stderr
-    assert [event["micro_batch_lanes"] for event in events_of(run_dir, "out_of_memory")] == [4, 2]
+    assert [event.micro_batch_lanes for event in events_of(run_dir.ledger.read(), OutOfMemory)] == [
+        4,
+        2,
+    ]
     assert losses_of(run_dir) == pytest.approx(losses_of(short), abs=1e-5)
 
 
@@ -225,9 +232,12 @@ def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one
         timeout=240,
     )
     assert oom.returncode == 0, oom.stdout + oom.stderr
-    assert "out of memory: on with half the lanes per forward pass" in oom.stdout + oom.stderr
+    assert (
+        "out of memory; continuing with half the lanes per forward pass" in oom.stdout + oom.stderr
+    )
     assert [
-        (event["rank"], event["micro_batch_lanes"]) for event in events_of(run_dir, "out_of_memory")
+        (event.rank, event.micro_batch_lanes)
+        for event in events_of(run_dir.ledger.read(), OutOfMemory)
     ] == [(1, 2)]
     assert losses_of(run_dir) == pytest.approx(losses_of(short), abs=1e-5)
 
@@ -240,6 +250,6 @@ def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one
     )
     assert slow.returncode == 0, slow.stdout + slow.stderr
     assert "straggler: rank 1 needs" in slow.stdout + slow.stderr
-    named = events_of(run_dir, "straggler")
-    assert [event["rank"] for event in named] == [1]
-    assert named[0]["ratio"] > 1.5
+    named = events_of(run_dir.ledger.read(), Straggler)
+    assert [event.rank for event in named] == [1]
+    assert named[0].ratio > 1.5

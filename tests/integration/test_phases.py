@@ -7,7 +7,6 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,9 @@ from pretrain.engines.engine import Memory
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Finished, PhaseFinished, TrainingEnded
 from tests.helpers.corpora import make_tiny_corpus
 
 SEED, LENGTH = 4, 16
@@ -88,8 +89,8 @@ def undisturbed(experiment: Path) -> tuple[RunDir, str]:
     return run_dir, ended.stderr
 
 
-def ends_of_phases(run_dir: RunDir) -> list[dict[str, Any]]:
-    return [event for event in run_dir.read_ledger() if event["event"] in ("phase ended", "finish")]
+def ends_of_phases(run_dir: RunDir) -> list[TrainingEnded]:
+    return events_of(run_dir.ledger.read(), PhaseFinished, Finished)
 
 
 def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
@@ -101,14 +102,14 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     for number, (event, data, lanes) in enumerate(
         zip(ends_of_phases(run_dir), (alone, mixture, mixture), (4, 4, 8), strict=True)
     ):
-        assert (event["step"], event["lanes"], event["lane_seed"]) == (
+        assert (event.step, event.lanes, event.lane_seed) == (
             6 * (number + 1),
             lanes,
             SEED + number,
         )
         stream = LaneStream(data, lanes, SEED + number, LENGTH, range(lanes))
         batches = [next(stream) for _ in range(6)]
-        assert event["tokens_of_corpora"] == stream.tokens_read(batches[-1].cursor)
+        assert event.tokens_of_corpora == stream.tokens_read(batches[-1].cursor)
     measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     tokens = [line["tokens"] for line in measured]
     assert [line["step"] for line in measured] == list(range(1, 19))

@@ -15,7 +15,9 @@ from data_pipeline.corpora.shard_cache import GIB
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import losses_apart
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingEnded
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.stores import client
 
@@ -89,7 +91,9 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
     resumed = launch(experiment, remote.path, *from_bucket)
     assert resumed.returncode == 0, resumed.stdout
     assert losses_apart(local, remote, 1e-5) == []
-    assert remote.read_ledger()[-2]["tokens_of_corpora"] == {f"{url}/train": STEPS * 2 * 512}
+    assert events_of(remote.ledger.read(), TrainingEnded)[-1].tokens_of_corpora == {
+        f"{url}/train": STEPS * 2 * 512
+    }
 
     assert pretrain(["evaluate", str(remote.path)]) == 0
     assert f"tokens of {url}/validation" in capsys.readouterr().out

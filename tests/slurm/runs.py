@@ -11,14 +11,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses, summary
-from pretrain.rundir.goodput import time_of
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+)
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event, TrainingBegan
 from tests.slurm.lab import SlurmLab
 
+E = TypeVar("E", bound=Event)
 STEPS, INTERVAL = 300, 60
 NODES, RANKS_PER_NODE = 2, 2
 EXPERIMENT = """name: tiny
@@ -39,7 +48,7 @@ CLUSTER = {"ranks_per_node": RANKS_PER_NODE, "signal_seconds": 10, "time_limit":
 
 
 class Runs:
-    """Submits runs of one experiment, each into a directory of its own."""
+    """Submits runs of one experiment, each into its own directory."""
 
     def __init__(self, lab: SlurmLab, corpus: Path) -> None:
         self.lab = lab
@@ -89,56 +98,52 @@ class SlurmRun:
         self.job = job
 
     def until(self, condition: Callable[[], object], seconds: float = 500) -> None:
-        """Wait; what all logs say is shown if it was in vain."""
+        """Wait for the condition; fail with all logs after a timeout."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited in vain\n{self.logs()}"
+            assert time.monotonic() < deadline, f"timed out\n{self.logs()}"
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: self.last_step() >= step)
 
-    def wait_for_end(self, why: str, count: int = 1) -> None:
-        """Until the job ended for this reason so many times."""
-        self.until(lambda: len([end for end in self.ends() if end == why]) >= count)
+    def wait_for_end(self, reason: JobEndReason, count: int = 1) -> None:
+        """Until `count` starts of the job have ended for this reason."""
+        self.until(lambda: [end.reason for end in self.events(JobEnded)].count(reason) >= count)
 
     def wait_until_finished(self) -> None:
-        self.until(lambda: "finished" in self.ends())
+        self.wait_for_end(JobEndReason.FINISHED)
 
     def last_step(self) -> int:
         return max((line["step"] for line in self.dir.read_metrics()), default=0)
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.dir.read_ledger() if event["event"] == kind]
+    def events(self, *kinds: type[E]) -> list[E]:
+        return events_of(self.dir.ledger.read(), *kinds)
 
     def ends(self) -> list[str]:
         """Why each start of the job ended."""
-        return [event["why"] for event in self.events("job_ended")]
+        return [event.cause for event in self.events(JobEnded)]
 
-    def attempts(self) -> list[str]:
+    def attempts(self) -> list[NextAction]:
         """What followed each attempt."""
-        return [event["next"] for event in self.events("attempt_ended")]
+        return [event.next for event in self.events(AttemptEnded)]
 
     def begun_at(self) -> list[int]:
-        """The step at which each attempt went on."""
-        return [
-            event["step"]
-            for event in self.dir.read_ledger()
-            if event["event"] in ("start", "resume")
-        ]
+        """The step from which each attempt continued."""
+        return [event.step for event in self.events(TrainingBegan)]
 
     def log(self) -> str:
-        """What the job's supervisor said, all starts together."""
+        """The supervisor's log, all starts together."""
         path = self.dir.logs / f"slurm-{self.job}.log"
         return path.read_text() if path.exists() else ""
 
     def state(self) -> str:
-        """Slurm's word for the job."""
+        """The job's state as Slurm reports it."""
         return self.lab.run("squeue", "-h", "-t", "all", "-j", self.job, "-o", "%T").stdout.strip()
 
-    def hosts(self) -> list[str]:
+    def nodes(self) -> tuple[str, ...]:
         """Where the last start of the job runs."""
-        return self.events("job_started")[-1]["hosts"]
+        return self.events(JobStarted)[-1].nodes
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """To the rank's own process, at once, wherever in the lab it runs."""
@@ -190,13 +195,9 @@ class SlurmRun:
         raise AssertionError(f"rank {rank} does not run\n{self.logs()}")
 
     def timeline(self) -> str:
-        """The journal, a line each, with the seconds since the first event."""
-        events = self.dir.read_ledger()
-        times = [time_of(event) for event in events]
-        told = [{key: value for key, value in event.items() if key != "time"} for event in events]
-        return "\n".join(
-            f"{time - times[0]:8.1f}  {event}" for time, event in zip(times, told, strict=True)
-        )
+        """The ledger, a line per event, with the seconds since the first one."""
+        events = self.dir.ledger.read()
+        return "\n".join(f"{event.time - events[0].time:8.1f}  {event}" for event in events)
 
     def logs(self) -> str:
         """Everything that could explain a failure."""

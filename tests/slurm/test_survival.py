@@ -16,6 +16,14 @@ from pathlib import Path
 import pytest
 
 from pretrain.commands.same_run import differing_losses
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    Submitted,
+)
+from pretrain.rundir.training_events import Resumed, Started, Stopped
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun
 
@@ -78,7 +86,7 @@ def test_a_second_job_on_the_same_run_is_refused(
     runs: Runs, lab: SlurmLab, reference_begun, limited, crashing
 ):
     run = reference_begun
-    run.until(lambda: run.events("job_started"))
+    run.until(lambda: run.events(JobStarted))
     assert_status(run, "running", job=run.job, attempts=1)
     second = runs.try_submit("reference")
     assert second.returncode == 2
@@ -88,12 +96,12 @@ def test_a_second_job_on_the_same_run_is_refused(
         "sbatch", "--parsable", str(run.dir.path / "slurm" / "job.sbatch")
     ).stdout.strip()
     run.wait_until_finished()
-    assert run.ends() == [f"refused: job {run.job} has the run", "finished"]
+    assert run.ends() == [f"job {run.job} has the run", "finished"]
     assert (
         f"job {run.job} (running) has the run"
         in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
     )
-    assert run.attempts() == ["finished"]
+    assert run.attempts() == [NextAction.FINISHED]
     assert_status(run, "done", attempts=1, checkpoint=STEPS, last_failure="")
 
 
@@ -108,7 +116,7 @@ def test_a_second_job_on_the_same_run_is_refused(
         ({}, "8", "does not divide over 16 ranks"),
         ({"ranks_per_node": 1}, "8", "8 nodes asked for, partition 'main' has 4"),
         ({"cpus_per_rank": 5}, "2", "10 CPUs per node asked for, partition 'main' has 8"),
-        ({"account": "nobody", "options": {"constraint": "gold"}}, "2", "sbatch refused"),
+        ({"account": "nobody", "options": {"constraint": "gold"}}, "2", "sbatch rejected"),
     ],
 )
 def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes, words):
@@ -122,18 +130,18 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     runs: Runs, lab: SlurmLab
 ):
     shim = lab.stop_controller_at_next_sbatch(seconds=9)
-    process = lab.popen(*runs.command("cancelled", **NEAR), PATH=f"{shim}:/usr/bin:/bin")
+    process = lab.popen(*runs.command("canceled", **NEAR), PATH=f"{shim}:/usr/bin:/bin")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    assert "does not answer" in out
-    run = SlurmRun(lab, runs.path / "cancelled", job=out.split("\njob ")[1].split()[0])
-    name = run.events("submitted")[0]["job_name"]
+    assert "does not respond" in err
+    run = SlurmRun(lab, runs.path / "canceled", job=out.split("\njob ")[1].split()[0])
+    name = run.events(Submitted)[0].job_name
     assert lab.run("squeue", "-h", "--name", name, "-o", "%A").stdout.split() == [run.job]
     run.wait_for_step(1)
     lab.run("scancel", run.job)
     run.until(lambda: run.state() == "CANCELLED")
-    assert run.ends() == ["cancelled"]
-    assert_status(run, "cancelled", last_failure="")
+    assert run.ends() == ["canceled"]
+    assert_status(run, "canceled", last_failure="")
 
 
 def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, reference: SlurmRun):
@@ -156,12 +164,12 @@ def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, refere
             run.until(
                 lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout
             )
-        run.wait_for_end("preempted", count=number)
+        run.wait_for_end(JobEndReason.PREEMPTED, count=number)
     run.wait_until_finished()
     run.assert_same_as(reference)
     assert_status(run, "done", attempts=3, last_failure="preempted")
     assert run.ends() == ["preempted", "preempted", "finished"]
-    assert run.begun_at() == [0, *(event["step"] for event in run.events("stop"))]
+    assert run.begun_at() == [0, *(event.step for event in run.events(Stopped))]
 
 
 def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(
@@ -169,26 +177,26 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(
 ):
     run = runs.submit("hosts", options={"exclude": "n4"})
     run.wait_for_step(INTERVAL + 20)
-    assert run.hosts() == ["n1", "n2"]
+    assert run.nodes() == ("n1", "n2")
     lab.power_off("n2")
     run.until(lambda: len(run.begun_at()) == 2)
-    assert run.hosts() == ["n1", "n3"]
+    assert run.nodes() == ("n1", "n3")
     assert run.begun_at() == [0, INTERVAL]
-    assert_status(run, "running", attempts=2, last_failure="host n2 failed")
+    assert_status(run, "running", attempts=2, last_failure="node n2 failed")
     lab.boot("n2")
     run.wait_for_step(2 * INTERVAL + 20)
     lab.cut("n1")  # where the supervisor and rank 0 are
     run.until(lambda: len(run.begun_at()) == 3)
-    assert run.hosts() == ["n2", "n3"]
+    assert run.nodes() == ("n2", "n3")
     lab.heal("n1")
     run.wait_until_finished()
     lab.wait_until_idle(
         "n1", seconds=150
     )  # Slurm asks a host that was down for a sign of life every 100 s
     run.assert_same_as(reference)
-    assert_status(run, "done", attempts=3, last_failure="its first host was lost")
+    assert_status(run, "done", attempts=3, last_failure="its first node was lost")
     assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
-    assert run.ends() == ["host n2 failed", "its first host was lost", "finished"]
+    assert run.ends() == ["node n2 failed", "its first node was lost", "finished"]
 
 
 def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
@@ -196,10 +204,12 @@ def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
         "loop", "--attempts-without-progress=2", environment={"PRETRAIN_FAULT": "sigkill@1"}, **NEAR
     )
     run.until(lambda: run.state() == "FAILED")
-    assert run.attempts() == ["retry", "give up"]
-    reason = run.events("attempt_ended")[-1]["reason"]
-    assert "was ended by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason
-    assert_status(run, "failed", why=reason, last_failure=reason)
+    assert run.attempts() == [NextAction.RETRY, NextAction.GIVE_UP]
+    reason = run.events(AttemptEnded)[-1].cause
+    assert (
+        "was killed by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason
+    )
+    assert_status(run, "failed", reason=reason, last_failure=reason)
 
 
 def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, reference: SlurmRun):
@@ -210,10 +220,10 @@ def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, ref
     lab.run_on("n2", "umount", python)
     run.wait_until_finished()
     run.assert_same_as(reference)
-    assert run.attempts() == ["retry", "retry", "finished"]
-    assert run.ends() == ["ranks on host n2 failed twice in a row", "finished"]
-    assert "n2" not in run.hosts()
-    assert_status(run, "done", last_failure="ranks on host n2 failed twice in a row")
+    assert run.attempts() == [NextAction.RETRY, NextAction.RETRY, NextAction.FINISHED]
+    assert run.ends() == ["ranks on node n2 failed twice in a row", "finished"]
+    assert "n2" not in run.nodes()
+    assert_status(run, "done", last_failure="ranks on node n2 failed twice in a row")
 
 
 def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
@@ -221,20 +231,20 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     run = runs.submit("unshared", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     lab.run_on("n2", "umount", str(runs.path))
-    assert "error: n2 can not see" in run.log()
-    assert "put the run on a disk that all hosts share" in run.ends()[0]
-    assert_status(run, "failed", why=run.ends()[0])
+    assert "error: n2 cannot see" in run.log()
+    assert "put the run on a disk that all nodes share" in run.ends()[0]
+    assert_status(run, "failed", reason=run.ends()[0])
 
 
 def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, reference: SlurmRun):
     run = runs.submit("elastic", nodes="1:2", options={"exclude": "n3,n4"})
     run.wait_for_step(INTERVAL + 20)
-    assert [event["world_size"] for event in run.events("start")] == [4]
+    assert [event.world_size for event in run.events(Started)] == [4]
     lab.power_off("n2")
     run.wait_until_finished()
     lab.boot("n2")
-    assert [event["world_size"] for event in run.events("resume")] == [2]
-    assert_status(run, "done", ranks=2, last_failure="host n2 failed")
+    assert [event.world_size for event in run.events(Resumed)] == [2]
+    assert_status(run, "done", ranks=2, last_failure="node n2 failed")
     trained = [
         [line for line in each.dir.read_metrics() if line["kind"] == "train"]
         for each in (reference, run)
@@ -259,7 +269,7 @@ def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(
     *cut, last = limited.ends()
     assert (set(cut), last) == ({"time limit near"}, "finished")
     assert len(cut) >= 2
-    assert limited.begun_at() == [0, *(event["step"] for event in limited.events("stop"))]
+    assert limited.begun_at() == [0, *(event.step for event in limited.events(Stopped))]
 
 
 def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_the_checkpoint(
@@ -268,15 +278,15 @@ def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_t
     run = crashing
     run.wait_until_finished()
     run.assert_same_as(reference)
-    killed, saving, again, hung, finished = run.events("attempt_ended")
-    assert killed["reason"] == "rank 3 was ended by SIGKILL"
-    assert saving["reason"] == "rank 0 was ended by SIGKILL"
-    assert again["reason"] == "rank 1 was ended by SIGKILL"
-    assert hung["reason"].startswith("the ranks hung")
-    assert finished["next"] == "finished"
+    killed, saving, again, hung, finished = run.events(AttemptEnded)
+    assert killed.cause == "rank 3 was killed by SIGKILL"
+    assert saving.cause == "rank 0 was killed by SIGKILL"
+    assert again.cause == "rank 1 was killed by SIGKILL"
+    assert hung.cause.startswith("the ranks hung")
+    assert finished.next is NextAction.FINISHED
     assert run.ends() == ["finished"]
-    assert_status(run, "done", attempts=5, last_failure=hung["reason"])
-    assert run.begun_at() == [0, *(event["step"] for event in (killed, saving, again, hung))]
+    assert_status(run, "done", attempts=5, last_failure=hung.cause)
+    assert run.begun_at() == [0, *(event.step for event in (killed, saving, again, hung))]
     logs = [(run.dir.logs / f"attempt-3-rank-{rank}.log").read_text() for rank in (0, 2, 3)]
     # the first to lose patience says so; the others lose their peer a moment later
     assert any("Timeout" in log for log in logs)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Resumed
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 
@@ -93,19 +95,11 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
         assert len(losses(folder, cell)) == STEPS
     for cell in KILLED:
         assert losses(folder, cell) == losses(folder, f"{cell}-again")
-        assert (
-            len(
-                [
-                    event
-                    for event in RunDir(folder / "runs" / cell).read_ledger()
-                    if event["event"] == "resume"
-                ]
-            )
-            == 1
-        )
+        ledger = RunDir(folder / "runs" / cell).ledger.read()
+        assert len(events_of(ledger, Resumed)) == 1
 
 
-def test_a_cancelled_run_stays_cancelled_until_it_is_resumed(lab: SlurmLab, folder: Path):
+def test_a_canceled_run_stays_canceled_until_it_is_resumed(lab: SlurmLab, folder: Path):
     run = folder / "runs" / "alone"
 
     def launcher(command: str, *more: str) -> str:
@@ -123,10 +117,10 @@ def test_a_cancelled_run_stays_cancelled_until_it_is_resumed(lab: SlurmLab, fold
     ]
     launcher("submit", str(folder / "tiny.yaml"), *options)
     until(lambda: len(losses(folder, "alone")) >= 20)
-    assert "is cancelled" in launcher("cancel", str(run))
-    until(lambda: state() == "cancelled")
+    assert "is canceled" in launcher("cancel", str(run))
+    until(lambda: state() == "canceled")
     assert lab.run(sys.executable, "-m", "launcher", "cancel", str(run)).returncode == 2
-    assert "goes on with" in launcher("resume", str(run))
+    assert " continues " in launcher("resume", str(run))
     until(lambda: state() == "done")
     assert len(losses(folder, "alone")) == 5 * STEPS
     assert "rank 0: finished; metrics in" in launcher("logs", str(run), "--lines=1")

@@ -12,15 +12,18 @@ import pytest
 from launcher.cli import main
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Finished
 
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
 HOLDER = """
 import signal, sys
 from pathlib import Path
+from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 def stop(*_):
-    run.append_ledger({"event": "attempt_ended", "next": "stopped", "step": 40})
+    run.ledger.append(AttemptEnded(attempt_number=0, statuses=(75,), step_before=0, step=40,
+        reason=AttemptReason.STOP_REQUESTED, next=NextAction.STOPPED))
     sys.exit()
 signal.signal(signal.SIGTERM, stop)
 with run.locked("launcher"):
@@ -52,11 +55,13 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
 
 def test_what_is_not_running_is_not_cancelled(run_dir, capsys):
     assert main(["cancel", str(run_dir.path)]) == 2
-    assert "is not running (new: no attempt has begun)" in capsys.readouterr().err
+    assert "is not running (new: no attempt yet)" in capsys.readouterr().err
 
 
 def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
-    (run_dir.path / "launcher.lock").write_text("process 17 (launcher) on n3\n")
+    (run_dir.path / "launcher.lock").write_text(
+        '{"pid": 17, "holder": "launcher", "hostname": "n3"}'
+    )
     assert main(["cancel", str(run_dir.path)]) == 2
     assert "is run by process 17 on n3; cancel it there" in capsys.readouterr().err
 
@@ -64,6 +69,6 @@ def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
 def test_a_finished_run_is_not_resumed(run_dir, capsys):
     steps = run_dir.config.optim.steps
     run_dir.metrics.write_text(json.dumps({"kind": "train", "step": steps, "loss": 1.0}) + "\n")
-    run_dir.append_ledger({"event": "finish", "step": steps})
+    run_dir.ledger.append(Finished(step=steps))
     assert main(["resume", str(run_dir.path)]) == 2
     assert f"is done after step {steps:,}; to train further" in capsys.readouterr().err

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.status.run_logs import error_lines
+from launcher.commands.logs import error_lines
 from pretrain.config.run import RunConfig
+from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
 
 TRACEBACK = """Traceback (most recent call last):
@@ -74,7 +75,6 @@ def test_a_traceback_that_torch_marks_with_the_rank_is_shown_whole_without_the_m
         ("error: data.lanes=8 does not divide over 3 ranks", True),
         ("RuntimeError: connection closed", True),
         ("torch.OutOfMemoryError: CUDA out of memory", True),
-        ("gave up: rank 0 was ended by SIGKILL", True),
         ("ERROR 12:04:31 supervisor: no attempt is left", True),
         ("WARNING 12:04:31 rank 3: one error: retrying", False),
         ("INFO 12:04:31 rank 0: step 17/100  loss 4.2  grad 0.9", False),
@@ -117,12 +117,21 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     (run_dir.logs / "attempt-11-rank-0.log").write_text("step 5\n")
     assert follower.stdout.readline() == "--- attempt 11\n"
     assert follower.stdout.readline() == "step 5\n"
-    run_dir.append_ledger(
-        {"event": "attempt_ended", "next": "give up", "reason": "rank 0 ended with status 1"}
+    run_dir.ledger.append(
+        AttemptEnded(
+            attempt_number=11,
+            statuses=(1,),
+            step_before=0,
+            step=0,
+            reason=AttemptReason.RANK_FAILED,
+            next=NextAction.GIVE_UP,
+            without_progress=3,
+        )
     )
     holder.communicate(b"\n")
     output, _ = follower.communicate(timeout=60)
-    assert output == "--- the run is failed: rank 0 ended with status 1\n"
+    reason = "rank 0 exited with status 1; 3 attempts in a row brought no checkpoint beyond step 0"
+    assert output == f"--- the run is failed: {reason}\n"
     assert follower.returncode == 0
 
 
@@ -144,4 +153,4 @@ def test_bad_input_gets_one_line(run_dir, capsys, arguments, message):
 def test_a_run_without_logs_says_how_it_stands(tmp_path, capsys):
     RunDir.create(tmp_path / "run", RunConfig())
     assert main(["logs", str(tmp_path / "run")]) == 2
-    assert "holds no logs yet; the run is new: no attempt has begun" in capsys.readouterr().err
+    assert "contains no logs yet; the run is new: no attempt yet" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     [
         (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--cluster=cluster.yaml"], "no Slurm on this host"),
+        (["--cluster=cluster.yaml"], "found no Slurm cluster on this host"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(

@@ -15,8 +15,8 @@ from launcher.slurm.srun import Step, _first_hand, free_port_near, srun_command
 from launcher.slurm.task import rank_variables
 
 STEP = Step(
-    hosts=("n1", "n2", "n3"),
-    nodes=2,
+    nodes=("n1", "n2", "n3"),
+    num_nodes=2,
     ranks=4,
     cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3),
 )

@@ -13,6 +13,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.commands.tables import age, console, render
+from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
@@ -87,11 +88,11 @@ def test_watching_draws_on_a_terminal_until_ctrl_c(runs):
 STATE = RunState(
     name="books",
     path="runs/books",
-    state="running",
-    why="saving a checkpoint",
+    state=State.RUNNING,
+    reason="saving a checkpoint",
     attempts=3,
     ranks=4,
-    hosts=("n1", "n2"),
+    nodes=("n1", "n2"),
     job="17",
     step=1500,
     steps=6000,
@@ -101,7 +102,7 @@ STATE = RunState(
     seconds_left=3723.0,
     checkpoint=1400,
     checkpoint_age=130.0,
-    last_failure="rank 1 was ended by SIGKILL",
+    last_failure="rank 1 was killed by SIGKILL",
     last_failure_age=7300.0,
 )
 
@@ -125,13 +126,15 @@ def test_one_run_is_told_in_full():
         "step 1,400, 2.2 min ago",
         "3, 4 ranks on n1 n2",
         "job 17",
-        "rank 1 was ended by SIGKILL, 2.0 h ago",
+        "rank 1 was killed by SIGKILL, 2.0 h ago",
     ):
         assert part in text
 
 
 def test_several_runs_take_a_row_each():
-    lines = drawn(STATE, RunState(name="new", path="runs/new", state="new", steps=10)).splitlines()
+    lines = drawn(
+        STATE, RunState(name="new", path="runs/new", state=State.NEW, steps=10)
+    ).splitlines()
     assert len(lines) == 3
     assert lines[1].split()[:4] == ["books", "running", "1,500", "25%"]
     assert lines[2].split()[:4] == ["new", "new", "0", "0%"]

@@ -67,7 +67,7 @@ def test_without_slurm_on_this_host_it_says_so(files, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(files))
     assert submit(files) == 2
     error = capsys.readouterr().err
-    assert "no Slurm on this host" in error
+    assert "found no Slurm cluster on this host" in error
     assert error.count("\n") == 1
     assert not (files / "run").exists()
 

@@ -15,6 +15,7 @@ from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep.jobs import array_of, classes
 from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Finished
 from pretrain.scaling.sweep_file import read_sweep
 
 CLUSTER = ClusterConfig(ranks_per_node=2)
@@ -47,7 +48,7 @@ def make_done(cell: CellRun) -> None:
     run_dir.metrics.write_text(
         f'{{"kind": "train", "step": {cell.config.optim.steps}, "loss": 1.0}}\n'
     )
-    run_dir.append_ledger({"event": "finish", "step": cell.config.optim.steps})
+    run_dir.ledger.append(Finished(step=cell.config.optim.steps))
 
 
 def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_array(sweep):
@@ -257,5 +258,5 @@ def test_without_slurm_a_submission_says_so_in_one_line(sweep, capsys, monkeypat
     cluster.write_text("ranks_per_node: 1\n")
     assert main(["sweep", "submit", str(sweep), f"--cluster={cluster}"]) == 2
     error = capsys.readouterr().err
-    assert "no Slurm on this host" in error
+    assert "found no Slurm cluster on this host" in error
     assert error.count("\n") == 1

@@ -21,6 +21,7 @@ from pretrain.recovery.loss_spikes import (
     window_of,
     with_fitting_micro_batch,
 )
+from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)
 
@@ -72,10 +73,20 @@ def test_a_score_of_zero_turns_rewinding_off():
     assert first_spike([*noisy(40), 99.0, 99.0, 99.0, None, None, None], off) is None
 
 
-def ledger_of(*windows: range) -> list[dict]:
+def ledger_of(*windows: range) -> list[Event]:
     return [
-        {"event": "start"},
-        *({"event": "rewind", "segments": [each.start, each.stop]} for each in windows),
+        Started(step=0, world_size=1),
+        *(
+            Rewind(
+                first_step=1,
+                step=2,
+                to_step=0,
+                segments=(each.start, each.stop),
+                loss=None,
+                usual_loss=None,
+            )
+            for each in windows
+        ),
     ]
 
 
@@ -124,12 +135,9 @@ def test_a_run_that_goes_back_to_the_step_before_the_spike_passes_over_its_data(
 RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
 
 
-def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> dict:
-    return {
-        "event": "out_of_memory",
-        "micro_batch_lanes": lanes,
-        "settings": memory_settings(run, world_size),
-    }
+def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> OutOfMemory:
+    settings = memory_settings(run, world_size)
+    return OutOfMemory(rank=0, micro_batch_lanes=lanes, settings=settings)
 
 
 def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes():

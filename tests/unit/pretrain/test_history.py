@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +13,49 @@ from matplotlib.figure import Figure
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.reporting.charts import PRINT
-from pretrain.reporting.events import describe
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import read_history
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    AttemptReason,
+    JobEnded,
+    JobEndReason,
+    NextAction,
+)
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event, Finished, Resumed, Rewind, Started
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
 STEPS = 40
 
 
-def event(second: float, kind: str, **more: object) -> dict:
-    return {"time": (START + datetime.timedelta(seconds=second)).isoformat(), "event": kind, **more}
+SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
 
 
-REWIND = {
-    "segments": [12, 25],
-    "to_step": 10,
-    "loss": 9.0,
-    "usual_loss": 3.0,
-    "reason": "steps 13 to 15 were bad",
-}
+def at(second: float, event: Event) -> Event:
+    return replace(event, time=START.timestamp() + second)
+
+
+def write_ledger(run_dir: RunDir, *events: Event) -> None:
+    """Write them with their own times."""
+    lines = []
+    for event in events:
+        run_dir.ledger.path.unlink(missing_ok=True)
+        run_dir.ledger.append(event)
+        when = datetime.datetime.fromtimestamp(event.time, datetime.timezone.utc).isoformat()
+        lines.append(json.dumps({**json.loads(run_dir.ledger.path.read_text()), "time": when}))
+    run_dir.ledger.path.write_text("\n".join(lines) + "\n")
+
+
+KILLED = AttemptEnded(
+    attempt_number=7,
+    statuses=(1, -9),
+    first_failure=1,
+    step_before=10,
+    step=15,
+    reason=AttemptReason.RANK_FAILED,
+    next=NextAction.RETRY,
+)
 
 
 def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) -> Path:
@@ -64,22 +88,15 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
                 {"kind": "evaluation", "step": step, "loss": 3.0, "loss_without_memory": 3.2}
             )
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ledger = [
-        event(0, "start", step=0, world_size=2),
-        event(15, "rewind", step=15, **REWIND),
-        event(16, "resume", step=10, world_size=2),
-        event(
-            36,
-            "attempt_ended",
-            attempt=0,
-            statuses=[1, -9],
-            reason="rank 1 was ended by SIGKILL",
-            next="retry",
-        ),
-        event(56, "resume", step=15, world_size=1),
-        event(91, "finish", step=40),
-    ]
-    run_dir.ledger.write_text("".join(json.dumps(line) + "\n" for line in ledger))
+    write_ledger(
+        run_dir,
+        at(0, Started(step=0, world_size=2)),
+        at(15, Rewind(**SPIKE, to_step=10, segments=(12, 25))),
+        at(16, Resumed(step=10, world_size=2)),
+        at(36, KILLED),
+        at(56, Resumed(step=15, world_size=1)),
+        at(91, Finished(step=40)),
+    )
     return directory
 
 
@@ -96,6 +113,26 @@ def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_co
     assert history.seconds_that_count == 40
     assert history.goodput == pytest.approx(40 / 91)
     assert (len(history.failures), history.num_skipped, history.tokens) == (1, 1, 320)
+
+
+def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run, capsys):
+    began = (Started(step=0, world_size=2), Resumed(step=20, world_size=2))
+    run_dir = RunDir.open(run)
+    write_ledger(run_dir, at(0, began[0]), at(50, began[1]), at(91, Finished(step=40)))
+    assert main(["report", str(run)]) == 0
+    assert "failed attempts: 1" in capsys.readouterr().out
+    write_ledger(run_dir, at(0, began[0]), at(50, began[1]))
+    assert [failure.step for failure in read_history(run).failures] == [20, 20]
+    with run_dir.locked("launcher"):
+        assert len(read_history(run).failures) == 1
+
+
+def test_the_report_says_why_a_job_ended(run):
+    reason = JobEndReason.NODE_FAILED
+    ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, node="n2")
+    RunDir.open(run).ledger.append(ended)
+    assert main(["report", str(run)]) == 0
+    assert "job 17 ended: node n2 failed" in (run / "report.html").read_text()
 
 
 def test_smoothing_keeps_a_straight_line_straight_and_passes_over_skipped_steps(run):
@@ -123,9 +160,9 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
     assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
     for words in (
         "Value of the memory",
-        "back to step 10, passing over segments 12 to 24",
+        "rewound to step 10, skipping segments 12 to 24",
         "44%",
-        "ended by SIGKILL",
+        "attempt 7 ended: rank 1 was killed by SIGKILL; next: retry",
     ):
         assert words in html
     assert html.count("<svg") == 7
@@ -159,31 +196,6 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
     empty = RunDir.create(tmp_path / "empty", RunConfig()).path
     assert main([argument.format(run=run, empty=empty) for argument in arguments]) == 2
     assert error in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("happened", "words"),
-    [
-        ({"event": "start", "world_size": 1}, "began on 1 rank"),
-        (
-            {"event": "settings_changed", "changes": {"optim.steps": [10, 20]}},
-            "optim.steps from 10 to 20",
-        ),
-        (
-            {"event": "out_of_memory", "rank": 3, "micro_batch_lanes": 8},
-            "rank 3 was out of memory with 8 lanes",
-        ),
-        (
-            {"event": "suspects", "documents": [{"document": "d", "lane": 1, "loss": 8.0}]},
-            "d (lane 1, loss 8.00)",
-        ),
-        ({"event": "straggler", "rank": 2, "ratio": 2.25}, "rank 2 took 2.2 times as long"),
-        ({"event": "gave_up", "reason": "too often"}, "gave up: too often"),
-        ({"event": "something_new"}, "something new"),
-    ],
-)
-def test_events_are_told_as_sentences(happened, words):
-    assert words in describe(happened)
 
 
 def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):

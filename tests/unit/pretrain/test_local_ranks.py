@@ -157,7 +157,7 @@ def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
     logs = [tmp_path / "a.log", tmp_path / "b.log"]
     logs[1].write_text("".join(f"line {number}\n" for number in range(40)) + "boom\n")
     text = describe_failure([-signal.SIGKILL, 1], logs, lines=2)
-    assert text.startswith(f"rank 1 ended with status 1; the end of {logs[1]}:")
+    assert text.startswith(f"rank 1 exited with status 1; the end of {logs[1]}:")
     assert text.endswith("  | line 39\n  | boom")
     assert describe_failure([0, EXIT_STOPPED], logs) == ""
-    assert describe_exit(-9) == "was ended by SIGKILL"
+    assert describe_exit(-9) == "was killed by SIGKILL"

@@ -77,7 +77,7 @@ def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
     )
     run_dir.refuse_other_run(later)
     earlier = replace(RUN, data=replace(RUN.data, phases=RUN.data.phases[1:]))
-    with pytest.raises(ConfigError, match=r"begun before step 20; only later ones may change"):
+    with pytest.raises(ConfigError, match=r"before step 20; only later phases may change"):
         run_dir.refuse_other_run(earlier)
     run_dir.refuse_other_run(replace(RUN, optim=OptimConfig(steps=2000)))
 

@@ -21,6 +21,7 @@ from pretrain.commands import scale
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Resumed, Started
 from pretrain.scaling.collect import read_curves
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA
@@ -56,7 +57,7 @@ def train_by_the_law(
         final = lines[-1]["loss"] if loss is None else loss
         lines.append({"kind": "evaluation", "step": last, "loss": final})
     write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    run_dir.append_ledger({"event": "start", "step": 0, "code": "v1-7-gabc"})
+    run_dir.ledger.append(Started(step=0, world_size=1, code="v1-7-gabc"))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
         metrics,
         "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
     )
-    RunDir(runs / cells[4].name).append_ledger({"event": "resume", "step": 9, "code": "v1-8-gdef"})
+    RunDir(runs / cells[4].name).ledger.append(Resumed(step=9, world_size=1, code="v1-8-gdef"))
     assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
     reasons = {
         row["name"]: row["excluded"]

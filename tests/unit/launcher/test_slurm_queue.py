@@ -6,14 +6,16 @@ import pytest
 
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
-from launcher.status.queue_state import Queue, ask, joined, with_queue
+from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
+from launcher.status.slurm_queue import Queue, ask, joined, with_queue
 
 RUN = RunState(
     name="books",
     path="runs/books",
-    state="failed",
-    why="its processes ended without a word",
+    state=State.FAILED,
+    reason="its processes ended silently",
+    is_lost=True,
     step=40,
     job="17",
 )
@@ -28,7 +30,7 @@ def queued(state: str, reason: str = "None", start: str = "N/A") -> QueuedJob:
         name="books-1a",
         state=state,
         reason=reason,
-        hosts="",
+        nodes="",
         elapsed="0:00",
         time_left="1:00",
         start=start,
@@ -44,28 +46,28 @@ def record(state: str) -> JobRecord:
         exit_code="0:0",
         start="",
         end="",
-        hosts="n1",
+        nodes="n1",
     )
 
 
 @pytest.mark.parametrize(
-    ("run", "job", "records", "state", "why"),
+    ("run", "job", "records", "state", "reason"),
     [
-        (RUN, queued("PENDING", "Resources"), [], "queued", "waits for nodes to become free"),
+        (RUN, queued("PENDING", "Resources"), [], "queued", "waiting for nodes"),
         (RUN, queued("PENDING", "QOSMaxJobs"), [], "queued", "QOSMaxJobs"),
         (
             RUN,
             queued("PENDING", "Priority", "2026-01-02T03:04:05"),
             [],
             "queued",
-            "begin 2026-01-02 03:04:05",
+            "start 2026-01-02 03:04:05",
         ),
         (
             BEGUN,
             queued("PENDING", "BeginTime"),
             [],
             "requeued",
-            "went back into the queue; may not begin yet",
+            "requeued; may not start yet",
         ),
         (BEGUN, queued("PENDING"), [record("NODE_FAIL")], "requeued", "a node failed"),
         (
@@ -73,74 +75,80 @@ def record(state: str) -> JobRecord:
             queued("PENDING"),
             [record("NODE_FAIL"), record("PREEMPTED")],
             "preempted",
-            "made room",
+            "preempted by another job",
         ),
         (
-            replace(BEGUN, state="preempted", why="preempted"),
+            replace(BEGUN, state=State.PREEMPTED, reason="preempted"),
             queued("PENDING", "Priority"),
             [],
             "preempted",
-            "others",
+            "preempted; waiting (priority)",
         ),
         (RUN, queued("RUNNING"), [], "running", "starting"),
         (
-            replace(RUN, state="running", why="evaluating"),
+            replace(RUN, state=State.RUNNING, reason="evaluating"),
             queued("RUNNING"),
             [],
             "running",
             "evaluating",
         ),
         (RUN, queued("COMPLETING"), [], "running", "its job is completing"),
-        (RUN, queued("CANCELLED"), [], "cancelled", "after step 40"),
+        (RUN, queued("CANCELLED"), [], "canceled", "after step 40"),
         (
-            replace(RUN, state="silent"),
+            replace(RUN, state=State.UNRESPONSIVE),
             None,
             [record("CANCELLED by 1000")],
-            "cancelled",
+            "canceled",
             "after step 40",
         ),
         (RUN, queued("TIMEOUT"), [], "failed", "reached the time limit"),
         (
-            replace(RUN, state="running"),
+            replace(RUN, state=State.RUNNING),
             None,
             [record("OUT_OF_MEMORY")],
             "failed",
-            "ran out of memory",
+            "ran out of host memory",
         ),
-        (replace(RUN, state="queued"), None, [], "failed", "Slurm has forgotten it"),
-        (RUN, queued("FAILED"), [], "failed", "its job is gone (failed)"),
-        (replace(RUN, why="3 in a row"), queued("FAILED"), [], "failed", "3 in a row"),
+        (replace(RUN, state=State.QUEUED), None, [], "failed", "it is unknown to Slurm"),
+        (RUN, queued("FAILED"), [], "failed", "its job has ended (failed)"),
         (
-            replace(RUN, state="stopped", why="on request"),
+            replace(RUN, reason="3 in a row", is_lost=False),
+            queued("FAILED"),
+            [],
+            "failed",
+            "3 in a row",
+        ),
+        (
+            replace(RUN, state=State.STOPPED, reason="on request"),
             queued("COMPLETED"),
             [],
             "stopped",
             "on request",
         ),
-        (replace(RUN, state="done", why=""), queued("COMPLETED"), [], "done", ""),
+        (replace(RUN, state=State.DONE, reason=""), queued("COMPLETED"), [], "done", ""),
     ],
 )
-def test_slurms_word_about_a_job_wins_over_old_signs_of_life(run, job, records, state, why):
+def test_what_slurm_says_about_a_job_wins_over_heartbeats(run, job, records, state, reason):
     queue = Queue(jobs={"17": job} if job else {}, records={"17": records})
-    said = joined(run, "17", queue)
-    assert said.state == state
-    assert why in said.why
-    assert said.job == "17"
+    found = joined(run, "17", queue)
+    assert found.state == state
+    assert reason in found.reason
+    assert found.job == "17"
 
 
-def test_without_an_answer_the_directories_word_stands_and_a_line_says_so(monkeypatch, capsys):
+def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):
     def unreachable(*_: str) -> list[QueuedJob]:
-        raise SlurmUnreachable("the Slurm controller does not answer")
+        raise SlurmUnreachable("the Slurm controller does not respond")
 
     monkeypatch.setattr(slurm, "jobs", unreachable)
     assert with_queue([RUN]) == [RUN]
-    assert "told from the directories alone" in capsys.readouterr().err
+    assert "derived from the directories alone" in caplog.text
 
 
 def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done(monkeypatch):
     monkeypatch.setattr(slurm, "jobs", lambda ids: pytest.fail("asked"))
     never = replace(RUN, job=None)
-    done = replace(RUN, state="done")
+    done = replace(RUN, state=State.DONE)
     assert with_queue([never, done]) == [never, done]
 
 

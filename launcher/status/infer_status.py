@@ -1,0 +1,178 @@
+"""Infers the state of a run from what its directory shows. Pure, without files or clocks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from launcher.status.evidence import Evidence
+from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.launch_events import (
+    UNEVENTFUL,
+    AttemptEnded,
+    Canceled,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    Submitted,
+)
+from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stopped, last_of
+from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBegan
+from pretrain.terminal.text import duration
+
+# A rank on another host without a heartbeat for longer may be gone; one on this host is looked up by process id.
+UNRESPONSIVE_SECONDS = 300.0
+_ACTIVITIES = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}
+
+
+class State(str, Enum):
+    """The state of a run, as `launcher status` shows it."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    RUNNING = "running"
+    REQUEUED = "requeued"
+    PREEMPTED = "preempted"
+    STOPPED = "stopped"
+    CANCELED = "canceled"
+    UNRESPONSIVE = "unresponsive"
+    FAILED = "failed"
+    DONE = "done"
+    DAMAGED = "damaged"  # its directory cannot be read
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# The run continues without anybody's help.
+ACTIVE = (State.RUNNING, State.QUEUED, State.REQUEUED, State.PREEMPTED)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A state and the reason for it, for people."""
+
+    state: State
+    reason: str = ""
+    is_lost: bool = False  # the run ended without writing why
+
+
+def infer_status(evidence: Evidence) -> Status:
+    """The state that follows; Slurm may know better, see `slurm_queue.py`."""
+    last = last_turn(evidence.ledger)
+    is_over = last is not None and not _continues_after(last)
+    # A killed rank leaves its heartbeat behind.
+    heartbeats = [
+        each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
+    ]
+    running = Status(State.RUNNING, _activity(last, heartbeats, evidence.now))
+    if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
+        return running
+    silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
+    if not is_over and silence is not None:
+        if silence < UNRESPONSIVE_SECONDS:
+            return running
+        hostname = heartbeats[0].hostname if heartbeats else evidence.locks[0].hostname
+        reason = f"no heartbeat from {hostname} for {duration(silence)}"
+        return Status(State.UNRESPONSIVE, reason)
+    return _waiting_or_canceled(evidence, last) or _ended(evidence, last)
+
+
+def last_turn(ledger: Sequence[Event]) -> Event | None:
+    """The last event at which an attempt, or a job that makes attempts, began or ended.
+
+    When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last events afterwards;
+    those are not turns of the run any more.
+    """
+    ended = last_of(ledger, JobEnded)
+    start = f"{ended.job}.{ended.restart}" if ended is not None else ""
+    timely = [event for event in ledger if not began_in(event, start)]
+    ends = (Stopped, Finished, AttemptEnded)
+    turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
+    of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
+    return of_job if isinstance(of_job, JobEnded) else turn
+
+
+def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | None:
+    order = last_of(evidence.ledger, Canceled)
+    job = order.job if order is not None else ""
+    own = [event for event in evidence.ledger if not began_in(event, job)]
+    began, submitted, canceled = (
+        0.0 if event is None else event.time
+        for event in (last_of(own, TrainingBegan), last_of(evidence.ledger, Submitted), order)
+    )
+    if canceled > max(began, submitted):
+        return _canceled(evidence)
+    if submitted > (0.0 if last is None else last.time):
+        return Status(State.QUEUED, "submitted, not started since")
+    if not isinstance(last, JobEnded):
+        return None
+    if last.reason is JobEndReason.CANCELED:
+        return _canceled(evidence)
+    if last.reason is JobEndReason.ERROR:
+        return Status(State.FAILED, last.cause)
+    if last.reason not in UNEVENTFUL:  # the supervisor has requeued the job, or Slurm has
+        is_preempted = last.reason is JobEndReason.PREEMPTED
+        return Status(State.PREEMPTED if is_preempted else State.REQUEUED, last.cause)
+    return None
+
+
+def _canceled(evidence: Evidence) -> Status:
+    return Status(State.CANCELED, f"after step {evidence.latest_step:,}")
+
+
+def _ended(evidence: Evidence, last: Event | None) -> Status:
+    if last is None:
+        return Status(State.NEW, "no attempt yet")
+    end = last_of(evidence.ledger, Stopped, Finished, AttemptEnded)
+    if end is not None and not _continues_after(last):
+        if is_finished(end):
+            return _finished(evidence)
+        if is_stopped(end):
+            return Status(State.STOPPED, f"stopped on request after step {end.step:,}")
+        if isinstance(end, AttemptEnded) and end.next in (NextAction.GIVE_UP, NextAction.REFUSED):
+            return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
+    when = datetime.datetime.fromtimestamp(evidence.last_seen).strftime("%Y-%m-%d %H:%M:%S")
+    reason = f"its processes ended silently after {when}: they were killed, or the node went down"
+    return Status(State.FAILED, reason, is_lost=True)
+
+
+def _finished(evidence: Evidence) -> Status:
+    if evidence.latest_step >= evidence.steps:
+        return Status(State.DONE)
+    reason = (
+        f"finished after step {evidence.latest_step:,}; the run now has {evidence.steps:,} steps"
+    )
+    return Status(State.STOPPED, reason)
+
+
+def _continues_after(turn: Event) -> bool:
+    """Whether processes of the run should exist after this event."""
+    is_retried = isinstance(turn, AttemptEnded) and turn.next is NextAction.RETRY
+    return isinstance(turn, (TrainingBegan, JobStarted)) or is_retried
+
+
+def _seconds_since_remote_heartbeat(
+    evidence: Evidence, heartbeats: Sequence[HeartbeatRecord]
+) -> float | None:
+    """Seconds since another host last showed that it works on the run; None if no other host does."""
+    times = [each.time for each in heartbeats if each.is_alive is None]
+    times += [lock.since for lock in evidence.locks if lock.is_held is None]
+    return evidence.now - max(times) if times else None
+
+
+def _activity(last: Event | None, heartbeats: Sequence[HeartbeatRecord], now: float) -> str:
+    if isinstance(last, AttemptEnded) and last.next is NextAction.RETRY:
+        return f"restarting: {last.cause}"
+    if not heartbeats:
+        return "" if isinstance(last, TrainingBegan) else "starting"
+    latest = max(heartbeats, key=lambda each: each.time)
+    activity = _ACTIVITIES.get(latest.phase, "")
+    if now - latest.time > UNRESPONSIVE_SECONDS:
+        return f"no progress for {duration(now - latest.time)}" + (
+            f" while {activity}" if activity else ""
+        )
+    return activity

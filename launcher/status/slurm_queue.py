@@ -1,0 +1,147 @@
+"""What Slurm knows about runs, joined with the states read from their directories."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_pipeline.errors import UserError
+from launcher.slurm import client as slurm
+from launcher.slurm.client import JobRecord, QueuedJob
+from launcher.status.infer_status import State
+from launcher.status.run_state import RunState, read_state
+
+# Slurm's reasons why a job waits.
+_WAITING = {
+    "Resources": "waiting for nodes",
+    "Priority": "waiting (priority)",
+    "Dependency": "waiting for another job",
+    "BeginTime": "may not start yet",
+    "JobArrayTaskLimit": "waiting for other cells of its sweep",
+    "JobHeldUser": "held by its user; 'scontrol release' releases it",
+    "JobHeldAdmin": "held by an administrator, or after a failed start",
+    "PartitionDown": "its partition is down",
+    "PartitionTimeLimit": "asks for more time than its partition allows",
+    "PartitionNodeLimit": "asks for more nodes than its partition has",
+    "ReqNodeNotAvail": "the nodes it needs are down or reserved",
+}
+# Accounting's states of earlier starts of a job that is in the queue again.
+_REQUEUED = {
+    "PREEMPTED": (State.PREEMPTED, "preempted by another job"),
+    "NODE_FAIL": (State.REQUEUED, "a node failed"),
+    "TIMEOUT": (State.REQUEUED, "reached its time limit"),
+    "REQUEUED": (State.REQUEUED, "requeued"),
+}
+_FAILED = {
+    "TIMEOUT": "its job reached the time limit and was not requeued",
+    "NODE_FAIL": "a node failed and its job was not requeued",
+    "OUT_OF_MEMORY": "its job ran out of host memory",
+    "BOOT_FAIL": "its nodes did not boot",
+    "DEADLINE": "its job missed its deadline",
+    "PREEMPTED": "preempted by another job and not requeued",
+}
+_UNKNOWN_TIMES = ("N/A", "Unknown", "")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Slurm's answers about some jobs, by id: 17, or 17_3 for a task of an array."""
+
+    jobs: Mapping[str, QueuedJob]
+    records: Mapping[str, Sequence[JobRecord]]
+
+
+def read_states(paths: Sequence[Path]) -> list[RunState]:
+    """A state for each directory, in their order. Of several, one that cannot be read has the state `damaged`."""
+    states = []
+    for path in paths:
+        try:
+            states.append(read_state(path))
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            damaged = RunState(
+                name=path.name, path=str(path), state=State.DAMAGED, reason=str(error)
+            )
+            states.append(damaged)
+    return with_queue(states)
+
+
+def with_queue(states: Sequence[RunState]) -> list[RunState]:
+    """The states with what Slurm knows about each run's last job; if Slurm does not respond, a warning says so."""
+    jobs = [state.job for state in states if state.job and state.state is not State.DONE]
+    if not jobs:
+        return list(states)
+    try:
+        queue = ask(jobs)
+    except UserError as error:
+        _log.warning("derived from the directories alone: %s", error)
+        return list(states)
+    return [joined(state, state.job, queue) if state.job else state for state in states]
+
+
+def ask(jobs: Sequence[str]) -> Queue:
+    """Ask Slurm about all these jobs; UserError if there is no Slurm here or it does not respond.
+
+    Accounting is asked only about jobs that the controller has forgotten, or that may have run before.
+    """
+    queued = {job.address: job for job in slurm.jobs(jobs)}
+    unclear = [job for job in jobs if job not in queued or queued[job].state == "PENDING"]
+    records: dict[str, list[JobRecord]] = {}
+    for record in slurm.records(unclear):
+        records.setdefault(record.array_task, []).append(record)
+    return Queue(jobs=queued, records=records)
+
+
+def joined(state: RunState, job: str, queue: Queue) -> RunState:
+    """The state of a run whose last job is `job`. What Slurm says about the job wins over heartbeats and locks."""
+    queued = queue.jobs.get(job)
+    records = queue.records.get(job, ())
+    if queued is not None and queued.is_live:
+        if queued.state == "PENDING":
+            return _pending(state, queued, records)
+        return _running(state, queued)
+    if state.state in (State.DONE, State.STOPPED, State.CANCELED):
+        return state
+    return _ended(state, queued.state if queued else records[-1].state if records else "")
+
+
+def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> RunState:
+    reason = _WAITING.get(job.reason, job.reason)
+    if job.start not in _UNKNOWN_TIMES:
+        reason += f", expected to start {job.start.replace('T', ' ')}"
+    state = replace(state, nodes=(), seconds_left=None)
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger says why
+        return replace(state, reason=f"{state.reason}; {reason}")
+    if not state.attempts:
+        return replace(state, state=State.QUEUED, reason=reason)
+    ends = (record.state.split()[0] for record in records)
+    latest = ([end for end in ends if end in _REQUEUED] or ["REQUEUED"])[-1]
+    requeued, cause = _REQUEUED[latest]
+    return replace(state, state=requeued, reason=f"{cause}; {reason}")
+
+
+def _running(state: RunState, job: QueuedJob) -> RunState:
+    nodes = state.nodes or (tuple(slurm.node_names(job.nodes)) if job.nodes else ())
+    if job.state != "RUNNING":
+        reason = f"its job is {job.state.lower()}"
+        return replace(state, state=State.RUNNING, reason=reason, nodes=nodes)
+    if state.state is State.RUNNING:
+        return replace(state, nodes=nodes)
+    attempts = state.attempts + 1
+    return replace(state, state=State.RUNNING, reason="starting", nodes=nodes, attempts=attempts)
+
+
+def _ended(state: RunState, slurm_state: str) -> RunState:
+    ending = slurm_state.split()[0] if slurm_state else ""
+    state = replace(state, seconds_left=None)
+    if ending == "CANCELLED":
+        return replace(state, state=State.CANCELED, reason=f"after step {state.step:,}")
+    if state.state is State.FAILED and not state.is_lost:
+        return state
+    detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
+    reason = _FAILED.get(ending, f"its job has ended{detail}")
+    return replace(state, state=State.FAILED, reason=reason)

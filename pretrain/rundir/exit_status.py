@@ -1,0 +1,20 @@
+"""The exit statuses of a rank, and how to read them. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+# A rank that was asked to stop and saved a checkpoint exits with this (EX_TEMPFAIL of sysexits.h).
+EXIT_STOPPED = 75
+# A forward or backward pass ran out of memory: all ranks have to restart with a smaller micro-batch.
+EXIT_OUT_OF_MEMORY = 76
+
+
+def describe_exit(status: int) -> str:
+    """An exit status as people say it; -N stands for signal N, as in `subprocess`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

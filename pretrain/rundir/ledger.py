@@ -1,0 +1,275 @@
+"""A run's history, RUN/ledger.jsonl: the only module that writes it, reads it and answers questions about it.
+
+A line is {"time": "2026-11-22T04:12:31.250+00:00", "event": "attempt_ended", FIELDS OF THE EVENT}; a field that is None
+is left out. Questions are functions of the events, oldest first. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pretrain.rundir.launch_events import (
+    PLANNED,
+    UNEVENTFUL,
+    AttemptEnded,
+    Canceled,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    Submitted,
+)
+from pretrain.rundir.training_events import (
+    Event,
+    Finished,
+    GaveUp,
+    OutOfMemory,
+    PhaseFinished,
+    Resumed,
+    Rewind,
+    SettingsChanged,
+    Started,
+    Stopped,
+    Straggler,
+    SuspectDocuments,
+    TrainingBegan,
+    TrainingEnded,
+)
+
+E = TypeVar("E", bound=Event)
+EVENTS: dict[str, type[Event]] = {
+    kind.name(): kind
+    for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
+                 Straggler, Rewind, GaveUp, SuspectDocuments, AttemptEnded, Submitted, Canceled,
+                 JobStarted, JobEnded)
+}  # fmt: skip
+_FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
+_log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """The file. The constructor touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, event: Event) -> None:
+        """Add an event, with the time; it is on disk when this returns."""
+        line = json.dumps(_to_tree(dataclasses.replace(event, time=time.time()))).encode() + b"\n"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # a crash cut the last event short: keep this one readable
+            os.write(descriptor, line)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> list[Event]:
+        """All events, oldest first; lines that are damaged or unknown are skipped with one warning."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        events, unusable = [], []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                events.append(_from_tree(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                unusable.append(number)
+        if unusable:
+            numbers = ", ".join(map(str, unusable))
+            _log.warning("%s: skipped what is not an event in line %s", self.path, numbers)
+        return events
+
+
+def _to_tree(event: Event) -> dict[str, Any]:
+    fields = dataclasses.asdict(event)
+    when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
+    head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
+    return head | {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def _from_tree(tree: dict[str, Any]) -> Event:
+    """The event of a line; ValueError, TypeError, KeyError or AttributeError if it is not one."""
+    when = datetime.datetime.fromisoformat(tree.pop("time")).timestamp()
+    return _built(EVENTS[tree.pop("event")], {**tree, "time": when})
+
+
+def _built(kind: type[Any], tree: dict[str, Any]) -> Any:
+    hints = _hints(kind)
+    return kind(**{name: _decoded(hints[name], value) for name, value in tree.items()})
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decoded(hint: Any, value: Any) -> Any:
+    """What JSON made of a field, as a value of the field's type; TypeError or ValueError if it is none."""
+    if isinstance(hint, UnionType):  # X | None
+        return None if value is None else _decoded(get_args(hint)[0], value)
+    outer = get_origin(hint)
+    if outer is tuple and isinstance(value, list):
+        return tuple(_decoded(get_args(hint)[0], each) for each in value)
+    if outer is None and issubclass(hint, Enum):
+        return hint(value)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _built(hint, value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not (outer or hint):
+        raise TypeError(f"found {value!r}, expected {hint}")
+    return value
+
+
+# ------------------------------------------------------------------------------------- questions
+
+
+def events_of(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:
+    """The events of these kinds."""
+    return [event for event in ledger if isinstance(event, kinds)]
+
+
+def last_of(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
+    """The last event of one of these kinds."""
+    return next((event for event in reversed(ledger) if isinstance(event, kinds)), None)
+
+
+def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
+    """The events except for those of jobs that ended because another job had the run."""
+    refused = {
+        end.job for end in events_of(ledger, JobEnded) if end.reason is JobEndReason.RUN_IN_USE
+    }
+    return [event for event in ledger if getattr(event, "job", None) not in refused]
+
+
+def began_in(event: Event, start: str) -> bool:
+    """Whether ranks of this job (17), or of this start of a job (17.2), began to train.
+
+    They may write that after the end of their job, which its supervisor writes as soon as Slurm announces it.
+    """
+    return isinstance(event, TrainingBegan) and event.attempt.startswith(f"{start}.")
+
+
+def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
+    """How often ranks were started; an attempt that ended before its first step counts too."""
+    count, is_open = 0, False
+    for event in ledger:
+        if isinstance(event, TrainingBegan):
+            count, is_open = count + 1, True
+        elif isinstance(event, AttemptEnded):
+            count, is_open = count + (not is_open), False
+    return count + (is_running and not is_open)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """An unplanned end of an attempt, or one that Slurm imposed; the latter is no failure of the run."""
+
+    time: float
+    step: int
+    description: str
+    is_failure: bool = True
+
+
+def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruption]:
+    """What interrupted the run, once for each attempt or job.
+
+    A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an end is one that was
+    lost: when the next one begins, or when nothing of the run is running any more.
+    """
+    found: list[Interruption] = []
+    open_attempt: TrainingBegan | None = None
+    inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
+    ended_job, step = "", 0
+    for event in ledger:
+        step = getattr(event, "step", None) or step
+        if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
+            if inside is not None:  # restarted within the process, without a supervisor's word
+                found.append(Interruption(inside.time, event.step, inside.description))
+            elif open_attempt is not None:
+                found.append(_lost(event.time, event.step))
+            open_attempt, inside = event, None
+        elif isinstance(event, (OutOfMemory, GaveUp)):
+            inside = inside or event
+        elif isinstance(event, (TrainingEnded, Rewind)):
+            open_attempt = inside = None
+        elif isinstance(event, AttemptEnded):
+            if event.next in _FAILED:
+                # where training gave up by itself, the supervisor only saw a rank's exit status
+                cause = inside.spike if isinstance(inside, GaveUp) else event.cause
+                found.append(Interruption(event.time, event.step, cause))
+            open_attempt = inside = None
+        elif isinstance(event, JobEnded):
+            if event.reason not in UNEVENTFUL:
+                is_failure = event.reason not in PLANNED
+                found.append(Interruption(event.time, step, event.cause, is_failure))
+            open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
+        elif isinstance(event, Canceled):
+            open_attempt, inside, ended_job = None, None, event.job
+    if inside is not None and not is_running:
+        found.append(Interruption(inside.time, step, inside.description))
+    elif open_attempt is not None and not is_running:
+        found.append(_lost(ledger[-1].time, open_attempt.step))
+    return found
+
+
+def _lost(when: float, step: int) -> Interruption:
+    return Interruption(when, step, "the processes were killed, or their node went down")
+
+
+def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
+    """Seconds from the first start to `end` in which the run was neither finished, stopped nor in Slurm's queue."""
+    elapsed, since, has_begun = 0.0, None, False
+    for event in ledger:
+        has_begun = has_begun or isinstance(event, TrainingBegan)
+        if since is None and has_begun and isinstance(event, (TrainingBegan, JobStarted)):
+            since = event.time
+        elif since is not None and (
+            is_finished(event) or is_stopped(event) or isinstance(event, JobEnded)
+        ):
+            elapsed, since = elapsed + event.time - since, None
+    return elapsed if since is None else elapsed + end - since
+
+
+def goodput(productive_seconds: float, elapsed: float) -> float | None:
+    """The fraction of the elapsed time spent in productive steps, at most 1; None before there are any.
+
+    Start-up, saves, evaluations, waiting after a failure and repeated steps are elapsed time, but not productive.
+    """
+    return min(1.0, productive_seconds / elapsed) if elapsed > 0 and productive_seconds else None
+
+
+def is_finished(event: Event) -> bool:
+    """Whether all steps were made."""
+    return isinstance(event, Finished) or _next(event) is NextAction.FINISHED
+
+
+def is_stopped(event: Event) -> bool:
+    """Whether an attempt stopped on request."""
+    return isinstance(event, Stopped) or _next(event) is NextAction.STOPPED
+
+
+def _next(event: Event) -> NextAction | None:
+    return event.next if isinstance(event, AttemptEnded) else None

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import pytest
+
+from launcher.restart_policy import node_to_exclude, past_attempts
+from launcher.slurm.batch import open_start, other_jobs
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.job_exit import Ending, ending_of, excluded_nodes
+from launcher.slurm.srun import Step
+from launcher.status.infer_status import last_turn
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    AttemptReason,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    Submitted,
+)
+from pretrain.rundir.training_events import Stopped
+
+RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
+REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "log", "was_warned", "ending"),
+    [
+        (RUNNING, "", True, Ending(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
+        (RUNNING, "", False, Ending(JobEndReason.STOP_REQUESTED, requeue=True)),
+        (
+            {**RUNNING, "PreemptTime": "2026-11-21T07:57:06"},
+            "",
+            False,
+            Ending(JobEndReason.PREEMPTED, requeue=True),
+        ),
+        (
+            {**RUNNING, "Reason": "TimeLimit"},
+            "",
+            True,
+            Ending(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True),
+        ),
+        (
+            {**RUNNING, "JobState": "CANCELLED"},
+            "",
+            False,
+            Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True),
+        ),
+        (
+            {**RUNNING, "JobState": "COMPLETING"},
+            "",
+            True,
+            Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True),
+        ),
+        (
+            REQUEUED,
+            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
+            False,
+            Ending(JobEndReason.PREEMPTED, requeue=False),
+        ),
+        (
+            REQUEUED,
+            "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
+            False,
+            Ending(JobEndReason.REQUEUED_BY_USER, requeue=False),
+        ),
+        (REQUEUED, "", False, Ending(JobEndReason.ENDED_BY_SLURM, requeue=False)),
+    ],
+)
+def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, ending):
+    assert ending_of(fields, 2, log, was_warned) == ending
+
+
+def test_a_failed_node_is_named():
+    log = (
+        "srun: error: Node failure on n2\n"
+        "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+    )
+    ending = ending_of(REQUEUED, 2, log)
+    assert ending == Ending(JobEndReason.NODE_FAILED, requeue=False, node="n2")
+
+
+def started(job: str, restart: int = 0, step: int = 0) -> JobStarted:
+    return JobStarted(job=job, restart=restart, nodes=("n1",), step=step)
+
+
+def ended(job: str, reason: JobEndReason, requeued: bool = False, **more) -> JobEnded:
+    return JobEnded(job=job, restart=0, reason=reason, requeued=requeued, **more)
+
+
+def attempt(
+    job: str, then: NextAction, before: int, after: int, first: int | None = None
+) -> AttemptEnded:
+    return AttemptEnded(
+        attempt_number=0,
+        job=job,
+        statuses=(-9, 1, 1, 1),
+        reason=AttemptReason.RANK_FAILED,
+        next=then,
+        first_failure=first,
+        step_before=before,
+        step=after,
+    )
+
+
+RETRY = NextAction.RETRY
+PREEMPTED, FINISHED = JobEndReason.PREEMPTED, JobEndReason.FINISHED
+
+
+def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
+    ledger = [
+        attempt("6", RETRY, 0, 0),
+        started("7"),
+        attempt("7", RETRY, 0, 50),
+        attempt("7", NextAction.STOPPED, 50, 80),
+        ended("7", PREEMPTED, requeued=True),
+        started("7", 1, 80),
+        ended("7", JobEndReason.FIRST_NODE_LOST, requeued=True, step_before=80, step=80),
+        started("7", 2, 80),
+    ]
+    attempts = past_attempts(ledger, "7")
+    assert [(each.step_before, each.step_after) for each in attempts] == [(0, 50), (80, 80)]
+    assert [each.made_progress for each in attempts] == [True, False]
+
+
+def test_a_start_whose_end_was_not_written_is_found():
+    first = started("7")
+    assert open_start([], "7") is None
+    assert open_start([first], "7") == first
+    assert open_start([first], "8") is None
+    assert open_start([first, ended("7", PREEMPTED, requeued=True)], "7") is None
+
+
+def test_of_two_jobs_only_the_later_one_finds_the_other():
+    first = started("7")
+    assert other_jobs([first, started("8")], "8") == ["7"]
+    assert other_jobs([first, started("8")], "7") == []
+    assert other_jobs([first, ended("7", FINISHED), started("8")], "8") == []
+    requeued = ended("7", PREEMPTED, requeued=True)
+    assert other_jobs([first, requeued, started("8")], "8") == ["7"]
+
+
+STEP = Step(nodes=("n1", "n2"), num_nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "node"),
+    [
+        ([attempt("7", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], "n2"),
+        ([attempt("7", RETRY, 5, 5, 2)], None),
+        ([attempt("7", RETRY, 5, 5, 0), attempt("7", RETRY, 5, 5, 3)], None),
+        (
+            [
+                attempt("7", RETRY, 5, 5, 2),
+                attempt("7", RETRY, 5, 9, 2),
+                attempt("7", RETRY, 9, 9, 2),
+            ],
+            None,
+        ),
+        ([attempt("7", RETRY, 0, 5, 2), attempt("7", RETRY, 5, 9, 2)], None),
+        ([attempt("8", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], None),
+    ],
+)
+def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts, node):
+    earlier = [started("7"), attempt("7", RETRY, 0, 0, 2), ended("7", PREEMPTED, requeued=True)]
+    ledger = [*earlier, started("7", 1), *attempts]
+    assert node_to_exclude(ledger, "7", STEP.node_of) == node
+
+
+def test_excluded_nodes_are_remembered():
+    excluded = JobEndReason.NODE_EXCLUDED
+    ledger = [
+        started("7"),
+        ended("7", excluded, node="n2"),
+        ended("8", excluded, node="n3"),
+        ended("7", JobEndReason.NODE_FAILED, node="n4"),
+        ended("7", excluded, node="n1"),
+    ]
+    assert excluded_nodes(ledger, "7") == ["n2", "n1"]
+
+
+def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
+    over = [
+        started("7"),
+        ended("7", JobEndReason.CANCELED),
+        Stopped(step=2),
+        attempt("7", NextAction.STOPPED, 0, 2),
+    ]
+    assert last_turn(over) is over[1]
+    again = [*over, Submitted(job="8"), started("8")]
+    assert last_turn(again) is again[-1]

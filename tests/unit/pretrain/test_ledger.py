@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    AttemptReason,
+    Canceled,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    Submitted,
+)
+from pretrain.rundir.ledger import (
+    EVENTS,
+    Ledger,
+    interruptions,
+    num_attempts,
+    without_refused_jobs,
+)
+from pretrain.rundir.lock import read_lock
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import (
+    Finished,
+    GaveUp,
+    OutOfMemory,
+    PhaseFinished,
+    Resumed,
+    Rewind,
+    SettingsChanged,
+    Started,
+    Stopped,
+    Straggler,
+    SuspectDocument,
+    SuspectDocuments,
+)
+
+SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
+RETRY = AttemptEnded(
+    attempt_number=3,
+    statuses=(1, -9),
+    first_failure=1,
+    step_before=10,
+    step=10,
+    reason=AttemptReason.RANK_FAILED,
+    next=NextAction.RETRY,
+    without_progress=1,
+)
+START, RESUME = Started(step=0, world_size=1), Resumed(step=10, world_size=1)
+JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
+PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
+NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
+LOST = "the processes were killed, or their node went down"
+KILLED = "rank 1 was killed by SIGKILL"
+
+
+EXAMPLES = [
+    (START, "started on 1 rank"),
+    (RESUME, "resumed from step 10 on 1 rank"),
+    (Stopped(step=7, tokens_of_corpora={"a": 3}), "stopped on request after step 7"),
+    (Finished(step=7), "finished after step 7"),
+    (PhaseFinished(step=7), "finished a phase after step 7"),
+    (SettingsChanged(changes={"optim.steps": [10, 20]}), "optim.steps from 10 to 20"),
+    (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
+    (Straggler(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
+    (
+        Rewind(**SPIKE, to_step=10, segments=(12, 25)),
+        "rewound to step 10, skipping segments 12 to 24",
+    ),
+    (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
+    (
+        SuspectDocuments(
+            segments=(12, 25),
+            documents=(SuspectDocument(document="d", lane=1, loss=8.0, tokens=5),),
+        ),
+        "d (lane 1, loss 8.00)",
+    ),
+    (RETRY, f"attempt 3 ended: {KILLED}; next: retry"),
+    (replace(RETRY, reason=AttemptReason.HANG), "the ranks hung; rank 1 was unresponsive"),
+    (
+        replace(RETRY, next=NextAction.GIVE_UP, without_progress=3),
+        f"{KILLED}; 3 attempts in a row brought no checkpoint beyond step 10",
+    ),
+    (Submitted(job="17", job_name="books"), "submitted to Slurm as job 17"),
+    (Canceled(job="17"), "canceled (job 17)"),
+    (JOB_STARTED, "job 17 started on n1"),
+    (PREEMPTED, "job 17 ended: preempted; requeued"),
+    (NODE_FAILED, "job 17 ended: node n2 failed"),
+]
+
+
+def test_every_kind_of_event_has_an_example():
+    assert {type(event) for event, _ in EXAMPLES} == set(EVENTS.values())
+
+
+@pytest.mark.parametrize(("event", "words"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_events_are_read_back_as_they_were_and_rendered_as_sentences(tmp_path, event, words):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(event)
+    (read,) = ledger.read()
+    assert read == event
+    assert read.time > 1.7e9
+    assert words in read.description
+    line = json.loads(ledger.path.read_text())
+    assert line["event"] == event.name()
+    assert line["time"].startswith("20")
+    assert None not in line.values()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b'{"event": "tor',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "something_new"}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished", "step": "seven"}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished"}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished", "step": 7, "why": "x"}',
+        b'{"time": 7, "event": "finished", "step": 7}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "job_ended", "job": "1", "restart": 0,'
+        b' "reason": "bored", "requeued": true}',
+        b"[1]",
+        b"\xff\xfe",
+    ],
+)
+def test_lines_that_are_not_events_are_skipped_with_one_warning(tmp_path, caplog, damaged):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(START)
+    with open(ledger.path, "ab") as file:
+        file.write(damaged)  # without an end of line, as after a crash
+    ledger.append(Finished(step=7))
+    assert ledger.read() == [START, Finished(step=7)]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("in line 2")
+
+
+def test_a_run_without_a_ledger_has_no_events(tmp_path):
+    assert Ledger(tmp_path / "ledger.jsonl").read() == []
+
+
+def test_attempts_are_starts_and_those_that_ended_before_one():
+    begun = [START, RETRY, RESUME, RETRY]
+    assert num_attempts(begun, is_running=False) == 2
+    assert num_attempts([*begun, RETRY], is_running=False) == 3
+    assert num_attempts(begun, is_running=True) == 3
+    assert num_attempts([*begun, RESUME], is_running=True) == 3
+
+
+@pytest.mark.parametrize(
+    ("ledger", "is_running", "causes"),
+    [
+        ([START, Finished(step=9)], False, []),
+        ([START, RETRY, RESUME, Finished(step=9)], False, [KILLED]),
+        ([START, RESUME, Finished(step=9)], False, [LOST]),
+        ([START], True, []),
+        ([START], False, [LOST]),
+        ([START, PhaseFinished(step=9), RESUME], True, []),
+        ([START, Rewind(**SPIKE, to_step=0, segments=(0, 9)), RESUME], True, []),
+        (
+            [START, OutOfMemory(rank=0, micro_batch_lanes=4), RESUME],
+            True,
+            ["rank 0 ran out of memory with 4 lanes per forward pass; the next start halves them"],
+        ),
+        (
+            [
+                START,
+                OutOfMemory(rank=0, micro_batch_lanes=4),
+                replace(RETRY, reason=AttemptReason.OUT_OF_MEMORY),
+                RESUME,
+            ],
+            True,
+            ["out of memory; continuing with half the lanes per forward pass"],
+        ),
+        (
+            [START, GaveUp(**SPIKE), replace(RETRY, next=NextAction.REFUSED)],
+            False,
+            ["steps 13 to 15 had losses up to 9.000 where 3.000 was usual"],
+        ),
+        ([JOB_STARTED, START, NODE_FAILED, JOB_STARTED, RESUME], True, ["node n2 failed"]),
+        (
+            [
+                JOB_STARTED,
+                START,
+                replace(PREEMPTED, reason=JobEndReason.FIRST_NODE_LOST, step=0, step_before=0),
+                JOB_STARTED,
+                RESUME,
+            ],
+            True,
+            ["its first node was lost"],
+        ),
+        ([START, Canceled(job="17"), replace(START, attempt="17.0.0.ab")], False, []),
+        ([START, replace(PREEMPTED, reason=JobEndReason.CANCELED)], False, []),
+    ],
+)
+def test_every_interruption_is_found_once_also_those_nobody_could_write(ledger, is_running, causes):
+    found = interruptions(ledger, is_running)
+    assert [each.description for each in found] == causes
+    assert all(each.is_failure for each in found)
+
+
+def test_preemption_interrupts_a_run_but_is_no_failure():
+    ledger = [JOB_STARTED, START, Stopped(step=4), PREEMPTED]
+    (found,) = interruptions(ledger, is_running=False)
+    assert (found.description, found.is_failure, found.step) == ("preempted", False, 4)
+
+
+def test_a_job_that_found_the_run_in_use_leaves_no_events():
+    second = [
+        JobStarted(job="18", restart=0, nodes=("n3",), step=0),
+        JobEnded(
+            job="18",
+            restart=0,
+            reason=JobEndReason.RUN_IN_USE,
+            requeued=False,
+            other_job="17",
+        ),
+    ]
+    assert second[1].description == "job 18 ended: job 17 has the run"
+    assert without_refused_jobs([JOB_STARTED, START, *second]) == [JOB_STARTED, START]
+
+
+def test_a_damaged_heartbeat_is_skipped(tmp_path):
+    (tmp_path / "rank-00000.json").write_text("{")
+    record = HeartbeatRecord(time=1.5, step=3, phase="train", hostname="n1", pid=4)
+    (tmp_path / "rank-00001.json").write_text(json.dumps(vars(record)))
+    assert read_heartbeats(tmp_path) == [record]
+    assert record.is_alive is None
+
+
+def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
+    path = tmp_path / "launcher.lock"
+    assert read_lock(path) is None
+    with RunDir(tmp_path).locked("launcher"):
+        held = read_lock(path)
+    left = read_lock(path)
+    assert held is not None
+    assert left is not None
+    here = (os.getpid(), "launcher", socket.gethostname())
+    assert (held.pid, held.holder, held.hostname) == here
+    assert (held.is_held, left.is_held) == (True, False)
+    path.write_text('{"pid": 17, "holder": "launcher", "hostname": "another-host"}\n')
+    foreign = read_lock(path)
+    assert foreign is not None
+    assert (foreign.hostname, foreign.is_held) == ("another-host", None)
