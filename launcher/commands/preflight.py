@@ -1,4 +1,4 @@
-"""`launcher preflight`: a short job that names slow and broken nodes before a long one finds them."""
+"""`launcher preflight`: a short job that finds slow and broken nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
-from launcher.preflight.node_checks import gather, pair_up
-from launcher.preflight.node_report import NodeReport, judge
+from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig, load_cluster
 from launcher.slurm.job_checks import check_request
@@ -36,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
     )
-    place.add_argument("--local", action="store_true", help="this machine alone")
+    place.add_argument("--local", action="store_true", help="only this machine")
     parser.add_argument(
-        "--nodes", type=int, default=2, help="with --cluster: how many (default %(default)s)"
+        "--nodes", type=int, default=2, help="with --cluster: number of nodes (default %(default)s)"
     )
     parser.add_argument(
         "--ranks",
         type=int,
         default=_num_gpus() or 2,
-        help="with --local (default: one per GPU, or 2)",
+        help="with --local: number of ranks (default: one per GPU, or 2)",
     )
     parser.add_argument(
         "--directory", type=Path, default=Path("."), help="disk to measure; all nodes must see it"
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when all nodes are well, 1 when one is busy, slow or broken."""
+    """0 if all nodes are ok, 1 if one is busy, slow or broken."""
     for name in ("nodes", "ranks"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name}={getattr(arguments, name)} must be 1 or more")
@@ -80,9 +79,9 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
         try:
             return _led(out, num_ranks, [], lambda: None in ranks.poll())
         except UserError as error:
-            said = ranks.logs[0].read_text(errors="replace").strip().splitlines()
+            lines = ranks.logs[0].read_text(errors="replace").strip().splitlines()
             raise UserError(
-                f"{error}; rank 0 said last: {said[-1] if said else 'nothing'}"
+                f"{error}; last line of rank 0: {lines[-1] if lines else 'none'}"
             ) from None
 
 
@@ -99,7 +98,7 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
-    """The command that gets nodes and starts a rank per device; a node that fails leaves the others running."""
+    """The srun command: a rank per device; if a node fails, the others keep running."""
     options = {
         "job-name": name,
         "partition": cluster.partition,
@@ -138,7 +137,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
 
 @contextmanager
 def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """srun while it runs; afterwards the ranks have left, asked first, ended if need be."""
+    """srun while it runs. Afterwards its ranks are asked to exit, and killed if they do not."""
     srun = slurm.start(command)
     try:
         yield srun
@@ -158,14 +157,14 @@ def _led(
 ) -> list[NodeReport]:
     found = gather(out, num_ranks, is_running)
     pairs = pair_up(out, found, is_running)
-    hosts = {
-        host
+    nodes = {
+        node
         for name in jobs
         for job in slurm.live_jobs(name)
-        for host in slurm.node_names(job.nodes)
+        for node in slurm.node_names(job.nodes)
     }
     (out / END).touch()
-    return judge(found, pairs, missing=sorted(hosts - {one.host for one in found}))
+    return rate_nodes(found, pairs, missing=sorted(nodes - {one.node for one in found}))
 
 
 def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None:
@@ -175,6 +174,6 @@ def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None
     from launcher.commands.tables import console, nodes_table
 
     console().print(nodes_table(reports))
-    bad = [report.host for report in reports if report.verdict in ("slow", "broken")]
+    bad = [report.node for report in reports if report.verdict in ("slow", "broken")]
     if bad and arguments.cluster:
-        print(f"leave them out: 'exclude: {','.join(bad)}' under options: in {arguments.cluster}")
+        print(f"to exclude them: 'exclude: {','.join(bad)}' under options: in {arguments.cluster}")

@@ -12,7 +12,7 @@ from launcher.slurm import client as slurm
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
-from launcher.sweep.jobs import was_array_task
+from launcher.sweep_runs import was_array_task
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir

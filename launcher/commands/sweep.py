@@ -10,10 +10,15 @@ from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.sbatch import parse_nodes
 from launcher.supervisor import StopSignals
-from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
-from launcher.sweep.jobs import array_of, classes, submit_array
-from launcher.sweep.local import run_cells
-from launcher.sweep.table import planned, write_results
+from launcher.sweep_cells import (
+    CellRun,
+    describe,
+    longest_first,
+    planned,
+    read_cells,
+    write_results,
+)
+from launcher.sweep_runs import array_of, classes, run_cells, submit_array
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep

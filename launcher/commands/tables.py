@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from launcher.preflight.node_report import NodeReport
+from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.terminal.text import counted, duration, number, si
@@ -93,7 +93,7 @@ def nodes_table(reports: Sequence[NodeReport]) -> Table:
     table.add_column("", overflow="fold")
     for report in reports:
         table.add_row(
-            report.host,
+            report.node,
             Text(report.verdict, style=VERDICT_STYLES[report.verdict]),
             str(report.ranks),
             report.device,
@@ -101,7 +101,7 @@ def nodes_table(reports: Sequence[NodeReport]) -> Table:
             _rate(report.disk_bytes, "B/s"),
             _rate(report.link_worst, "B/s")
             + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
-            "; ".join(report.words),
+            "; ".join(report.problems),
         )
     return table
 

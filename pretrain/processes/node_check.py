@@ -1,12 +1,12 @@
-"""One rank of `launcher preflight`: measures its device, its disk and its links, and writes down what it found.
+"""One rank of `launcher preflight`: measures its device, its disk and its links, and looks for stray processes.
 
-It is told what to do through files in a directory that all hosts see, so that a host that hangs or is cut off holds
-nobody up but itself:
+The launcher directs it through files in a directory that all nodes see, so that a node that hangs or is cut off delays
+only itself:
 
-    OUT/rank-00003.json             written by the rank: what it found alone (Found)
-    OUT/round-002.json              written by the launcher: {"groups": [[0, 1, 4, 5], ...]}: who measures with whom
-    OUT/round-002-rank-00003.json   written by the rank: what its group found (Link)
-    OUT/end                         written by the launcher: leave
+    OUT/rank-00003.json             written by the rank: what it measured alone (RankMeasurement)
+    OUT/round-002.json              written by the launcher: {"groups": [[0, 1, 4, 5], ...]}: who measures together
+    OUT/round-002-rank-00003.json   written by the rank: what its group measured (LinkMeasurement)
+    OUT/end                         written by the launcher: exit
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -31,26 +34,33 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from data_pipeline.files import write_json
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.world import World, world_from_environment
-from pretrain.processes.node_findings import END, Found, Link, link_file, rank_file, round_file
-from pretrain.processes.stray_processes import find_strays
+from pretrain.processes.node_findings import (
+    END,
+    TOKEN,
+    LinkMeasurement,
+    RankMeasurement,
+    link_file,
+    rank_file,
+    round_file,
+)
 
 DISK_BYTES = 64 << 20
 REDUCED_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 REPETITIONS = 5
-MATMUL_SECONDS = 1.0  # the best product of these counts: a neighbour's short burst is no fault
+MATMUL_SECONDS = 1.0  # the best product counts: a short burst of another process is not a fault
 LOOK_SECONDS = 120.0
 LINK_SECONDS = 50.0  # meeting, connecting and reducing may each take GROUP_TIMEOUT
 GROUP_TIMEOUT = datetime.timedelta(seconds=15)
-LOST_SECONDS = 600.0  # without a word from the launcher
+LOST_SECONDS = 600.0  # without a message from the launcher
 _POLL_SECONDS = 0.05
 _LONGEST_TEXT = 120
 
 
 def main() -> int:
-    """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher was lost."""
+    """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher is lost."""
     out = Path(sys.argv[1])
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # a process that has touched a GPU can not fork
+        "1"  # a process that has touched a GPU cannot fork
     )
     world = world_from_environment(os.environ)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -62,7 +72,7 @@ def main() -> int:
     while time.monotonic() < deadline:
         names = set(
             os.listdir(out)
-        )  # asking for one name may be answered from a network file system's cache
+        )  # a look-up of one name may come from a network file system's cache
         if END in names:
             return 0
         if round_file(number) not in names:
@@ -73,14 +83,14 @@ def main() -> int:
             if world.rank in group:
                 _measure(world, group, out, number)
         number, deadline = number + 1, time.monotonic() + LOST_SECONDS
-    print(f"error: no word from the launcher for {LOST_SECONDS:.0f} s", file=sys.stderr)
+    print(f"error: no message from the launcher for {LOST_SECONDS:.0f} s", file=sys.stderr)
     return 2
 
 
 def in_child(work: Callable[[], None], seconds: float) -> bool:
-    """Do `work` in a process of its own; whether it ended well in time. What hangs in there is ended with it.
+    """Do `work` in its own process; whether it succeeded in time. A process that hangs is killed.
 
-    Every child begins with no process group and an untouched GPU, whatever happened to the one before.
+    Every child starts without a process group and with an untouched GPU, whatever happened to the previous one.
     """
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
@@ -96,32 +106,34 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
     port_file = out / f"round-{number:03d}-port-{group[0]:05d}.json"
 
     def measure() -> None:
-        _be_quiet()  # a broken network is told in one line of the report
+        _silence_output()  # the report names a broken network in one line
         write_json(result, asdict(measure_link(world, group, port_file)))
 
     if not in_child(measure, LINK_SECONDS):
         write_json(
             result,
             asdict(
-                Link(bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s")
+                LinkMeasurement(
+                    bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s"
+                )
             ),
         )
 
 
-def _be_quiet() -> None:
+def _silence_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 
 
-def measure_rank(world: World, out: Path) -> Found:
-    """Measure what needs no other rank; strangers are looked for before this one makes the host busy itself."""
+def measure_rank(world: World, out: Path) -> RankMeasurement:
+    """Measure what needs no other rank; strays are looked for before this process makes the node busy."""
     is_first = world.local_rank == 0
     strays = find_strays(on_gpus=world.device.type == "cuda") if is_first else None
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return Found(
+    return RankMeasurement(
         rank=world.rank,
-        host=socket.gethostname(),
+        node=socket.gethostname(),
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
         matmul_flops=measured_matmul_peak(world.device, dtype, MATMUL_SECONDS),
         disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if is_first else None,
@@ -132,19 +144,19 @@ def measure_rank(world: World, out: Path) -> Found:
 def disk_rate(path: Path) -> float:
     """Bytes per second at which a new file gets onto the disk, synced; the file is removed."""
     block = os.urandom(1 << 20)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     try:
         with open(path, "wb") as file:
             for _ in range(DISK_BYTES // len(block)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        return DISK_BYTES / (time.perf_counter() - begin)
+        return DISK_BYTES / (time.perf_counter() - start)
     finally:
         path.unlink(missing_ok=True)
 
 
-def measure_link(world: World, group: Sequence[int], port_file: Path) -> Link:
+def measure_link(world: World, group: Sequence[int], port_file: Path) -> LinkMeasurement:
     """All-reduce within `group`, whose first rank listens: the rate as NCCL's own tests count it, and the sums."""
     rank, size = list(group).index(world.rank), len(group)
     if world.device.type == "cuda":
@@ -159,8 +171,8 @@ def measure_link(world: World, group: Sequence[int], port_file: Path) -> Link:
             return _all_reduce(world, rank, size)
         finally:
             dist.destroy_process_group()
-    except Exception as error:  # whatever the network does is a finding, not a reason to end
-        return Link(bytes_per_second=None, problem=_describe(error))
+    except Exception as error:  # any failure of the network is a finding, not a reason to exit
+        return LinkMeasurement(bytes_per_second=None, problem=_describe(error))
 
 
 def _describe(error: Exception) -> str:
@@ -175,17 +187,17 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
         store = TCPStore(
             "0.0.0.0", 0, size, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False
         )
-        write_json(port_file, {"host": socket.gethostname(), "port": store.port})
+        write_json(port_file, {"hostname": socket.gethostname(), "port": store.port})
         return store
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
     while port_file.name not in os.listdir(port_file.parent):
         if time.monotonic() > deadline:
             raise TimeoutError("the first rank of the group did not open a port")
         time.sleep(_POLL_SECONDS)
-    place: dict[str, Any] = json.loads(port_file.read_text())
+    address: dict[str, Any] = json.loads(port_file.read_text())
     return TCPStore(
-        place["host"],
-        place["port"],
+        address["hostname"],
+        address["port"],
         size,
         is_master=False,
         timeout=GROUP_TIMEOUT,
@@ -193,7 +205,7 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
     )
 
 
-def _all_reduce(world: World, rank: int, size: int) -> Link:
+def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
     count = REDUCED_BYTES[world.device.type] // 4
     pattern = (
         torch.arange(count, device=world.device, dtype=torch.float32) % 251
@@ -203,13 +215,13 @@ def _all_reduce(world: World, rank: int, size: int) -> Link:
     for _ in range(1 + REPETITIONS):  # the first one sets up connections
         values = pattern + rank
         _wait(world)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(values)
         _wait(world)
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
         is_right = is_right and torch.equal(values, expected)
     moved = 2 * (size - 1) / size * count * 4
-    return Link(
+    return LinkMeasurement(
         bytes_per_second=moved / statistics.median(times[1:]),
         problem="" if is_right else "sums over the ranks were wrong",
     )
@@ -218,6 +230,70 @@ def _all_reduce(world: World, rank: int, size: int) -> Link:
 def _wait(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
+
+
+BUSY_FRACTION = 0.3  # of one core
+RUNNABLE_FRACTION = (
+    0.8  # of the looks at it: on a full node even a process that never rests gets little time
+)
+SAMPLES = 10
+_SAMPLE_SECONDS = 0.1
+
+
+def find_strays(on_gpus: bool) -> list[str]:
+    """Processes that are not of this check and keep a core busy, or hold device memory."""
+    strays = [process for process in psutil.process_iter(["pid", "name"]) if not _is_ours(process)]
+    before = {process.pid: _cpu_seconds(process) for process in strays}
+    start, runnable = time.monotonic(), Counter[int]()
+    for _ in range(SAMPLES):
+        time.sleep(_SAMPLE_SECONDS)
+        runnable.update(process.pid for process in strays if _is_runnable(process))
+    seconds = time.monotonic() - start
+    found = []
+    for process in strays:
+        share = (_cpu_seconds(process) - before[process.pid]) / seconds
+        if share >= BUSY_FRACTION or runnable[process.pid] >= RUNNABLE_FRACTION * SAMPLES:
+            found.append(f"{process.info['name']} ({process.pid}) keeps a core busy")
+    return found + (_on_gpus() if on_gpus else [])
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.pid == os.getpid() or TOKEN in process.environ()
+    except psutil.Error:  # of another user
+        return False
+
+
+def _is_runnable(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_RUNNING
+    except psutil.Error:
+        return False
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:  # it is gone
+        return 0.0
+    return times.user + times.system
+
+
+def _on_gpus() -> list[str]:
+    query = [
+        "nvidia-smi",
+        "--query-compute-apps=pid,process_name,used_memory",
+        "--format=csv,noheader",
+    ]
+    try:
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=30
+        ).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return ["nvidia-smi does not respond"]
+    own = {process.pid for process in psutil.process_iter() if _is_ours(process)}
+    rows = [line.split(",", 1) for line in lines if line.count(",") == 2]
+    return [f"{rest.strip()} of GPU memory ({pid})" for pid, rest in rows if int(pid) not in own]
 
 
 if __name__ == "__main__":

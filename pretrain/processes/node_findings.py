@@ -1,19 +1,19 @@
-"""What a preflight's ranks write down and under which names. Torch-free, for the launcher reads it."""
+"""What the ranks of a preflight write, and into which files. Torch-free, because the launcher reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TOKEN = "PRETRAIN_PREFLIGHT"  # in the environment of all processes of a check: those without it are strangers
+TOKEN = "PRETRAIN_PREFLIGHT"  # in the environment of all processes of a check; those without it are strays
 END = "end"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a rank found alone; rates per second. Disk and strays are None but on a host's first rank."""
+class RankMeasurement:
+    """What a rank measured alone; rates per second. Disk and strays are None except on a node's first rank."""
 
     rank: int
-    host: str
+    node: str
     device: str
     matmul_flops: float
     disk_bytes: float | None
@@ -21,8 +21,8 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a rank found in its group; `problem` says why there is no rate, or that sums were wrong."""
+class LinkMeasurement:
+    """What a rank measured in its group; `problem` says why there is no rate, or that sums were wrong."""
 
     bytes_per_second: float | None
     problem: str = ""

@@ -36,11 +36,11 @@ def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(lab:
 
     requeued.until(lambda: requeued.state() == "PENDING")
     requeued.until(
-        lambda: status(requeued)["why"].startswith("a node failed; "), seconds=20
+        lambda: status(requeued)["reason"].startswith("a node failed; "), seconds=20
     )  # accounting lags
     assert status(requeued)["state"] == "requeued"
     lost.until(lambda: not lost.state(), seconds=60)
-    assert (status(lost)["state"], status(lost)["why"]) == (
+    assert (status(lost)["state"], status(lost)["reason"]) == (
         "failed",
         "a node failed and its job was not requeued",
     )

@@ -161,14 +161,14 @@ def test_preflight_names_the_slow_node_and_the_stray_process(lab: SlurmLab, fold
         stray.kill()
         lab.run(*inside("n3", "tc", "qdisc", "del", "dev", "eth0", "root"))
     assert result.returncode == 1, result.stderr
-    nodes = {node["host"]: node for node in json.loads(result.stdout)["nodes"]}
+    nodes = {node["node"]: node for node in json.loads(result.stdout)["nodes"]}
     assert sorted(nodes) == ["n1", "n2", "n3"]
     assert nodes["n3"]["verdict"] == "slow"
-    assert any("of the others' rate at best" in word for word in nodes["n3"]["words"])
-    assert any("bash" in word and "keeps a core busy" in word for word in nodes["n2"]["words"])
+    assert any("of the others' rate at best" in word for word in nodes["n3"]["problems"])
+    assert any("bash" in word and "keeps a core busy" in word for word in nodes["n2"]["problems"])
     assert not any(
         "of the others' rate at best" in word
         for host in ("n1", "n2")
-        for word in nodes[host]["words"]
+        for word in nodes[host]["problems"]
     )
     assert not list(folder.glob(".preflight-*"))

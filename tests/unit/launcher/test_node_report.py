@@ -4,17 +4,19 @@ from itertools import combinations
 
 import pytest
 
-from launcher.preflight.node_report import PairResult, judge, rounds_of
-from pretrain.processes.node_findings import Found
+from launcher.node_checks import PairResult, rate_nodes, rounds_of
+from pretrain.processes.node_findings import RankMeasurement
 
-HOSTS = ["n1", "n2", "n3", "n4"]
+NODES = ["n1", "n2", "n3", "n4"]
 FAST, SLOW = 100e6, 20e6
 
 
-def found(rank: int, host: str, matmul: float = 50e9, disk: float | None = 1e9, strays=()) -> Found:
-    return Found(
+def found(
+    rank: int, node: str, matmul: float = 50e9, disk: float | None = 1e9, strays=()
+) -> RankMeasurement:
+    return RankMeasurement(
         rank=rank,
-        host=host,
+        node=node,
         device="CPU",
         matmul_flops=matmul,
         disk_bytes=disk,
@@ -23,30 +25,30 @@ def found(rank: int, host: str, matmul: float = 50e9, disk: float | None = 1e9, 
 
 
 def pairs(**odd: PairResult | float | str) -> list[PairResult]:
-    """All pairs of HOSTS at the fast rate, but those named `n1_n3`: another rate, or a problem."""
+    """All pairs of NODES at the fast rate, but those named `n1_n3`: another rate, or a problem."""
     results = []
-    for hosts in combinations(HOSTS, 2):
-        what = odd.get("_".join(hosts), FAST)
+    for nodes in combinations(NODES, 2):
+        what = odd.get("_".join(nodes), FAST)
         problem = what if isinstance(what, str) else ""
         rate = what if isinstance(what, float) else None
-        results.append(PairResult(hosts=hosts, bytes_per_second=rate, problem=problem))
+        results.append(PairResult(nodes=nodes, bytes_per_second=rate, problem=problem))
     return results
 
 
 def verdicts(ranks=None, results=None, missing=()) -> dict[str, tuple[str, str]]:
-    ranks = ranks or [found(rank, host) for rank, host in enumerate(HOSTS)]
-    reports = judge(ranks, pairs() if results is None else results, missing)
-    return {report.host: (report.verdict, "; ".join(report.words)) for report in reports}
+    ranks = ranks or [found(rank, node) for rank, node in enumerate(NODES)]
+    reports = rate_nodes(ranks, pairs() if results is None else results, missing)
+    return {report.node: (report.verdict, "; ".join(report.problems)) for report in reports}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count):
-    hosts = [f"n{number}" for number in range(count)]
-    rounds = rounds_of(hosts)
+    nodes = [f"n{number}" for number in range(count)]
+    rounds = rounds_of(nodes)
     measured = [frozenset(pair) for pairs in rounds for pair in pairs]
-    assert sorted(map(sorted, measured)) == sorted(map(sorted, combinations(hosts, 2)))
+    assert sorted(map(sorted, measured)) == sorted(map(sorted, combinations(nodes, 2)))
     for pairs_at_once in rounds:
-        busy = [host for pair in pairs_at_once for host in pair]
+        busy = [node for pair in pairs_at_once for node in pair]
         assert len(busy) == len(set(busy))
 
 
@@ -62,7 +64,7 @@ def test_equal_nodes_are_well():
 def test_a_node_that_is_slow_with_all_others_is_named_and_they_are_not():
     said = verdicts(results=pairs(n1_n3=SLOW, n2_n3=SLOW, n3_n4=SLOW))
     assert said["n3"] == ("slow", "reduces at 20% of the others' rate at best")
-    assert [said[host][0] for host in ("n1", "n2", "n4")] == ["ok"] * 3
+    assert [said[node][0] for node in ("n1", "n2", "n4")] == ["ok"] * 3
 
 
 def test_a_slow_connection_of_two_good_nodes_is_told_of_both():
@@ -83,7 +85,7 @@ def test_a_node_that_reaches_nobody_is_broken_and_one_lost_connection_is_told_as
 
 
 def test_a_node_without_an_answer_is_broken():
-    assert verdicts(missing=["n9"])["n9"] == ("broken", "gave no answer")
+    assert verdicts(missing=["n9"])["n9"] == ("broken", "did not respond")
 
 
 def test_slow_devices_and_disks_are_told_against_the_median():
@@ -97,14 +99,14 @@ def test_slow_devices_and_disks_are_told_against_the_median():
 def test_strays_make_a_node_busy():
     ranks = [
         found(0, "n1", strays=["python (17) keeps a core busy"]),
-        *(found(1, host) for host in HOSTS[1:]),
+        *(found(1, node) for node in NODES[1:]),
     ]
     assert verdicts(ranks)["n1"] == ("busy", "stray: python (17) keeps a core busy")
 
 
 def test_two_nodes_can_not_be_compared_but_a_lost_connection_breaks_both():
     ranks = [found(0, "n1"), found(1, "n2")]
-    slow = [PairResult(hosts=("n1", "n2"), bytes_per_second=SLOW)]
+    slow = [PairResult(nodes=("n1", "n2"), bytes_per_second=SLOW)]
     assert set(verdicts(ranks, slow).values()) == {("ok", "")}
-    lost = [PairResult(hosts=("n1", "n2"), bytes_per_second=None, problem="no connection")]
+    lost = [PairResult(nodes=("n1", "n2"), bytes_per_second=None, problem="no connection")]
     assert {verdict for verdict, _ in verdicts(ranks, lost).values()} == {"broken"}

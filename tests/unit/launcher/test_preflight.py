@@ -13,16 +13,25 @@ import pytest
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_json
+from launcher import node_checks
 from launcher.cli import main
 from launcher.commands.preflight import srun_line
-from launcher.preflight import node_checks
-from launcher.preflight.node_checks import gather, pair_up
+from launcher.node_checks import gather, pair_up
 from launcher.slurm.cluster import ClusterConfig
-from pretrain.processes.node_findings import END, Found, Link, link_file, rank_file, round_file
+from pretrain.processes.node_findings import (
+    END,
+    LinkMeasurement,
+    RankMeasurement,
+    link_file,
+    rank_file,
+    round_file,
+)
 
 
-def found(rank: int, host: str) -> Found:
-    return Found(rank=rank, host=host, device="CPU", matmul_flops=1e9, disk_bytes=1e9, strays=[])
+def found(rank: int, node: str) -> RankMeasurement:
+    return RankMeasurement(
+        rank=rank, node=node, device="CPU", matmul_flops=1e9, disk_bytes=1e9, strays=[]
+    )
 
 
 def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
@@ -35,7 +44,8 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
                 for group in json.loads((out / round_file(number)).read_text())["groups"]:
                     for rank in set(group) - silent:
                         write_json(
-                            out / link_file(number, rank), asdict(Link(bytes_per_second=1e8 + rank))
+                            out / link_file(number, rank),
+                            asdict(LinkMeasurement(bytes_per_second=1e8 + rank)),
                         )
                 number += 1
             time.sleep(0.01)
@@ -49,7 +59,7 @@ def test_ranks_that_come_in_time_are_gathered_and_none_at_all_is_an_error(tmp_pa
     monkeypatch.setattr(node_checks, "_ARRIVAL_SECONDS", 0.5)
     write_json(tmp_path / rank_file(1), asdict(found(1, "n2")))
     assert gather(tmp_path, 3, lambda: True) == [found(1, "n2")]
-    with pytest.raises(UserError, match="ended before any of them had answered"):
+    with pytest.raises(UserError, match="exited before any of them had measured"):
         gather(tmp_path / "empty", 2, lambda: False)
 
 
@@ -61,10 +71,10 @@ def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monke
     (tmp_path / END).touch()
     thread.join()
     lost = [pair for pair in pairs if pair.problem]
-    assert [("n2" in pair.hosts, pair.problem) for pair in lost] == [
-        (True, "a rank gave no answer")
+    assert [("n2" in pair.nodes, pair.problem) for pair in lost] == [
+        (True, "a rank did not respond")
     ]
-    assert len([pair for pair in pairs if "n2" not in pair.hosts]) == 3
+    assert len([pair for pair in pairs if "n2" not in pair.nodes]) == 3
     assert all(
         pair.bytes_per_second and pair.bytes_per_second >= 1e8 for pair in pairs if not pair.problem
     )
@@ -102,7 +112,7 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     monkeypatch.setattr(sys, "executable", str(program))
     assert main(["preflight", "--local", "--ranks=1", f"--directory={tmp_path}"]) == 2
     assert (
-        "ended before any of them had answered; rank 0 said last: no torch here"
+        "measured anything; last line of rank 0: no torch here"
         in capsys.readouterr().err
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]

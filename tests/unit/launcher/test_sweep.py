@@ -11,8 +11,8 @@ import pytest
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
-from launcher.sweep.cells import CellRun, describe, longest_first, read_cells
-from launcher.sweep.jobs import array_of, classes
+from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
+from launcher.sweep_runs import array_of, classes
 from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished

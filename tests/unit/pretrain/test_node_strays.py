@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
+from pretrain.processes.node_check import find_strays
 from pretrain.processes.node_findings import TOKEN
-from pretrain.processes.stray_processes import find_strays
 
 BUSY = [sys.executable, "-c", "while True: pass"]
 

@@ -1,4 +1,0 @@
-"""Comparing nodes with each other to find slow and broken ones.
-
-Imported by commands; pure functions.
-"""
