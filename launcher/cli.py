@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from data_pipeline.program import Program
+from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does)
 COMMANDS = {
@@ -12,30 +15,38 @@ COMMANDS = {
     ),
     "status": (
         "launcher.commands.status",
-        "how runs stand: state, step, loss, speed, goodput, last checkpoint, last failure",
+        "show the state of runs: step, loss, speed, goodput, last checkpoint, last failure",
     ),
     "submit": (
         "launcher.commands.submit",
-        "hand a run to Slurm, once; it goes on through time limits and crashes",
+        "submit a run to Slurm, once; it continues through time limits and crashes",
     ),
     "batch": ("launcher.slurm.batch", "the supervisor inside a Slurm job; batch scripts call it"),
     "logs": (
         "launcher.commands.logs",
-        "what a run's ranks say, as they say it, or only what went wrong",
+        "show the log of a run's ranks, also while it is written, or only the errors",
     ),
     "cancel": (
         "launcher.commands.cancel",
-        "end a run for good, after a last checkpoint where there is time",
+        "stop a run, after a last checkpoint if there is time",
     ),
     "resume": (
         "launcher.commands.resume",
-        "go on with a run as it was started: in a new Slurm job, or on this machine",
+        "continue a run the way it was started: in a new Slurm job, or on this machine",
     ),
-    "preflight": ("launcher.commands.preflight", "a short job that names slow and broken nodes"),
+    "preflight": (
+        "launcher.commands.preflight",
+        "run a short job that finds slow and broken nodes",
+    ),
     "sweep": (
         "launcher.commands.sweep",
-        "run the cells of a sweep file, several at once; skip what is done",
+        "run the cells of a sweep file, several at a time; skip those that are done",
     ),
 }
 PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)
-main = PROGRAM.main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. Supervisors set up logging again, under their own name."""
+    set_up_logging("launcher")
+    return PROGRAM.main(arguments)

@@ -119,7 +119,6 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
             f"export {key}={shlex.quote(value)}"
             for key, value in {TOKEN: name, **cluster.environment}.items()
         ),
-        "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
         f"exec {shlex.join([sys.executable, '-m', 'pretrain.processes.node_check', str(out)])}",
     ]
     flags = [f"--{key}={value}" for key, value in options.items() if value]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.errors import ConfigError, UserError
+from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 
 T = TypeVar("T")
 
@@ -39,16 +40,8 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
         if "RANK" in environment:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank = int(environment.get("LOCAL_RANK", "0"))
-        elif (
-            "SLURM_PROCID" in environment
-            and "SLURM_STEP_NUM_TASKS" in environment
-            and "MASTER_ADDR" in environment
-        ):
-            rank, world_size = (
-                int(environment["SLURM_PROCID"]),
-                int(environment["SLURM_STEP_NUM_TASKS"]),
-            )
-            local_rank = int(environment["SLURM_LOCALID"])
+        elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
+            return world_from_environment(rank_variables(environment))
         else:
             rank, world_size, local_rank = 0, 1, 0
     except (KeyError, ValueError) as error:

@@ -33,6 +33,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from data_pipeline.files import write_json
 from pretrain.costs.throughput import measured_matmul_peak
+from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 from pretrain.distributed.world import World, world_from_environment
 from pretrain.processes.node_findings import (
     END,
@@ -62,7 +63,8 @@ def main() -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # a process that has touched a GPU cannot fork
     )
-    world = world_from_environment(os.environ)
+    variables = rank_variables(os.environ) if is_slurm_task(os.environ) else os.environ
+    world = world_from_environment(variables)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     in_child(
         lambda: write_json(out / rank_file(world.rank), asdict(measure_rank(world, out))),

@@ -134,7 +134,7 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "does not respond" in err
-    run = SlurmRun(lab, runs.path / "canceled", job=out.split("\njob ")[1].split()[0])
+    run = SlurmRun(lab, runs.path / "canceled", job=out.split()[1])
     name = run.events(Submitted)[0].job_name
     assert lab.run("squeue", "-h", "--name", name, "-o", "%A").stdout.split() == [run.job]
     run.wait_for_step(1)

@@ -111,10 +111,7 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert main(["preflight", "--local", "--ranks=1", f"--directory={tmp_path}"]) == 2
-    assert (
-        "measured anything; last line of rank 0: no torch here"
-        in capsys.readouterr().err
-    )
+    assert "measured anything; last line of rank 0: no torch here" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.srun import Step, _first_hand, free_port_near, srun_command
-from launcher.slurm.task import rank_variables
+from pretrain.distributed.slurm_variables import rank_variables
 
 STEP = Step(
     nodes=("n1", "n2", "n3"),
@@ -118,7 +118,7 @@ def test_a_task_writes_down_how_its_trainer_ended(tmp_path, code, status):
 def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
     assert result.returncode == 2
-    assert "put the run on a disk that all hosts share" in result.stderr
+    assert "put the run on a disk that all nodes share" in result.stderr
 
 
 @pytest.mark.parametrize(
