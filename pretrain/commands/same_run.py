@@ -11,9 +11,21 @@ from safetensors import safe_open
 
 from data_pipeline.lanes.lane_stream import LaneCursor
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.directory import step_directory
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5
+
+
+def differences(left: RunDir, right: RunDir, step: int, tolerance: float = 0.0) -> list[str]:
+    """Return where the losses or the checkpoints of `step` differ; empty if every bit agrees.
+
+    With a tolerance, losses may differ by rounding, and of the checkpoints only the progress counts.
+    """
+    ends = [marker.verify(step_directory(each.checkpoints, step)) for each in (left, right)]
+    if tolerance:
+        return losses_apart(left, right, tolerance) + differing_progress(*ends)
+    return differing_losses(left, right) + differing_state(*ends)
 
 
 def differing_losses(left: RunDir, right: RunDir) -> list[str]:

@@ -10,6 +10,7 @@ losses are compared to 1e-5 of their size, counters and the lanes' cursors exact
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure
@@ -105,12 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -> list[str]:
-    from pretrain.commands.same_run import (
-        differing_losses,
-        differing_progress,
-        differing_state,
-        losses_apart,
-    )
+    from pretrain.commands.same_run import differences
 
     undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
     for run_dir in (undisturbed, killed):
@@ -119,24 +114,18 @@ def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -
                 f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir"
             )
     _say(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, undisturbed")
-    _start(arguments.config, settings, undisturbed, arguments.ranks)
+    start = functools.partial(train_ranks, arguments.config, timeout=START_SECONDS)
+    start(settings, undisturbed, arguments.ranks)
     _say(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
-    _start(
-        arguments.config, settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}"
-    )
+    start(settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
     steps = files.steps_on_disk(killed.checkpoints)
     _say(
         f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}"
     )
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
-    _start(arguments.config, [*settings, *zero], killed, _resume_ranks(arguments))
-    ends = [
-        marker.verify(files.step_directory(each.checkpoints, arguments.steps))
-        for each in (undisturbed, killed)
-    ]
-    if _is_elastic(arguments):
-        return losses_apart(undisturbed, killed, ELASTIC_TOLERANCE) + differing_progress(*ends)
-    return differing_losses(undisturbed, killed) + differing_state(*ends)
+    start([*settings, *zero], killed, _resume_ranks(arguments))
+    tolerance = ELASTIC_TOLERANCE if _is_elastic(arguments) else 0.0
+    return differences(undisturbed, killed, arguments.steps, tolerance)
 
 
 def _is_elastic(arguments: argparse.Namespace) -> bool:
@@ -147,22 +136,33 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
     return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
 
 
-def _start(
-    config: Path, settings: Sequence[str], run_dir: RunDir, ranks: int, fault: str = ""
+def train_ranks(
+    config: Path,
+    overrides: Sequence[str],
+    run_dir: RunDir,
+    ranks: int,
+    *,
+    fault: str = "",
+    attempt: int = 0,
+    timeout: float | None = None,
+    is_shown: bool = False,
 ) -> None:
-    """One start of all ranks; raises UserError with the failing rank's last lines unless it ends as it should."""
-    command = [sys.executable, "-m", "pretrain", "train", str(config), *settings]
+    """Train on ranks of this machine to the end or, with the fault sigkill@N, until step N kills them.
+
+    `is_shown` shows the output of rank 0. Raises UserError with the last lines of the rank that
+    failed if the ranks exit in any other way.
+    """
+    command = [sys.executable, "-m", "pretrain", "train", str(config), *overrides]
     command += ["--run-dir", str(run_dir.path)]
-    logs = run_dir.path.parent / f"{run_dir.path.name}-logs"
-    group = RankGroup(command, ranks, logs, environment={FAULT_VARIABLE: fault})
-    with group:
-        statuses = group.wait(timeout=START_SECONDS)
+    with RankGroup(
+        command, ranks, run_dir.logs, attempt, {FAULT_VARIABLE: fault}, echo_rank_zero=is_shown
+    ) as group:
+        statuses = group.wait(timeout=timeout)
+    failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
     if fault and KILLED not in statuses:
-        raise UserError(
-            f"no rank was killed: {describe_failure(statuses, group.logs) or 'the run had already ended'}"
-        )
+        raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")
     if not fault and any(statuses):
-        raise UserError(describe_failure(statuses, group.logs))
+        raise UserError(failure)
 
 
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
