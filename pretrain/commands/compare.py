@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             "'pretrain compare' needs two runs or more; 'pretrain report' shows a single one"
         )
     histories = [read_history(path) for path in arguments.runs]
-    rows, changed = [_row(history) for history in histories], _differing_settings(histories)
+    rows, changed = [row(history) for history in histories], _differing_settings(histories)
     print(text_table([HEADS, *rows]))
     if changed:
         print(
@@ -76,7 +76,8 @@ def render(
     )
 
 
-def _row(history: History) -> tuple[str, ...]:
+def row(history: History) -> tuple[str, ...]:
+    """Return a run's numbers under HEADS."""
     validation = [line["loss"] for line in history.evaluations]
     speed, goodput = history.tokens_per_second, history.goodput
     return (

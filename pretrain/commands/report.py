@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.config_loader import to_tree
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
 from pretrain.reporting.run_charts import run_panels
@@ -59,12 +60,7 @@ def summary(history: History) -> str:
 
 def render(history: History) -> str:
     """The whole page."""
-    model, data, engine = history.config.model, history.config.data, history.config.engine
-    lead = (
-        f"{model.num_layers} layers of width {model.d_model}, {model.memory_length} tokens of memory; "
-        f"{data.lanes} lanes in segments of {data.segment_length}; ZeRO-{engine.zero_stage} in {engine.precision}. "
-        f"Step {history.step:,} of {history.config.optim.steps:,}."
-    )
+    lead = f"{setup_of(history.config)}. Step {history.step:,} of {history.config.optim.steps:,}."
     charts = [
         section(
             panel.title,
@@ -75,6 +71,16 @@ def render(history: History) -> str:
     footer = "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. Losses in nats per token."
     sections = [*charts, _events(history), _settings(history)]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
+
+
+def setup_of(config: RunConfig) -> str:
+    """Describe model, batch and engine in a line."""
+    model, data, engine = config.model, config.data, config.engine
+    return (
+        f"{model.num_layers} layers of width {model.d_model}, {model.memory_length} tokens of memory; "
+        f"{data.lanes} lanes in segments of {data.segment_length}; "
+        f"ZeRO-{engine.zero_stage} in {engine.precision}"
+    )
 
 
 def _cards(history: History) -> list[Card]:

@@ -1,4 +1,4 @@
-"""The demo: build, train, kill, resume, compare, evaluate and sample, as one command.
+"""The demo: build, train, kill, resume, compare, evaluate, sample and report with one command.
 
 The top floor, with commands.
 """

@@ -1,118 +1,123 @@
-"""`pretrain demo`: the whole story on this machine in minutes, in stages that are kept once they are finished."""
+"""`pretrain demo`: from text to report on this machine in minutes. Finished stages are kept."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.demo.journal import Journal, key_of
-from pretrain.demo.screen import Screen
-from pretrain.demo.settings import RANKS, Settings, make_settings
-from pretrain.demo.stages import Result, Results, Stage, remove
-from pretrain.demo.story import memory_gain, story
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_json, write_text
+from pretrain.demo.page import render
+from pretrain.demo.stages import RANKS, STAGES, Demo, Stage, new_demo
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import duration
 
-EXIT_NOT_SHOWN = 1  # a claim of the demo did not hold
+EXIT_DIFFERENT = 1  # the resumed run is not the uninterrupted one
+RESULTS, LOCK = "demo.json", "demo.lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain demo`."""
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        metavar="DIR",
-        help="a folder of your own text (default: Python's own)",
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="DIR",
-        help="where all goes (default %(default)s)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="length of the training (default: about a minute)",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="begin anew instead of keeping what is finished"
-    )
+    """Add the command line of `pretrain demo`."""
+    add = parser.add_argument
+    text = "folder with text to train on (default: Python's standard library)"
+    add("--corpus", type=Path, metavar="DIR", help=text)
+    text = "output directory (default %(default)s)"
+    add("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help=text)
+    text = "training steps (default: about a minute of training)"
+    add("--steps", type=int, default=0, metavar="N", help=text)
+    add("--fresh", action="store_true", help="start from scratch, even if stages are finished")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tell the story; 0 if everything it claims was shown."""
-    settings = make_settings(arguments.run_dir, arguments.corpus, arguments.steps)
-    screen = Screen(len(story()))
-    with RunDir(settings.directory).locked("demo"):
-        journal = Journal.open(settings.directory, arguments.fresh)
-        screen.title(
-            "A Transformer-XL from text to sample, killed on the way",
-            f"{RANKS} ranks on this machine; stop with Ctrl-C whenever you like, the same command goes on",
-        )
+    """Run all stages and write the report; 0 unless the resumed run differs."""
+    demo = new_demo(arguments.run_dir, arguments.corpus, arguments.steps)
+    refuse_other_directories(demo.directory)
+    with RunDir(demo.directory).locked("demo"):
+        if arguments.fresh or not read_results(demo):
+            start_from_scratch(demo)
+        print(f"A Transformer-XL from text to samples on {RANKS} ranks, killed on the way.")
         try:
-            results = tell(screen, journal, settings)
+            run_stages(demo)
         except KeyboardInterrupt:
-            screen.say("\nstopped; finished stages are kept, the same command goes on from here")
+            print("\nStopped. Finished stages are kept; run the same command to resume.")
             raise
-    return conclude(screen, settings, journal, results)
+        write_text(demo.directory / "report.html", render(demo))
+    return conclude(demo)
 
 
-def tell(screen: Screen, journal: Journal, settings: Settings) -> Results:
-    """The results of all stages, those kept from before included."""
-    results: Results = {}
-    key = ""
-    for number, stage in enumerate(story(), start=1):
-        screen.stage(number, stage.title)
-        key = key_of(key, {stage.name: stage.inputs(settings)})
-        kept = None if stage.is_always_done else journal.finished(stage.name, key)
-        if kept is None:
-            results[stage.name] = _do(screen, journal, stage, key, settings, results)
-            screen.say(stage.summary(results[stage.name]))
-        else:
-            results[stage.name] = kept
-            screen.kept(stage.summary(kept))
-    return results
+def run_stages(demo: Demo, stages: Sequence[Stage] = STAGES) -> None:
+    """Run the stages that have no result. One that was stopped starts from scratch."""
+    for number, (name, title, stage) in enumerate(stages, start=1):
+        print(f"\n{number}/{len(stages)} {title}", flush=True)
+        is_kept = name in demo.results
+        if not is_kept:
+            shutil.rmtree(demo.directory / name, ignore_errors=True)
+            start = time.monotonic()
+            result = stage(demo)
+            demo.results[name] = {**result, "seconds": round(time.monotonic() - start, 1)}
+            write_results(demo)
+        kept = "  (kept from before)" if is_kept else ""
+        print(f"{demo.results[name]['summary']}{kept}", flush=True)
 
 
-def conclude(screen: Screen, settings: Settings, journal: Journal, results: Results) -> int:
-    """Say what was shown, where the report lies and what to do next."""
-    problems, gain = results["resume"]["problems"], memory_gain(results["memory"])
-    screen.title("What you have seen", f"all stages together {duration(journal.seconds())}")
-    if problems:
-        screen.bad(
-            "the killed and resumed run differs from the undisturbed one: please report this as a bug"
+def conclude(demo: Demo) -> int:
+    """Print what the demo showed, where the report is and what to do next."""
+    seconds = sum(result["seconds"] for result in demo.results.values())
+    gain = demo.results["memory"]["gain"]
+    resumed = f"all {demo.steps} losses and the final state are equal, bit for bit"
+    if demo.problems:
+        resumed = "the run DIFFERS from the uninterrupted one; please report this as a bug"
+    memory = f"{gain:.2f} nats per token less loss than without it, on text not trained on"
+    if gain <= 0:
+        memory = f"did not help ({-gain:.2f} nats per token more loss); use more --steps"
+    print(f"""
+Results (all stages took {duration(seconds)})
+  killed and resumed  {resumed}
+  memory              {memory}
+  report              {demo.directory / "report.html"}
+  next                pretrain generate {demo.killed.path} --prompt 'def '
+                      tensorboard --logdir {demo.directory}""")
+    return EXIT_DIFFERENT if demo.problems else 0
+
+
+def read_results(demo: Demo) -> bool:
+    """Read what is finished into `demo.results`; whether demo.json belongs to these inputs."""
+    try:
+        tree = json.loads((demo.directory / RESULTS).read_bytes())
+        is_same = tree["inputs"] == demo.inputs
+        demo.results.update(tree["results"] if is_same else {})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # new, or corrupted
+        return False
+    return is_same
+
+
+def write_results(demo: Demo) -> None:
+    """Write demo.json."""
+    write_json(demo.directory / RESULTS, {"inputs": demo.inputs, "results": demo.results})
+
+
+def start_from_scratch(demo: Demo) -> None:
+    """Forget the results and remove everything else."""
+    write_results(demo)  # first: after a Ctrl-C, nothing that is half removed may count as finished
+    for entry in demo.directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name not in (RESULTS, LOCK):
+            entry.unlink()
+
+
+def refuse_other_directories(directory: Path) -> None:
+    """Raise ConfigError unless the directory is new, empty or a demo's."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ConfigError(f"--run-dir {directory} is a file; give a directory")
+    names = {entry.name for entry in directory.iterdir()}
+    if names - {LOCK} and RESULTS not in names:
+        raise ConfigError(
+            f"--run-dir {directory} has other files and no {RESULTS}; use an empty or new directory"
         )
-    else:
-        screen.good(
-            f"killed by SIGKILL and resumed: all {settings.steps} losses and the final state equal, bit for bit"
-        )
-    if gain > 0:
-        screen.good(
-            f"memory helps: {gain:.2f} nats per token less loss than without it, on text the model never saw"
-        )
-    else:
-        screen.bad(
-            f"memory did not help ({-gain:.2f} nats per token more loss than without it): use more --steps"
-        )
-    screen.say(
-        f"\nreport   {settings.report}\nnext     pretrain generate {settings.killed.path} --prompt 'def '"
-    )
-    screen.say(f"         tensorboard --logdir {settings.directory}")
-    return EXIT_NOT_SHOWN if problems else 0
-
-
-def _do(
-    screen: Screen, journal: Journal, stage: Stage, key: str, settings: Settings, results: Results
-) -> Result:
-    goes_on = journal.begin(stage.name, key)
-    if not (goes_on and stage.can_go_on):
-        remove(stage.leaves(settings))
-    begin = time.monotonic()
-    result = stage.run(screen, settings, results)
-    journal.finish(stage.name, result, time.monotonic() - begin)
-    return result

@@ -1,304 +1,216 @@
-"""The demo's report: what was claimed, the evidence, and the commands to go on."""
+"""The demo's report: what the demo claims, the measurements that show it, and what to try next."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import version
 from typing import Any
 
-from data_pipeline.files import write_text
-from pretrain.demo import charts, training
-from pretrain.demo.screen import Screen
-from pretrain.demo.settings import CONFIG, RANKS, Settings
-from pretrain.reporting import html as report
+from pretrain.commands import compare
+from pretrain.commands.report import setup_of
+from pretrain.demo.stages import RANKS, Demo, losses_of, median_of, memory_table
+from pretrain.reporting import html
+from pretrain.reporting.charts import PAGE, SMALL, canvas, chart_html, legend
 from pretrain.reporting.html import Card, paragraph, section, table, text
-
-Results = dict[str, dict[str, Any]]
-
-
-def write_report(screen: Screen, settings: Settings, results: Results) -> dict[str, Any]:
-    """Write RUN/report.html from the stages' results and the runs' measurements."""
-    losses = {
-        run_dir.path.name: dict(training.losses(run_dir))
-        for run_dir in (settings.undisturbed, settings.killed)
-    }
-    validation = [
-        (line["step"], line["loss"])
-        for line in settings.undisturbed.read_metrics()
-        if line["kind"] == "evaluation"
-    ]
-    write_text(settings.report, render(settings, results, losses, validation))
-    return {"path": str(settings.report)}
+from pretrain.reporting.run_history import History, read_history
 
 
-def render(
-    settings: Settings,
-    results: Results,
-    losses: dict[str, dict[int, float]],
-    validation: list[tuple[int, float]],
-) -> str:
-    """The report as HTML. `losses` by step of the runs `undisturbed` and `killed`."""
-    identical = not results["resume"]["problems"]
-    sections = [
-        _loss_section(settings, results, losses, validation),
-        _bits_section(results, losses, identical),
-        _memory_section(settings, results),
-        _sample_section(results["sample"]),
-        _speed_section(results),
-        _what_ran_section(settings, results),
-        _go_on_section(settings),
-    ]
-    return report.page(
-        "Killed, resumed, identical" if identical else "Killed, resumed, different",
+def render(demo: Demo) -> str:
+    """Return the page, made from the stages' results and both runs' measurements."""
+    runs = [read_history(run_dir.path) for run_dir in (demo.uninterrupted, demo.killed)]
+    return html.page(
+        f"Killed, resumed, {'different' if demo.problems else 'identical'}",
         "xl-pretrain demo",
-        "A Transformer-XL trained with DeepSpeed on real text; all ranks were killed without warning in the middle, "
-        "the run resumed from its last checkpoint, and what the memory is worth was measured on text it never saw.",
-        _cards(settings, results, identical),
-        sections,
-        f"Made by pretrain demo from measurements of this run; {_machine()}.",
+        "A Transformer-XL, trained with DeepSpeed on real text. Midway all ranks were killed "
+        "without warning, and the run resumed from its latest checkpoint. The value of the memory "
+        "was measured on text that the model was not trained on.",
+        _cards(demo, runs[0]),
+        [
+            section("Loss", *_losses(demo, runs[0])),
+            section("Losses around the kill", *_bits(demo)),
+            section("Value of the memory", *_memory(demo, demo.results["memory"]["rows"])),
+            section("Sample", *_sample(demo.results["sample"])),
+            section("Both runs", table(compare.HEADS, list(map(compare.row, runs)), "named")),
+            section("Setup", table((), _setup(demo), "words")),
+            section("Next steps", *_next_steps(demo)),
+        ],
+        f"Written by 'pretrain demo' from measurements of this run on {_machine()}.",
     )
 
 
-def _cards(settings: Settings, results: Results, identical: bool) -> list[Card]:
-    rows = {row["times"]: row for row in results["memory"]["rows"]}
-    gain = rows[0]["loss"] - rows[1]["loss"]
-    speed = results["undisturbed"]
+def _cards(demo: Demo, history: History) -> list[Card]:
+    memory = demo.results["memory"]
+    without, with_memory = memory["rows"][:2]
+    names = ("tokens_per_second", "mfu", "data_wait")
+    speed, mfu, wait = (median_of(history, name) for name in names)
+    identical = Card(
+        f"{demo.steps} of {demo.steps}",
+        "losses are bitwise equal to those of an uninterrupted run, after SIGKILL and resume; "
+        "so is the final state",
+        "good",
+    )
+    different = Card("different", "the resumed run is not the uninterrupted one; see below", "bad")
     return [
+        different if demo.problems else identical,
         Card(
-            f"{settings.steps} of {settings.steps}" if identical else "different",
-            "losses equal those of an undisturbed run in every bit, after SIGKILL and resume; so does the final state"
-            if identical
-            else "the resumed run differs from the undisturbed one; see below",
-            "good" if identical else "bad",
+            f"{-memory['gain']:+.2f} nats".replace("-", "\u2212"),
+            f"of loss per token with a memory of {with_memory['memory_length']} tokens: perplexity "
+            f"{with_memory['perplexity']:.0f}, without memory {without['perplexity']:.0f}",
+            "good" if memory["gain"] > 0 else "bad",
         ),
         Card(
-            f"{-gain:+.2f} nats".replace("-", "\u2212"),
-            f"per token with a memory of {rows[1]['memory_length']} tokens: perplexity "
-            f"{rows[0]['perplexity']:.0f} without it, {rows[1]['perplexity']:.0f} with it",
-            "good" if gain > 0 else "bad",
-        ),
-        Card(
-            f"{speed['tokens_per_second']:,.0f}",
-            f"tokens per second on {RANKS} ranks with DeepSpeed ZeRO-{settings.run.engine.zero_stage}, "
-            f"{speed['mfu']:.0%} of the measured matrix-product peak, data wait {speed['data_wait']:.1%}",
+            f"{speed:,.0f}",
+            f"tokens per second on {RANKS} ranks with DeepSpeed ZeRO-{demo.run.engine.zero_stage}, "
+            f"{mfu:.0%} of the measured matrix-product peak, data wait {wait:.1%}",
         ),
     ]
 
 
-def _loss_section(
-    settings: Settings,
-    results: Results,
-    losses: dict[str, dict[int, float]],
-    validation: list[tuple[int, float]],
-) -> str:
-    kill = results["kill"]
-    return section(
-        "One curve, drawn twice",
-        paragraph(
-            f"The pale line is a run nobody touched. The dark line is the same run again: after step "
-            f"{kill['killed_after']} all {RANKS} ranks got SIGKILL, and it went on from the checkpoint of step "
-            f"{kill['checkpoint']}."
-        ),
-        charts.loss_curves(
-            losses["undisturbed"],
-            losses["killed"],
-            validation,
-            kill["checkpoint"],
-            kill["killed_after"],
-        ),
-    )
-
-
-def _bits_section(results: Results, losses: dict[str, dict[int, float]], identical: bool) -> str:
-    kill = results["kill"]
-    lost = dict(map(tuple, kill["lost"]))
+def _losses(demo: Demo, uninterrupted: History) -> tuple[str, str]:
+    kill, resumed = demo.results["killed"], losses_of(demo.killed)
+    checkpoint, killed_after = kill["checkpoint"], kill["killed_after"]
+    figure, axes = canvas(PAGE, 3.0, "step", "loss, nats per token")
+    axes.plot(*uninterrupted.series("loss"), color=PAGE.first, linewidth=5, label="uninterrupted")
+    steps, losses = list(resumed), list(resumed.values())
+    axes.plot(steps, losses, color=PAGE.second, linewidth=1.1, label="killed and resumed")
+    validated = uninterrupted.series("loss", uninterrupted.evaluations)
+    axes.plot(*validated, "o", color=PAGE.ink, markersize=4, label="validation")
+    axes.axvspan(checkpoint, killed_after, color=PAGE.alarm, alpha=0.12, linewidth=0)
+    # The loss falls, so the upper right is free. The labels are left and right of the lost steps.
+    for step, label, color, dashes, side in (
+        (killed_after, "SIGKILL", PAGE.alarm, (4, 3), "left"),
+        (checkpoint, "resumed from here", PAGE.second, (1, 2), "right"),
+    ):
+        axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, dashes))
+        axes.annotate(
+            label, (step, 0.62), (6 if side == "left" else -6, 0), color=color, ha=side,
+            fontsize=SMALL, xycoords=("data", "axes fraction"), textcoords="offset points",
+        )  # fmt: skip
+    axes.set_xlim(0, demo.steps * 1.01)
+    legend(axes, PAGE, loc="upper right")
     words = (
-        "Losses as the numbers they are, in hexadecimal: equal to the last bit. Steps between the checkpoint and the "
-        "kill were made twice. Also equal: weights, optimizer moments, every lane's memory and cursor, random state."
+        "The wide, pale line is an uninterrupted run. The thin, dark line is the same run again: "
+        f"after step {killed_after} SIGKILL ended every rank, and it resumed from the checkpoint "
+        f"of step {checkpoint}."
     )
-    if not identical:
-        words = "The runs differ: " + "; ".join(results["resume"]["problems"][:5])
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("step", "loss", "undisturbed", "before the kill", "after resuming", "")
-    )
-    shown = _steps_shown(kill["checkpoint"], kill["killed_after"], max(losses["killed"]))
-    body = ""
-    for before, step in zip((shown[0], *shown), shown, strict=False):
-        if step > before + 1:
-            body += '<tr><td colspan="6" class="gap">...</td></tr>'
-        resumed = losses["killed"].get(step)
-        # Up to the checkpoint the resumed run's record is what was measured before the kill.
-        before_after = (resumed, None) if step <= kill["checkpoint"] else (lost.get(step), resumed)
-        body += _bits_row(step, losses["undisturbed"].get(step), *before_after)
-        if step == kill["checkpoint"]:
-            body += f'<tr class="mark calm"><td colspan="6">checkpoint of step {step}: '
-            body += "the run resumed from here</td></tr>"
-        if step == kill["killed_after"]:
-            body += f'<tr class="mark"><td colspan="6">SIGKILL to all {RANKS} ranks</td></tr>'
-    return section(
-        "Around the kill, bit by bit",
-        paragraph(words),
-        report.wrapped_table(f"<tr>{head}</tr>", body),
-    )
+    return paragraph(words), chart_html(figure, "Training losses of both runs: one curve")
 
 
-def _steps_shown(checkpoint: int, killed_after: int, last: int) -> list[int]:
-    """A few steps around the checkpoint and around the kill."""
+def _bits(demo: Demo) -> tuple[str, str]:
+    """Return a table of losses in hexadecimal, around the checkpoint and around the kill."""
+    kill, losses, resumed = (
+        demo.results["killed"],
+        losses_of(demo.uninterrupted),
+        losses_of(demo.killed),
+    )
+    checkpoint, killed_after, lost = kill["checkpoint"], kill["killed_after"], dict(kill["lost"])
     near = {*range(checkpoint - 1, checkpoint + 4), *range(killed_after - 2, killed_after + 4)}
-    return sorted(step for step in near if 1 <= step <= last)
-
-
-def _bits_row(
-    step: int, undisturbed: float | None, lost: float | None, resumed: float | None
-) -> str:
-    present = [value for value in (undisturbed, lost, resumed) if value is not None]
-    same = len(present) > 1 and len(set(present)) == 1
-    cells = "".join(
-        f'<td class="bits">{value.hex() if value is not None else ""}</td>'
-        for value in (undisturbed, lost, resumed)
+    marks = {checkpoint: ("checkpoint", "resumed"), killed_after: ("SIGKILL", "")}
+    rows: list[tuple[str, ...]] = []
+    for step in sorted(near & losses.keys()):
+        if rows and step - 1 not in near:
+            rows.append(("...", "", "", "", "", ""))
+        # Up to the checkpoint the resumed run's record was measured before the kill.
+        is_lost = step > checkpoint
+        attempts = (lost.get(step), resumed.get(step)) if is_lost else (resumed.get(step), None)
+        bits = ["" if each is None else each.hex() for each in (losses[step], *attempts)]
+        equality = "equal" if {*attempts} - {None} == {losses[step]} else "DIFFERENT"
+        rows.append((str(step), f"{losses[step]:.6f}", *bits, equality))
+        if step in marks:
+            rows.append(("", "", "", *marks[step], ""))
+    heads = ("step", "loss", "uninterrupted", "before the kill", "after resuming", "")
+    words = (
+        "Losses in hexadecimal, equal to the last bit. The steps between the checkpoint and the "
+        "kill were repeated. Also equal: weights, optimizer moments, each lane's memory and "
+        "cursor, and the random state."
     )
-    loss = f"{undisturbed:.6f}" if undisturbed is not None else ""
-    verdict = '<td class="same">equal</td>' if same else "<td>different</td>"
-    return f"<tr><td>{step}</td><td>{loss}</td>{cells}{verdict}</tr>"
+    if demo.problems:
+        words = "The runs differ: " + "; ".join(demo.problems[:5])
+    return paragraph(words), table(heads, rows, "bits")
 
 
-def _memory_section(settings: Settings, results: Results) -> str:
-    rows = results["memory"]["rows"]
-    trained = settings.run.model.memory_length
-    cells = [
-        (
-            f"{row['memory_length']:,}",
-            "none" if row["times"] == 0 else f"{row['times']}x",
-            f"{row['loss']:.4f}",
-            f"{row['perplexity']:.2f}",
-            f"{row['bits_per_byte']:.3f}",
-            f"{row['tokens'] / row['seconds']:,.0f}",
-        )
-        for row in rows
-    ]
-    return section(
-        "What the memory is worth",
+def _memory(demo: Demo, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    lengths, losses = [f"{row['memory_length']:,}" for row in rows], [row["loss"] for row in rows]
+    by_length, axes = canvas(PAGE, 2.4, "tokens of memory", "validation loss")
+    axes.plot(lengths, losses, color=PAGE.first, linewidth=2.5, zorder=1)
+    colors = [PAGE.faint] + [PAGE.second] * (len(rows) - 1)
+    axes.scatter(lengths, losses, s=52, color=colors, zorder=2)
+    for length, loss in zip(lengths, losses, strict=True):
+        axes.annotate(f"{loss:.3f}\n", (length, loss), color=PAGE.ink, ha="center", fontsize=SMALL)
+    axes.margins(x=0.12, y=0.2)
+    by_position, axes = canvas(PAGE, 2.4, "position in the segment", "validation loss")
+    for row, color, label in (
+        (rows[0], PAGE.faint, "without memory"),
+        (rows[1], PAGE.second, "with memory"),
+    ):
+        losses = row["loss_by_position"]
+        axes.plot(range(1, len(losses) + 1), losses, color=color, linewidth=1.6, label=label)
+    legend(axes, PAGE, loc="upper right")
+    heads, *cells = memory_table(rows)
+    return (
         paragraph(
-            f"The same weights, {rows[0]['tokens']:,} tokens of held-out text, in segments of "
-            f"{rows[0]['segment_length']}; only the number of remembered tokens changes (in training: {trained})."
+            f"The same weights on {rows[0]['tokens']:,} tokens of validation text, in segments of "
+            f"{rows[0]['segment_length']}. Only the memory length changes; in training it was "
+            f"{demo.run.model.memory_length}."
         ),
-        charts.loss_by_memory(rows),
-        table(("memory", "of training", "loss", "perplexity", "bits/byte", "tokens/s"), cells),
+        chart_html(by_length, "Validation loss for each memory length"),
+        table(heads, cells),
         paragraph(
-            "Where it helps: without memory the first tokens of every segment are guessed with nothing before them; "
-            "with memory every token is predicted with a past."
+            "Without memory, the first tokens of each segment are predicted with little or no "
+            "context. With memory, every token has a past."
         ),
-        charts.loss_by_position(rows),
+        chart_html(by_position, "Validation loss by position in the segment"),
     )
 
 
-def _sample_section(result: dict[str, Any]) -> str:
-    return section(
-        "What it writes",
-        paragraph(
-            "A sample after these few minutes of training. The prompt is grey; the model carries its memory along."
-        ),
-        f'<pre class="prose"><i>{text(result["prompt"])}</i>{text(result["text"])}</pre>',
+def _sample(result: dict[str, Any]) -> tuple[str, str]:
+    prompt, written = text(result["prompt"]), text(result["text"])
+    return (
+        paragraph("Text from the model after these minutes of training. The prompt is gray."),
+        f'<pre class="prose"><i>{prompt}</i>{written}</pre>',
     )
 
 
-def _speed_section(results: Results) -> str:
-    undisturbed, resumed = results["undisturbed"], results["resume"]
-    rows = [
-        (
-            "training speed",
-            f"{undisturbed['tokens_per_second']:,.0f} tokens/s",
-            f"{resumed['tokens_per_second']:,.0f} tokens/s",
-        ),
-        ("share of the measured peak (MFU)", f"{undisturbed['mfu']:.1%}", f"{resumed['mfu']:.1%}"),
-        ("waiting for data", f"{undisturbed['data_wait']:.2%}", f"{resumed['data_wait']:.2%}"),
-        (
-            "memory of a rank",
-            f"{undisturbed['used_memory_gib']:.2f} GiB",
-            f"{resumed['used_memory_gib']:.2f} GiB",
-        ),
-        (
-            "from start to first step",
-            f"{undisturbed['seconds_to_first_step']:.0f} s",
-            f"{resumed['seconds_to_first_step']:.0f} s",
-        ),
-        ("loss at the end", f"{undisturbed['final_loss']:.4f}", f"{resumed['final_loss']:.4f}"),
+def _setup(demo: Demo) -> list[tuple[str, str]]:
+    library = f"DeepSpeed {version('deepspeed')}, torch {version('torch')}"
+    return [
+        ("text", demo.results["text"]["summary"]),
+        ("tokens", demo.results["data"]["summary"]),
+        ("run", f"Transformer-XL, {setup_of(demo.run)}; {demo.steps} steps on {RANKS} ranks"),
+        ("software", f"{library}, Python {platform.python_version()}"),
     ]
-    return section("Speed", table(("", "undisturbed", "killed and resumed"), rows, style="named"))
 
 
-def _what_ran_section(settings: Settings, results: Results) -> str:
-    run, shards, corpus = settings.run, results["shards"], results["corpus"]
-    model = run.model
-    rows = [
-        (
-            "model",
-            f"Transformer-XL: {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
-            f"memory {model.memory_length}",
-        ),
-        (
-            "vocabulary",
-            f"{results['tokenizer']['vocab_size']:,} tokens, SentencePiece {results['tokenizer']['kind']}",
-        ),
-        (
-            "text",
-            f"{corpus['documents']:,} documents, {corpus['bytes'] / 1e6:.1f} MB, {corpus['source']}",
-        ),
-        (
-            "training split",
-            f"{shards['train']['tokens']:,} tokens in {shards['train']['shards']} MDS shards",
-        ),
-        (
-            "validation split",
-            f"{shards['validation']['tokens']:,} tokens, chosen by a hash of each document's name",
-        ),
-        (
-            "batch",
-            f"{run.data.lanes} lanes of {run.data.segment_length} tokens over {RANKS} ranks, {settings.steps} steps",
-        ),
-        (
-            "engine",
-            f"DeepSpeed {version('deepspeed')}, ZeRO-{run.engine.zero_stage}, {run.engine.precision}",
-        ),
-        ("machine", _machine()),
-    ]
-    return section("What ran", table((), rows, style="words"))
+def _next_steps(demo: Demo) -> tuple[str, str]:
+    folder, config = demo.directory, "configs/experiments/demo.yaml"
+    commands = f"""# sample from the model
+pretrain generate {folder}/killed --prompt 'def ' --tokens 300
 
+# measure how the loss depends on the memory length
+pretrain evaluate {folder}/killed --data {folder}/data --memory-length 0 64 128 256 512
 
-def _go_on_section(settings: Settings) -> str:
-    place, config = (
-        settings.directory,
-        f"{CONFIG.parent.parent.name}/{CONFIG.parent.name}/{CONFIG.name}",
-    )
-    commands = f"""# sample from the model you just trained
-pretrain generate {place}/killed --prompt 'def ' --tokens 300
+# train longer on the same shards; after a kill it resumes from its latest checkpoint
+launcher local {config} --ranks {RANKS} --run-dir runs/longer \\
+    data.path={folder}/data optim.steps=5000
 
-# how far does its memory reach?
-pretrain evaluate {place}/killed --data {place}/data --memory-length 0 64 128 256 512
+# kill, resume and compare with your own settings
+pretrain verify-resume {config} --steps 20 --kill-at 7 data.path={folder}/data
 
-# train longer on the same shards; kill it whenever you like, it goes on
-launcher local {config} --ranks {RANKS} --run-dir runs/longer data.path={place}/data optim.steps=5000
-
-# prove the resume on your own settings
-pretrain verify-resume {config} --ranks {RANKS} --steps 20 --kill-at 7 data.path={place}/data
-
-# the same story on your own text
+# run this demo on your own text
 pretrain demo --corpus DIR --run-dir runs/mine
 
-tensorboard --logdir {place}"""
-    return section(
-        "Go on",
-        paragraph("Each of these works as it stands, from the folder where the demo was started."),
+# see the loss, speed and events of a run, or its curves while it trains
+pretrain report {folder}/killed
+tensorboard --logdir {folder}"""
+    return (
+        paragraph("Run these from the folder in which you started the demo."),
         f"<pre>{text(commands)}</pre>",
     )
 
 
 def _machine() -> str:
-    """The machine in words: nothing that names it."""
+    """Describe the machine without naming it."""
     cores = len(os.sched_getaffinity(0))
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"{cores} cores ({platform.machine()}), {gib:.0f} GiB memory, Python {python}, torch {version('torch')}"
+    return f"{cores} cores ({platform.machine()}) with {gib:.0f} GiB of host memory"

@@ -1,220 +1,277 @@
-"""The demo's stages: what each does and says. Later stages read nothing of it but its JSON-able result."""
+"""The stages of the demo. Most run a public command, as a user would.
+
+Each returns a result for RUN/demo.json with a one-line "summary". Later stages and the report read
+these results and the run directories, so finished stages need not run again.
+"""
 
 from __future__ import annotations
 
-import math
-import shutil
+import hashlib
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config import CorpusConfig, TokenizerConfig
-from pretrain.demo import texts, training
-from pretrain.demo.screen import Screen
-from pretrain.demo.settings import RANKS, Settings
+from data_pipeline.config_loader import load_config, to_tree
+from data_pipeline.corpora.manifest import SPLITS, read_manifest
+from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.yaml_files import SHIPPED
+from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.commands.verify_resume import train_ranks
+from pretrain.config.run import RunConfig
+from pretrain.demo import texts
+from pretrain.reporting.run_history import History, read_history
+from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.live_bar import live_bar
+from pretrain.terminal.text import counted, text_table
 
-VOCAB_SIZE = 4096
-VALIDATION_FRACTION = 0.06
-SHARD_BYTES = 512 << 10
-EVALUATION_TOKENS = 60_000
-SAMPLE_TOKENS = 260
+CONFIG = SHIPPED / "experiments" / "demo.yaml"
+FORMAT = 2  # of demo.json
+RANKS = 2
+MIN_STEPS = 16
+NUM_CHECKPOINTS = 8
+NUM_MEASUREMENTS = 32  # of speed; the loss is recorded at every step
+# Small shards, so that the lanes' order has something to permute.
+BUILD_OPTIONS = (
+    *("--validation-fraction", "0.06", "--shard-bytes", "524288"),
+    *("tokenizer.kind=bpe", "tokenizer.vocab_size=4096", f"threads={RANKS}"),
+)
+MEMORY_MULTIPLES = (0, 1, 2, 4)  # of the memory length in training
+EVALUATION_OPTIONS = ("--max-tokens", "60000")
 PROMPT = '"""Read settings from a file."""\n\nimport os\n\n\nclass Settings:\n'
+SAMPLING_OPTIONS = ("--tokens", "260", "--temperature", "0.7", "--top-p", "0.9")
 
 Result = dict[str, Any]
-Results = dict[str, Result]
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One step of the story. `leaves` are removed before it begins, unless it may go on from where it was stopped."""
+class Demo:
+    """A demo's directory, its settings, and the results of the stages finished so far."""
 
-    name: str
-    title: str
-    run: Callable[[Screen, Settings, Results], Result]
-    summary: Callable[[Result], str]
-    inputs: Callable[[Settings], Any] = lambda settings: None
-    leaves: Callable[[Settings], tuple[Path, ...]] = lambda settings: ()
-    can_go_on: bool = False
-    is_always_done: bool = False
+    directory: Path
+    corpus: Path | None  # the user's folder; None: the standard library
+    run: RunConfig
+    overrides: tuple[str, ...]  # of the experiment file, which make it `run`
+    results: dict[str, Result] = field(default_factory=dict)
+
+    @property
+    def uninterrupted(self) -> RunDir:
+        return RunDir(self.directory / "uninterrupted")
+
+    @property
+    def killed(self) -> RunDir:
+        return RunDir(self.directory / "killed")
+
+    @property
+    def steps(self) -> int:
+        return self.run.optim.steps
+
+    @property
+    def problems(self) -> list[str]:
+        """Where the resumed run differs from the uninterrupted one."""
+        return self.results["resumed"]["problems"]
+
+    @cached_property
+    def inputs(self) -> str:
+        """A hash of the text and the settings: with others, no finished stage can be kept."""
+        text: Any = sys.version
+        if self.corpus is not None:
+            files = texts.files_of_folder(self.corpus, self.directory)
+            text = [[file.name, file.size, file.modified] for file in files]
+        run = to_tree(self.run)
+        del run["data"]["path"]  # the directory may be moved
+        tree = [FORMAT, text, BUILD_OPTIONS, run, EVALUATION_OPTIONS, PROMPT, SAMPLING_OPTIONS]
+        return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:16]
+
+    @property
+    def kill_step(self) -> int:
+        """After half of the steps, midway between two checkpoints: some steps must be repeated."""
+        interval = self.run.checkpoint.interval
+        return self.steps // 2 // interval * interval + (interval + 1) // 2
 
 
-def write_corpus(screen: Screen, settings: Settings, results: Results) -> Result:
-    if settings.corpus is None:
-        documents, where = texts.standard_library(), "this Python's standard library"
+def new_demo(directory: Path, corpus: Path | None, steps: int) -> Demo:
+    """Return a demo of `steps` steps, or with 0 as many as the experiment file has."""
+    if steps and steps < MIN_STEPS:
+        raise ConfigError(
+            f"--steps {steps} is too short to kill and resume; use {MIN_STEPS} or more"
+        )
+    if corpus is not None:
+        texts.files_of_folder(corpus, directory)  # raises if there are none
+    default = load_config(RunConfig, CONFIG).optim
+    steps = steps or default.steps
+    interval = max(1, steps // NUM_CHECKPOINTS)
+    overrides = (
+        f"data.path={(directory / 'data').resolve()}",
+        f"optim.steps={steps}",
+        f"optim.schedule.warmup_steps={min(default.schedule.warmup_steps, steps // 4)}",
+        f"checkpoint.interval={interval}",
+        f"evaluation.interval={NUM_CHECKPOINTS // 2 * interval}",
+        f"metrics.interval={max(1, steps // NUM_MEASUREMENTS)}",
+    )
+    return Demo(directory, corpus, load_config(RunConfig, CONFIG, overrides), overrides)
+
+
+def collect_text(demo: Demo) -> Result:
+    if demo.corpus is None:
+        documents, source = texts.standard_library(), "this Python's standard library"
     else:
-        documents = texts.folder_of_text(settings.corpus, settings.directory)
-        where = f"--corpus {settings.corpus}"
-    written = texts.write_jsonl(settings.documents, documents)
-    texts.refuse_too_little(written, where)
-    return {**written, "source": where}
+        documents = texts.documents_of_folder(demo.corpus, demo.directory)
+        source = f"--corpus {demo.corpus}"
+    return {"summary": texts.write_jsonl(_documents(demo), documents, source)}
 
 
-def train_tokenizer(screen: Screen, settings: Settings, results: Results) -> Result:
-    from data_pipeline.builder.sources import list_sources
-    from data_pipeline.builder.train_tokenizer import prepare_tokenizer
+def build_corpus(demo: Demo) -> Result:
+    data = demo.directory / "data"
+    _call("data-pipeline", "build", "--input", _documents(demo), "--output", data, *BUILD_OPTIONS)
+    manifests = {split: read_manifest(data / split) for split in SPLITS}
+    parts = [
+        f"{split}: {manifest.documents:,} documents, {manifest.tokens / 1e6:.2f}M tokens in "
+        f"{counted(len(manifest.shards), 'shard')}"
+        for split, manifest in manifests.items()
+    ]
+    return {"summary": "; ".join(parts)}
 
-    config = corpus_config(settings)
-    tokenizer = prepare_tokenizer(settings.tokenizer, list_sources(config.input, config), config)
-    return {"vocab_size": tokenizer.vocab_size, "kind": tokenizer.kind}
+
+def train_uninterrupted(demo: Demo) -> Result:
+    _train(demo, demo.uninterrupted)
+    return {"summary": _speed(demo.uninterrupted)}
 
 
-def write_shards(screen: Screen, settings: Settings, results: Results) -> Result:
-    from data_pipeline.builder.build_corpus import build_corpus
-
-    with screen.progress("encoding", None) as meter:
-        built = build_corpus(
-            corpus_config(settings, settings.tokenizer), lambda what: meter.advance(1, str(what))
-        )
+def train_and_kill(demo: Demo) -> Result:
+    _train(demo, demo.killed, fault=f"sigkill@{demo.kill_step}")
+    checkpoint = steps_on_disk(demo.killed.checkpoints)[-1]
+    # Resuming cuts these steps from metrics.jsonl. They are kept here to compare both attempts.
+    lost = {step: loss for step, loss in losses_of(demo.killed).items() if step > checkpoint}
     return {
-        split: {
-            "documents": manifest.documents,
-            "tokens": manifest.tokens,
-            "shards": len(manifest.shards),
-            "bytes_per_token": manifest.text_bytes / manifest.tokens,
-        }
-        for split, manifest in built.manifests.items()
-    }
-
-
-def train_undisturbed(screen: Screen, settings: Settings, results: Results) -> Result:
-    start = training.train(screen, settings, settings.undisturbed, attempt=0)
-    return _trained(settings, settings.undisturbed, start)
-
-
-def train_and_kill(screen: Screen, settings: Settings, results: Results) -> Result:
-    start = training.train(
-        screen, settings, settings.killed, attempt=0, kill_after=settings.kill_after
-    )
-    checkpoint = training.newest_step(settings.killed)
-    return {
-        "killed_after": start.last_step,
+        "killed_after": demo.kill_step,
         "checkpoint": checkpoint,
-        # Resuming cuts these from the run's measurements; they are kept here to be compared with what is made again.
-        "lost": [list(each) for each in training.losses(settings.killed) if each[0] > checkpoint],
-        "seconds": start.seconds,
+        "lost": list(lost.items()),
+        "summary": f"killed after step {demo.kill_step}; the latest checkpoint is of step "
+        f"{checkpoint}, so {len(lost)} steps are lost and will be repeated",
     }
 
 
-def resume_and_compare(screen: Screen, settings: Settings, results: Results) -> Result:
-    from pretrain.checkpoint import directory as checkpoint_files
-    from pretrain.checkpoint import marker
-    from pretrain.commands.same_run import differing_losses, differing_state
+def resume_and_compare(demo: Demo) -> Result:
+    from pretrain.commands.same_run import differences
 
-    start = training.train(screen, settings, settings.killed, attempt=1)
-    undisturbed, killed = settings.undisturbed, settings.killed
-    ends = [
-        marker.verify(checkpoint_files.step_directory(run_dir.checkpoints, settings.steps))
-        for run_dir in (undisturbed, killed)
-    ]
-    problems = differing_losses(undisturbed, killed) + differing_state(*ends)
-    again = dict(training.losses(killed))
-    lost = results["kill"]["lost"]
+    _train(demo, demo.killed, attempt=1)
+    problems = differences(demo.uninterrupted, demo.killed, demo.steps)
+    repeated, lost = losses_of(demo.killed), demo.results["killed"]["lost"]
     problems += [
-        f"step {step}: {loss!r} before the kill, {again[step]!r} after"
+        f"step {step}: loss {loss!r} before the kill, {repeated[step]!r} after"
         for step, loss in lost
-        if again[step] != loss
+        if repeated[step] != loss
     ]
-    return {**_trained(settings, killed, start), "problems": problems[:20], "lost_steps": len(lost)}
+    summary = (
+        f"identical: every loss and the whole final state (weights, moments, memories, cursors, "
+        f"random numbers); {len(lost)} lost steps were repeated"
+    )
+    if problems:
+        summary = "\n".join(["DIFFERENT:", *problems[:20]])
+    return {"problems": problems[:20], "summary": summary}
 
 
-def evaluate_memory(screen: Screen, settings: Settings, results: Results) -> Result:
-    import torch
+def evaluate_memory(demo: Demo) -> Result:
+    lengths = [times * demo.run.model.memory_length for times in MEMORY_MULTIPLES]
+    options = ("--memory-length", *lengths, *EVALUATION_OPTIONS, "--json")
+    printed = _call("pretrain", "evaluate", demo.killed.path, *options)
+    rows = json.loads(printed)["results"]
+    print(text_table(memory_table(rows)))
+    gain = rows[0]["loss"] - rows[1]["loss"]
+    summary = f"memory lowers the validation loss by {gain:.2f} nats per token"
+    return {"rows": rows, "gain": gain, "summary": summary}
 
-    from data_pipeline.corpora.corpus import Corpus
-    from pretrain.distributed.world import destroy_process_group, init_world
-    from pretrain.evaluation.evaluate import TrainedScorer, evaluate
-    from pretrain.weights.trained_model import load_trained
 
-    corpus = Corpus.open(settings.data / "validation")
-    tokens = min(EVALUATION_TOKENS, corpus.num_tokens)
-    run = settings.run
-    torch.set_num_threads(
-        1
-    )  # more threads wait for each other as soon as the machine has other work
-    world = init_world()
-    rows = []
-    try:
-        scorer = TrainedScorer(
-            load_trained(settings.killed.path, world.device, say=screen.say), world
-        )
-        for times in (0, 1, 2, 4):
-            memory_length = times * run.model.memory_length
-            with screen.progress(f"memory {memory_length:>4}", tokens) as meter:
-                result = evaluate(
-                    scorer,
-                    corpus,
-                    memory_length=memory_length,
-                    segment_length=run.data.segment_length,
-                    num_lanes=run.evaluation.lanes,
-                    max_tokens=tokens,
-                    advance=meter.advance,
-                )
-            screen.say(
-                f"memory {memory_length:>4} tokens ({times}x): loss {result.loss:.4f}  "
-                f"perplexity {result.perplexity:7.2f}  {result.bits_per_byte:.3f} bits/byte"
+def memory_table(rows: list[Result]) -> list[tuple[str, ...]]:
+    """Return a table of evaluations, heads first."""
+    return [
+        ("memory", "loss", "perplexity", "bits/byte", "tokens/s"),
+        *(
+            (
+                f"{row['memory_length']:,}",
+                f"{row['loss']:.4f}",
+                f"{row['perplexity']:.2f}",
+                f"{row['bits_per_byte']:.3f}",
+                f"{row['tokens'] / row['seconds']:,.0f}",
             )
-            rows.append({"times": times, **vars(result)})
-    finally:
-        destroy_process_group()
-    return {"rows": rows}
+            for row in rows
+        ),
+    ]
 
 
-def sample(screen: Screen, settings: Settings, results: Results) -> Result:
-    import torch
+def sample(demo: Demo) -> Result:
+    prompt = PROMPT if demo.corpus is None else ""
+    options = ("--prompt", prompt, *SAMPLING_OPTIONS)
+    printed = _call("pretrain", "generate", demo.killed.path, *options)
+    text = printed.removeprefix(prompt).removesuffix("\n")
+    print(printed)
+    return {"prompt": prompt, "text": text, "summary": f"{len(text):,} characters sampled"}
 
-    from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
-    from pretrain.weights.trained_model import load_tokenizer, load_trained
 
-    trained = load_trained(settings.killed.path, torch.device("cpu"), say=screen.say)
-    tokenizer = load_tokenizer(trained, settings.data)
-    prompt = PROMPT if settings.corpus is None else ""
-    stream, text = TextStream(tokenizer), ""
-    with screen.progress("writing", SAMPLE_TOKENS) as meter:
-        tokens = generate(
-            trained.module,
-            prompt_tokens(tokenizer, prompt),
-            sampling=Sampling(temperature=0.7, top_p=0.9),
-            num_tokens=SAMPLE_TOKENS,
-            end_id=tokenizer.end_id,
-            seed=settings.run.seed,
-            segment_length=settings.run.data.segment_length,
+def losses_of(run_dir: RunDir) -> dict[int, float]:
+    """Return the training loss of every step on record."""
+    lines = run_dir.read_metrics()
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def median_of(history: History, name: str) -> float:
+    """Return the median over the run of what each interval measured."""
+    return statistics.median(history.series(name)[1])
+
+
+def _documents(demo: Demo) -> Path:
+    return demo.directory / "text" / "documents.jsonl"
+
+
+def _train(demo: Demo, run_dir: RunDir, fault: str = "", attempt: int = 0) -> None:
+    with live_bar():
+        train_ranks(
+            CONFIG, demo.overrides, run_dir, RANKS, fault=fault, attempt=attempt, is_shown=True
         )
-        for tokens_B in tokens:
-            text += stream.add(int(tokens_B[0]))
-            meter.advance(1)
-    text += stream.rest()
-    screen.say(f"{prompt}{text}")
-    return {"prompt": prompt, "text": text}
 
 
-def corpus_config(settings: Settings, tokenizer: Path | None = None) -> CorpusConfig:
-    """How the demo's text becomes shards: small ones, so that the lanes' order has something to permute."""
-    return CorpusConfig(
-        input=(settings.documents,),
-        output=settings.data,
-        validation_fraction=VALIDATION_FRACTION,
-        shard_bytes=SHARD_BYTES,
-        threads=RANKS,
-        tokenizer=TokenizerConfig(kind="bpe", vocab_size=VOCAB_SIZE, path=tokenizer),
+def _speed(run_dir: RunDir) -> str:
+    history = read_history(run_dir.path)
+    names = ("tokens_per_second", "mfu", "used_memory_gib")
+    speed, mfu, memory = (median_of(history, name) for name in names)
+    return (
+        f"loss {history.loss:.3f}, {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
     )
 
 
-def remove(paths: tuple[Path, ...]) -> None:
-    """Make place for a stage to begin anew."""
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _call(program: str, *arguments: object) -> str:
+    """Show a command, run it, and return what it prints; UserError if it fails."""
+    words = list(map(str, arguments))
+    print(f"$ {shlex.join([program, *words])}", flush=True)
+    module = program.replace("-", "_")
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        # More threads wait for each other as soon as the machine has other work.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        raise UserError(f"'{program} {words[0]}' exited with status {done.returncode}; see above")
+    return done.stdout
 
 
-def _trained(settings: Settings, run_dir: training.RunDir, start: training.Start) -> Result:
-    losses = training.losses(run_dir)
-    tail = [loss for _, loss in losses[-max(1, len(losses) // 20) :]]
-    return {
-        "seconds": start.seconds,
-        "seconds_to_first_step": start.seconds_to_first_step,
-        "final_loss": math.fsum(tail) / len(tail),
-        **training.speed(run_dir),
-    }
+# Name, title and function. The name is also that of the directory it fills, if it fills one.
+Stage = tuple[str, str, Callable[[Demo], Result]]
+STAGES: tuple[Stage, ...] = (
+    ("text", "Collect text", collect_text),
+    ("data", "Train a tokenizer and write shards", build_corpus),
+    ("uninterrupted", f"Train on {RANKS} ranks with DeepSpeed", train_uninterrupted),
+    ("killed", "Train again and SIGKILL all ranks midway", train_and_kill),
+    ("resumed", "Resume from the latest checkpoint and compare every bit", resume_and_compare),
+    ("memory", "Evaluate with memories of several lengths", evaluate_memory),
+    ("sample", "Sample text", sample),
+)

@@ -52,11 +52,7 @@ th:first-child, td:first-child { padding-left: 0; }
 .words td { white-space: normal; vertical-align: top; }
 .words td:first-child { color: var(--faint); white-space: nowrap; }
 .words tr:first-child td { border-top: 0; }
-td.bits { font: 12.5px var(--mono); }
-tr.mark td { text-align: left; font-weight: 600; font-size: 13px; color: var(--alarm); }
-tr.calm td { color: var(--second); }
-td.gap { text-align: left; color: var(--faint); }
-td.same { color: var(--good); }
+.bits td { font: 12.5px var(--mono); }
 pre { font: 13px/1.55 var(--mono); background: var(--page); border-radius: 8px; padding: 16px; margin: 12px 0 0;
   overflow-x: auto; }
 pre.prose { white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -118,9 +114,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") 
     body = "".join(
         "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return wrapped_table(f"<tr>{head}</tr>" if heads else "", body, style)
-
-
-def wrapped_table(head: str, body: str, style: str = "") -> str:
-    """A table of rows that are HTML already."""
-    return f'<div class="scroll"><table class="{style}"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table class="{style}">'
+        f"<thead>{f'<tr>{head}</tr>' if heads else ''}</thead><tbody>{body}</tbody></table></div>"
+    )

@@ -1,4 +1,4 @@
-"""The wheel, installed into an environment of its own and used from a directory without the checkout."""
+"""The wheel, installed into its own environment and used from a directory without the checkout."""
 
 from __future__ import annotations
 

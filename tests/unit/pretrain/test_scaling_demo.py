@@ -80,5 +80,5 @@ def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):
 def test_a_missing_file_name_takes_one_line(capsys):
     assert texts.main([]) == 2
     error = capsys.readouterr().err
-    assert "expected one argument, the file to write" in error
+    assert "expected one, the file to write" in error
     assert error.count("\n") == 1
