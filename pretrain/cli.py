@@ -20,13 +20,13 @@ COMMANDS = {
         "pretrain.commands.evaluate",
         "loss and bits per character with memories of any length, and how far back models look",
     ),
-    "generate": ("pretrain.evaluation.sampling", "sample text from a checkpoint"),
+    "generate": ("pretrain.commands.generate", "sample text from a checkpoint"),
     "export": (
-        "pretrain.weights.export",
+        "pretrain.commands.export",
         "a run's model as safetensors, settings and tokenizer, in one directory",
     ),
     "import-original": (
-        "pretrain.weights.import_original",
+        "pretrain.commands.import_original",
         "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
     ),
     "describe": (
@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune what a run has saved"),
     "golden": (
-        "pretrain.weights.golden",
+        "pretrain.commands.golden",
         "compare the model with recorded results of the original implementation",
     ),
     "verify-resume": (

@@ -1,4 +1,4 @@
-"""One module per command of `pretrain`; each is imported only when its command runs.
+"""One module per command of `pretrain`: `add_arguments` and `run`; the work is done by lower modules.
 
-The top floor, with demo.
+The top floor, with demo. Each module is imported only when its command runs.
 """

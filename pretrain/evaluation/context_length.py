@@ -1,9 +1,10 @@
-"""Relative effective context length (Dai et al. 2019, section 3.3 and appendix C): how far back context still helps.
+"""Relative effective context length (section 3.3 and appendix C): how far back context still helps.
 
-Growing the context of a position from c to c + step tokens lowers its loss less and less. The context length of a model
-is the c from which on the next step lowers perplexity by less than one percent. It is measured for several models
-together: over the same positions, each step starting from the best loss any of them reached with c, so that a poor
-model does not look good because it has much left to gain. P positions.
+Each step from a context of c tokens to c + step lowers the loss less than the one before. The
+context length of a model is the c from which the next step lowers perplexity by less than 1%. It is
+measured for several models together, over the same positions. Each step starts from the best loss
+that any of them reached with c, so that a weak model does not look good because it has more left to
+gain. P positions; other letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ from pretrain.model.transformer_xl import TransformerXL
 
 THRESHOLD = 0.01  # of perplexity
 READ_TOKENS = 8192  # of the split at a time
-LANES = 64  # positions computed side by side
+LANES = 64  # positions computed together
 
-Losses = Callable[
-    [int], Tensor
-]  # context length -> NLL [P] in float64, each position seeing so many tokens
+# From a context length to the NLL [P] in float64 of every position after that many tokens.
+Losses = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
 class ContextLength:
-    """What one model made of growing contexts, on the positions that are hardest with short ones."""
+    """How far back context helps one model, on the positions that are hardest with a short one."""
 
-    share: float  # r: the part of the positions taken, hardest first
+    share: float  # r: the fraction of positions counted, hardest first
     length: int  # tokens
-    gains: tuple[float, ...]  # of perplexity, relative, by each further step
-    reached_longest: bool  # the last step measured still helped: the true length may be more
+    gains: tuple[float, ...]  # relative decrease of perplexity in each step
+    reached_longest: bool  # the last step still helped, so the true length may be greater
 
 
 @dataclass(frozen=True)
 class ContextGrid:
-    """The contexts measured: step, 2 step, ... up to `longest` tokens."""
+    """The contexts measured: step, 2 step, ..., up to `longest` tokens."""
 
     step: int
     longest: int
@@ -60,7 +60,7 @@ def relative_effective_context_lengths(
     shares: Sequence[float],
     threshold: float = THRESHOLD,
 ) -> list[list[ContextLength]]:
-    """Per model one length for each share; no context longer than needed is computed."""
+    """Return one length per model and share; longer contexts than needed are not computed."""
     gains: list[list[list[float]]] = [[[] for _ in shares] for _ in losses]
     growing = {(model, index) for model in range(len(losses)) for index in range(len(shares))}
     shorter = torch.stack([model(contexts.step) for model in losses])
@@ -75,22 +75,17 @@ def relative_effective_context_lengths(
         shorter = longer
         if not growing:
             break
-    return [
-        [
-            ContextLength(
-                share=share,
-                length=contexts.step * (len(of_share) + ((model, index) in growing)),
-                gains=tuple(of_share),
-                reached_longest=(model, index) in growing,
-            )
-            for index, (share, of_share) in enumerate(zip(shares, of_model, strict=True))
-        ]
-        for model, of_model in enumerate(gains)
-    ]
+
+    def length_of(model: int, index: int) -> ContextLength:
+        found, grows = gains[model][index], (model, index) in growing
+        length = contexts.step * (len(found) + grows)
+        return ContextLength(shares[index], length, tuple(found), reached_longest=grows)
+
+    return [[length_of(model, i) for i in range(len(shares))] for model in range(len(losses))]
 
 
 def _gain(best_P: Tensor, longer_P: Tensor, share: float) -> float:
-    """By how much perplexity falls on the hardest positions: g of appendix C."""
+    """Return the relative decrease of perplexity on the hardest positions: g of appendix C."""
     hardest = best_P.argsort(descending=True, stable=True)[: max(1, round(share * len(best_P)))]
     before = best_P[hardest].mean().exp()
     after = torch.minimum(best_P, longer_P)[hardest].mean().exp()
@@ -98,48 +93,57 @@ def _gain(best_P: Tensor, longer_P: Tensor, share: float) -> float:
 
 
 class SplitPositions:
-    """Positions spread evenly over a split, each with `longest` tokens before it. ConfigError if it is too short."""
+    """Positions spread evenly over a split, each with at least `longest` tokens before it."""
 
     def __init__(
         self, corpus: Corpus, num_positions: int, longest: int, max_tokens: int = 0
     ) -> None:
         parts = EvaluationStream(corpus, 1, READ_TOKENS, range(1), max_tokens)
         tokens_T = torch.cat([torch.from_numpy(part.targets_BL[part.valid_BL]) for part in parts])
-        room = len(tokens_T) - longest
+        available = len(tokens_T) - longest
         if num_positions < 1:
             raise ConfigError(f"the number of positions is {num_positions}, expected 1 or more")
-        if room < num_positions:
+        if available < num_positions:
             raise ConfigError(
-                f"{corpus.directory} has {max(room, 0):,} positions with {longest:,} tokens before them, "
-                f"{num_positions:,} are wanted; use fewer positions or a shorter longest context"
+                f"{corpus.directory} has {max(available, 0):,} positions with {longest:,} tokens "
+                f"before them, {num_positions:,} are requested; use fewer positions or a shorter "
+                "longest context"
             )
         self.tokens_T = tokens_T
         self._end_id = corpus.manifest.end_id
-        self.places_P = longest + torch.arange(num_positions) * room // num_positions
+        self.offsets_P = longest + torch.arange(num_positions) * available // num_positions
 
     def __len__(self) -> int:
-        return len(self.places_P)
+        return len(self.offsets_P)
 
     @torch.no_grad()
     def losses(
         self, module: TransformerXL, length: int, memory_length: int, segment_length: int
     ) -> Tensor:
-        """NLL [P] in float64 of each position after exactly `length` tokens, read as a stream that begins there."""
+        """Return the NLL [P] in float64 after exactly `length` tokens, read as a new stream."""
         device = next(module.parameters()).device
         found = []
-        for places_B in self.places_P.split(LANES):
-            windows_BW = self.tokens_T[(places_B[:, None] + torch.arange(-length, 1))]
+        for offsets_B in self.offsets_P.split(LANES):
+            windows_BW = self.tokens_T[(offsets_B[:, None] + torch.arange(-length, 1))]
             tokens_BL, targets_B = windows_BW[:, :-1].to(device), windows_BW[:, -1].to(device)
             starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
             starts_BL[:, 1:] = tokens_BL[:, :-1] == self._end_id
             stream = new_stream(module, memory_length, segment_length)
-            end = (
-                length % segment_length or segment_length
-            )  # the last segment is a full one, as in training
-            begin = 0
+            # The first segment is the short one: the last is full, as in training.
+            start, end = 0, length % segment_length or segment_length
             while end < length:
-                stream.logits_BLV(tokens_BL[:, begin:end], starts_BL[:, begin:end], 1)
-                begin, end = end, end + segment_length
-            logits_BLV = stream.logits_BLV(tokens_BL[:, begin:end], starts_BL[:, begin:end], 1)
-            found.append(-logits_BLV[:, -1].gather(1, targets_B[:, None]).squeeze(1).double().cpu())
+                stream.logits_BLV(tokens_BL[:, start:end], starts_BL[:, start:end], 1)
+                start, end = end, end + segment_length
+            logits_BLV = stream.logits_BLV(tokens_BL[:, start:end], starts_BL[:, start:end], 1)
+            scored_B1 = logits_BLV[:, -1].gather(1, targets_B[:, None])
+            found.append(-scored_B1.squeeze(1).double().cpu())
         return torch.cat(found)
+
+
+def context_rows(lengths: Sequence[ContextLength], step: int) -> list[tuple[str, ...]]:
+    """Return the rows of a table for one model, heads first."""
+    rows = [("r", "context length", f"perplexity decreases with each {step} tokens more by")]
+    for each in lengths:
+        length = f"{each.length:,}{' or more' if each.reached_longest else ''}"
+        rows.append((f"{each.share:g}", length, " ".join(f"{gain:.1%}" for gain in each.gains)))
+    return rows

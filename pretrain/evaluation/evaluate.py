@@ -1,14 +1,15 @@
-"""How well a model predicts a split, with memories of any length; every token is scored once.
+"""The loss of a model on a split, with memories of any length; every token is scored once.
 
-B lanes, L tokens of the segment, V vocabulary. Each lane carries its memory from segment to segment; lanes and ranks
-are joined by sums in float64, so the result does not depend on how many ranks took part (beyond rounding).
+Each lane carries its memory from segment to segment. Lanes and ranks are combined by sums in
+float64, so the result does not depend on the number of ranks, except for rounding. Letters of
+shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from pretrain.weights.trained_model import TrainedModel
 
 
 class Scorer(Protocol):
-    """What evaluation needs of an engine."""
+    """The part of an engine that evaluation needs."""
 
     @property
     def world(self) -> World: ...
@@ -40,7 +41,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Means over `tokens` targets, ends of documents included; bits are per byte and character of their text."""
+    """Means over `tokens` targets, including ends of documents; bits are per unit of their text."""
 
     memory_length: int
     segment_length: int
@@ -50,15 +51,14 @@ class EvaluationResult:
     bits_per_character: float
     tokens: int
     seconds: float
-    loss_by_position: tuple[
-        float, ...
-    ]  # of the segment: the later, the more the segment itself tells
+    loss_by_position: tuple[float, ...]  # in the segment: later tokens have more of it as context
 
 
 class TrainedScorer:
-    """A whole frozen model on this process, which remembers projected keys and values: exact, and several times faster.
+    """A frozen model on this process, with cached keys and values: exact, and several times faster.
 
-    The cache stays inside: a call without a memory begins new streams, and the memory handed out is empty.
+    The cache is internal: a call without memory starts new streams, and the memory returned is
+    empty.
     """
 
     def __init__(self, trained: TrainedModel, world: World) -> None:
@@ -85,9 +85,10 @@ def evaluate(
     max_tokens: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> EvaluationResult:
-    """Score a split with all ranks together, or about its first `max_tokens` tokens; `advance` hears of each batch's.
+    """Score a split, or about its first `max_tokens` tokens, on all ranks together.
 
-    The bytes and characters are those of the manifest when the whole split is scored, else of the scored tokens.
+    `advance` is called with the number of tokens of each batch. Bytes and characters are those of
+    the manifest if the whole split is scored, else those of the scored tokens.
     """
     world = scorer.world
     num_lanes = useful_lanes(
@@ -99,11 +100,9 @@ def evaluate(
     bytes_V, characters_V = (
         torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     )
-    remembered = min(memory_length, stream.num_tokens)  # there is no more to remember
-    begin = time.perf_counter()
-    sums = torch.zeros(
-        2, segment_length, dtype=torch.float64
-    )  # loss and number of tokens by position
+    remembered = min(memory_length, stream.num_tokens)  # there are no more tokens to remember
+    start = time.perf_counter()
+    sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and tokens by position
     sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
     memory: Memory | None = None
     for batch in stream:
@@ -115,10 +114,8 @@ def evaluate(
         sizes += torch.stack([bytes_V[scored].sum(), characters_V[scored].sum()])[:, None]
         advance(len(scored) * world.world_size)
     total = sum_over_ranks(torch.cat([sums, sizes], dim=1).to(world.device)).cpu()
-    (loss, tokens), (num_bytes, num_characters) = (
-        total[:, :-1].sum(1).tolist(),
-        total[:, -1].tolist(),
-    )
+    loss, tokens = total[:, :-1].sum(1).tolist()
+    num_bytes, num_characters = total[:, -1].tolist()
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
     return EvaluationResult(
@@ -129,13 +126,13 @@ def evaluate(
         bits_per_byte=loss / math.log(2) / max(num_bytes, 1),
         bits_per_character=loss / math.log(2) / max(num_characters, 1),
         tokens=int(tokens),
-        seconds=time.perf_counter() - begin,
+        seconds=time.perf_counter() - start,
         loss_by_position=tuple((total[0, :-1] / total[1, :-1].clamp(min=1)).tolist()),
     )
 
 
 def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str, float]]:
-    """What the training loop calls at its intervals: the validation loss with the training memory and without any."""
+    """Return a function that measures the validation loss with the training memory and without."""
     corpus = Corpus.open(run.data.directory() / "validation")
 
     def measure(memory_length: int) -> EvaluationResult:
@@ -155,3 +152,19 @@ def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str,
         return {**{name: getattr(result, name) for name in shown}, "loss_without_memory": without}
 
     return values
+
+
+def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
+    """Return the rows of a table, heads first."""
+    rows = [
+        (
+            f"{result.memory_length:,}",
+            f"{result.loss:.4f}",
+            f"{result.perplexity:,.2f}",
+            f"{result.bits_per_byte:.4f}",
+            f"{result.bits_per_character:.4f}",
+            f"{result.tokens / result.seconds:,.0f}",
+        )
+        for result in results
+    ]
+    return [("memory", "loss", "perplexity", "bits/byte", "bits/character", "tokens/s"), *rows]

@@ -1,13 +1,14 @@
-"""Evaluation with memory against a window that slides by one token (Dai et al. 2019, section 3.2 and table 9).
+"""Evaluation with memory against a window that slides by one token (section 3.2 and table 9).
 
-A model without recurrence that wants A tokens of context for every prediction computes all of them again for each one.
-With memory every token is computed once. Both sides predict the same number of tokens per second of work here.
+Without recurrence, a model that uses A tokens of context for every prediction computes all of them
+again for each one. With memory every token is computed once. Both sides are measured in predicted
+tokens per second.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,20 +20,20 @@ from pretrain.costs.flops import flops_of
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 
-# Table 9: attention lengths of a model trained with a memory of 768.
+# Table 9 has these attention lengths for a model trained with a memory of 768.
 PAPER_TRAINING_MEMORY = 768
 PAPER_ATTENTION_LENGTHS = (800, 1800, 2800, 3800)
-MINIMUM_SECONDS = 1.0  # each side is measured for at least so long
+MINIMUM_SECONDS = 1.0  # of measuring each side
 
 
 @dataclass(frozen=True)
 class ThroughputComparison:
-    """Tokens predicted per second with one attention length, one stream each."""
+    """Predicted tokens per second with one attention length and one stream on each side."""
 
     attention_length: int  # keys that the segment's last token sees
     cached: float
     sliding_window: float
-    by_flops: float  # the ratio that the matrix products alone would give
+    by_flops: float  # the ratio expected from the FLOPs of matrix products
 
     @property
     def ratio(self) -> float:
@@ -40,15 +41,11 @@ class ThroughputComparison:
 
 
 def attention_lengths(model: ModelConfig, segment_length: int) -> list[int]:
-    """The paper's attention lengths, scaled to the training memory; ConfigError for a model without memory."""
+    """Return the paper's attention lengths, scaled to the model's training memory."""
     if not model.memory_length:
-        raise ConfigError(
-            "a model trained without memory has nothing to compare with a sliding window"
-        )
-    scaled = (
-        length * model.memory_length // PAPER_TRAINING_MEMORY for length in PAPER_ATTENTION_LENGTHS
-    )
-    return [max(length, segment_length + 1) for length in scaled]
+        raise ConfigError("a sliding window is compared with memory, but this model has none")
+    lengths = (n * model.memory_length // PAPER_TRAINING_MEMORY for n in PAPER_ATTENTION_LENGTHS)
+    return [max(length, segment_length + 1) for length in lengths]
 
 
 @torch.no_grad()
@@ -58,18 +55,17 @@ def compare(
     segment_length: int,
     seconds: float = MINIMUM_SECONDS,
 ) -> ThroughputComparison:
-    """Measure both ways on random tokens; ConfigError if the segment alone is as long as the attention."""
+    """Measure both ways on random tokens; ConfigError if no room is left for memory."""
     memory_length = attention_length - segment_length
     if memory_length < 1:
         raise ConfigError(
-            f"an attention length of {attention_length} leaves no memory behind a segment of {segment_length}; "
-            "use a longer one or a shorter segment"
+            f"attention length {attention_length} must exceed the segment length "
+            f"{segment_length}; use a longer one or a shorter segment"
         )
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(attention_length)
-    tokens_BT = torch.randint(
-        module.config.vocab_size, (1, attention_length + 1), generator=generator
-    ).to(device)
+    shape = (1, attention_length + 1)
+    tokens_BT = torch.randint(module.config.vocab_size, shape, generator=generator).to(device)
     inputs_BL, targets_BL = tokens_BT[:, -segment_length - 1 : -1], tokens_BT[:, -segment_length:]
     stream = new_stream(module, memory_length, segment_length)
     for _ in range(-(-memory_length // segment_length)):
@@ -91,16 +87,16 @@ def compare(
 
 
 def _calls_per_second(work: Callable[[], Tensor], seconds: float) -> float:
-    float(work().sum())  # waits for the device, too
-    begin, calls = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
+    float(work().sum())  # reading the value waits for the device
+    start, calls = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
         float(work().sum())
         calls += 1
-    return calls / (time.perf_counter() - begin)
+    return calls / (time.perf_counter() - start)
 
 
 def _ratio_of_flops(model: ModelConfig, attention_length: int, segment_length: int) -> float:
-    """FLOPs per predicted token of the window, over those of the cache, whose memory is not projected again."""
+    """Return FLOPs per token of the window over those of the cache, which projects rows once."""
     alone = replace(model, memory_length=0, same_length=False, compressed_length=0)
     remembering = replace(alone, memory_length=attention_length - segment_length)
     segment = flops_of(alone, segment_length, 1)
@@ -108,3 +104,19 @@ def _ratio_of_flops(model: ModelConfig, attention_length: int, segment_length: i
     cached += flops_of(remembering, segment_length, 1).attention
     window = flops_of(alone, attention_length, 1)
     return (attention_length * (window.forward - window.head) + window.head) / cached
+
+
+def comparison_rows(results: Sequence[ThroughputComparison]) -> list[tuple[str, ...]]:
+    """Return the rows of a table, heads first."""
+    heads = ("attention length", "tokens/s with memory", "with a sliding window", "ratio")
+    rows = [
+        (
+            f"{each.attention_length:,}",
+            f"{each.cached:,.0f}",
+            f"{each.sliding_window:,.1f}",
+            f"{each.ratio:,.0f}x",
+            f"{each.by_flops:,.0f}x",
+        )
+        for each in results
+    ]
+    return [(*heads, "ratio by FLOPs"), *rows]

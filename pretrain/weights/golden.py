@@ -1,12 +1,12 @@
-"""`pretrain golden FILES`: this model against recorded results of the original implementation, in float64.
+"""The model against recorded results of the original implementation, in float64.
 
-A case holds parameters, tokens, losses, hidden states, memories and gradients of a few consecutive segments; two more
-kinds of file hold attention masks and the relative shift alone. Everything in the files is time-major, [L, B, D].
+A case contains parameters, tokens, losses, hidden states, memories and gradients of a few
+consecutive segments. Two more kinds of files contain attention masks or the relative shift.
+Everything in the files is time-major, [L, B, D]. tests/golden/record_vectors.py writes such files.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import zipfile
@@ -24,19 +24,18 @@ from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.memory import Memory
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.terminal.text import text_table
 from pretrain.weights.original import config_of_original, original_to_ours
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
-COLUMNS = ("NLL", "hidden", "memories", "gradients", "entries")  # entries: of masks and shifts
+COLUMNS = ("NLL", "hidden", "memories", "gradients", "entries")  # entries of masks and shifts
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One file's largest absolute errors by column; `note` says why there are none."""
+    """The largest absolute errors of a file by column; `note` is the reason if there are none."""
 
     name: str
     errors: dict[str, float]
@@ -46,40 +45,12 @@ class Result:
     def verdict(self) -> str:
         if self.note:
             return self.note
-        # Written so that a NaN fails.
+        # The comparison is such that a NaN fails.
         return "ok" if all(error <= LIMIT for error in self.errors.values()) else "FAILED"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="golden vectors, .npz")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print one line per file; 0 if every supported case agrees to 1e-10, else 1."""
-    results = [compare(path) for path in arguments.files]
-    print(table(results))
-    supported = [result for result in results if not result.note]
-    passed = [result for result in supported if result.verdict == "ok"]
-    print(
-        f"\n{len(passed)} of {len(supported)} supported files agree to {LIMIT:g} (largest absolute error, float64)"
-    )
-    return 0 if supported and len(passed) == len(supported) else 1
-
-
-def table(results: list[Result]) -> str:
-    """The results in aligned columns."""
-    rows = [["case", *COLUMNS, "verdict"]]
-    for result in results:
-        cells = [
-            f"{result.errors[column]:.1e}" if column in result.errors else "-" for column in COLUMNS
-        ]
-        rows.append([result.name, *cells, result.verdict])
-    return text_table(rows, left=(0, -1))
-
-
 def compare(path: Path) -> Result:
-    """Recompute what the file records and compare."""
+    """Compute what the file records, and compare."""
     arrays = _read(path)
     try:
         if "config" in arrays:
@@ -90,19 +61,19 @@ def compare(path: Path) -> Result:
             return _compare_shifts(path.stem, arrays)
     except KeyError as error:
         raise DataError(
-            f"{path}: no entry {error}, which a golden case must have; is the file complete?"
+            f"{path}: a golden case needs entry {error}; is the file complete?"
         ) from None
     except (CheckpointError, ConfigError) as error:
         raise DataError(f"{path}: {error}") from None
     raise DataError(
-        f"{path} is not a file of golden vectors: found entries {sorted(arrays)[:3]}, expected 'config' with "
-        "'param/...', or masks, or relative shifts"
+        f"{path} is not a file of golden vectors: found entries {sorted(arrays)[:3]}, "
+        "expected 'config' with 'param/...', or masks, or relative shifts"
     )
 
 
 def _read(path: Path) -> Arrays:
     if not path.is_file():
-        raise DataError(f"{path} is not a file; expected a .npz file of golden vectors")
+        raise DataError(f"{path} is not a file; give a .npz file of golden vectors")
     try:
         with open(path, "rb") as opened:
             file = np.load(opened, allow_pickle=False)
@@ -119,22 +90,18 @@ def _compare_masks(name: str, arrays: Arrays) -> Result:
         match = MASK_NAME.fullmatch(case)
         assert match is not None
         num_queries, num_memory, memory_length, same_length = map(int, match.groups())
-        found = forbidden_LC(
-            num_queries, num_memory + num_queries, memory_length if same_length else 0
-        )
+        window = memory_length if same_length else 0
+        found = forbidden_LC(num_queries, num_memory + num_queries, window)
         differing += int((found != torch.from_numpy(expected)).sum())
     return Result(name, {"entries": float(differing)})
 
 
 def _compare_shifts(name: str, arrays: Arrays) -> Result:
-    shifted = [key for key in arrays if key.startswith("in_")]
-    errors = [
-        _largest_difference(
-            relative_shift(pad(torch.from_numpy(arrays[key])[None], (1, 0)))[0],
-            torch.from_numpy(arrays["out" + key[2:]]),
-        )
-        for key in shifted
-    ]
+    errors = []
+    for name_in in (key for key in arrays if key.startswith("in_")):
+        padded = pad(torch.from_numpy(arrays[name_in])[None], (1, 0))
+        expected = torch.from_numpy(arrays["out" + name_in[2:]])
+        errors.append(_largest_difference(relative_shift(padded)[0], expected))
     return Result(name, {"entries": max(errors)})
 
 
@@ -144,11 +111,8 @@ def _compare_case(name: str, arrays: Arrays) -> Result:
     except json.JSONDecodeError as error:
         raise ConfigError(f"entry 'config' is not JSON ({error}); is this a golden case?") from None
     if settings.get("attn_type", 0) != 0:
-        return Result(
-            name,
-            {},
-            note=f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0",
-        )
+        note = f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0"
+        return Result(name, {}, note=note)
     config = config_of_original(settings)
     model = TransformerXL(config).double()
     load_parameters(model, original_to_ours(_group(arrays, "param/"), config))
@@ -159,30 +123,29 @@ def _compare_case(name: str, arrays: Arrays) -> Result:
     losses = []
     for segment in range(settings["n_seg"]):
         targets_BL = _batch_major(arrays[f"tgt/{segment}"])
-        hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))[
-            :, -targets_BL.shape[1] :
-        ]
+        hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))
+        hidden_BLD = hidden_BLD[:, -targets_BL.shape[1] :]
         nll_BL = model.head(hidden_BLD, targets_BL)
         losses.append(nll_BL.mean())
         _note_error(errors, "NLL", nll_BL, _batch_major(arrays[f"nll/{segment}"]))
         _note_error(errors, "hidden", hidden_BLD, _batch_major(arrays[f"hid/{segment}"]))
         for level, rows_BMD in enumerate(replay.levels if config.memory_length else []):
-            _note_error(
-                errors, "memories", rows_BMD, _batch_major(arrays[f"mem/{segment}/{level}"])
-            )
+            expected = _batch_major(arrays[f"mem/{segment}/{level}"])
+            _note_error(errors, "memories", rows_BMD, expected)
     torch.stack(losses).sum().backward()
-    expected = original_to_ours(_group(arrays, "grad/"), config)
+    expected_gradients = original_to_ours(_group(arrays, "grad/"), config)
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
-        _note_error(errors, "gradients", parameter.grad, expected[parameter_name])
+        _note_error(errors, "gradients", parameter.grad, expected_gradients[parameter_name])
     return Result(name, errors)
 
 
 class Replay:
-    """A model fed segment by segment, with the original's memories: this model's levels, then the last hidden states.
+    """A model that reads segment by segment, with the memories of the original.
 
-    The first `context_length` (ext_len) rows of a segment are context, read a second time. This model has no such
-    option: the rows its memory keeps are then chosen here by the original's rule.
+    These are this model's levels and the last hidden states. The first `context_length` (ext_len)
+    rows of a segment are context that is read a second time. This model has no such option, so the
+    rows that its memory keeps are chosen here by the original's rule.
     """
 
     def __init__(self, model: TransformerXL, context_length: int) -> None:
@@ -192,7 +155,7 @@ class Replay:
         self._memory: Memory | None = None
 
     def advance(self, tokens_BL: Tensor) -> Tensor:
-        """The segment's hidden states before the softmax, [B, L, D]."""
+        """Return the segment's hidden states before the softmax, [B, L, D]."""
         inputs_BLD: list[Tensor] = []
         hooks = [
             layer.register_forward_pre_hook(lambda _, inputs: inputs_BLD.append(inputs[0]))
@@ -230,7 +193,7 @@ def _batch_major(array_LBX: np.ndarray) -> Tensor:
 
 
 def _note_error(errors: dict[str, float], column: str, found: Tensor, expected: Tensor) -> None:
-    # Not max(): a NaN must not be forgotten.
+    # Not max(): a NaN must remain.
     error = _largest_difference(found, expected)
     errors[column] = error if not error <= errors[column] else errors[column]
 

@@ -1,4 +1,4 @@
-"""Beginning a run with the weights of another: of an export, whatever engine and ZeRO stage the new run has."""
+"""Starting a run from the weights of an export, with any engine and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.load_export import WEIGHTS, checked_export, is_export
+from pretrain.weights.export import WEIGHTS, checked_export, is_export
 
 
 def check_initial_weights(run: RunConfig) -> None:
-    """Refuse weights that a new run can not begin with, before anything is written.
+    """Raise an error, before anything is written, if the run cannot start from its weights.
 
-    CheckpointError unless names and shapes are those of the run's model, DataError if the export's tokens are others.
+    CheckpointError unless names and shapes are those of the run's model; DataError if the export
+    has another tokenizer.
     """
     export = run.initial_weights
     if export is None:
         return
     if not is_export(export):
         raise CheckpointError(
-            f"initial_weights={export} holds no {WEIGHTS} with its settings; give what 'pretrain export' or "
-            "'pretrain import-original' wrote"
+            f"initial_weights={export} contains no {WEIGHTS} with its settings; give the output of "
+            "'pretrain export' or 'pretrain import-original'"
         )
     checked_export(export)
     _refuse_other_tokens(run, export)
     with _opened(export) as handle:
         names = handle.keys()
-        _refuse_other_shapes(
-            run, export, {name: list(handle.get_slice(name).get_shape()) for name in names}
-        )
+        shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
+        _refuse_other_shapes(run, export, shapes)
 
 
 def load_initial_weights(engine: Engine, run: RunConfig) -> None:
-    """Copy the export's weights into the engine's fp32 master weights, if there is one; the optimizer stays as new."""
+    """Copy the export's weights, if any, into the engine's fp32 master weights."""
     if run.initial_weights is None:
         return
     with _opened(run.initial_weights) as handle:
@@ -54,34 +54,32 @@ def _opened(export: Path) -> safe_open:
         return safe_open(export / WEIGHTS, framework="pt")
     except (SafetensorError, FileNotFoundError) as error:
         raise CheckpointError(
-            f"{export / WEIGHTS} is damaged or missing ({error}); export it again"
+            f"{export / WEIGHTS} is corrupted or missing ({error}); export it again"
         ) from None
 
 
 def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
     if not (export / "tokenizer").is_dir():
         return
-    its, ours = (
-        Tokenizer.load(home / "tokenizer").fingerprint for home in (export, run.data.directory())
-    )
+    homes = (export, run.data.directory())
+    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in homes)
     if its != ours:
         raise DataError(
-            f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has {ours[:16]}; "
-            f"build the corpus with tokenizer.path={export / 'tokenizer'}"
+            f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has "
+            f"{ours[:16]}; build the corpus with tokenizer.path={export / 'tokenizer'}"
         )
 
 
 def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int]]) -> None:
     with torch.device("meta"):
-        expected = {
-            name: list(value.shape) for name, value in TransformerXL(run.model).named_parameters()
-        }
-    odd = sorted(
-        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
-    )
+        parameters = TransformerXL(run.model).named_parameters()
+        expected = {name: list(value.shape) for name, value in parameters}
+    names = found.keys() | expected.keys()
+    odd = sorted(name for name in names if found.get(name) != expected.get(name))
     if odd:
         name = odd[0]
         raise CheckpointError(
-            f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's model expects "
-            f"{expected.get(name, 'none')} ({len(odd)} differ); use the model settings in {export / 'config.json'}"
+            f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's "
+            f"model expects {expected.get(name, 'none')} ({len(odd)} differ); use the model "
+            f"settings in {export / 'config.json'}"
         )

@@ -1,20 +1,28 @@
-"""The original PyTorch code's settings and state dict in this project's terms.
+"""Weights of the original PyTorch code, or in Hugging Face's layout, as parameters of this model.
 
-The mapping only splits and renames, so it serves gradients as well as weights.
+The mapping only splits and renames tensors, so it applies to gradients as well. A state dict is
+read without executing anything in it; no tensor may be left over, and none is invented.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
 from pretrain.config.run import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
+from pretrain.model.parameters import load_parameters
+from pretrain.model.transformer_xl import TransformerXL
 
-# theirs -> ours, inside one layer
+HUGGING_FACE_PREFIX = "transformer."  # of all names except the softmax's
+CHECKED_TOKENS = 16
+# The original's names within a layer -> ours.
 LAYER_NAMES = {
     "dec_attn.r_net.weight": "attention.position_weight",
     "dec_attn.o_net.weight": "attention.output_weight",
@@ -30,8 +38,13 @@ LAYER_NAMES = {
 
 
 def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
-    """The model that the original builds from these settings (its own names; `untie_r` as in its TensorFlow code)."""
+    """Return the model that the original builds from these settings, given under its own names.
+
+    `untie_r` is a setting of the original's TensorFlow code.
+    """
     cutoffs = tuple(settings["cutoffs"])
+    # Its list may be longer than the bins it is used for.
+    tied = tuple(settings["tie_projs"] or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1]
     return ModelConfig(
         vocab_size=settings["n_token"],
         num_layers=settings["n_layer"],
@@ -43,23 +56,21 @@ def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
         memory_length=settings["mem_len"],
         norm_position="pre" if settings["pre_lnorm"] else "post",
         untie_biases=bool(settings.get("untie_r", False)),
-        # without memory it sees the segment alone, whatever this says
+        # Without memory the original ignores it.
         same_length=settings["same_length"] and settings["mem_len"] > 0,
         clamp_length=max(0, settings["clamp_len"]),
         tie_embeddings=settings["tie_weight"],
         cutoffs=cutoffs,
         div_val=settings["div_val"],
-        # its list may be longer than the bins it is used for
-        tie_projections=tuple(settings["tie_projs"] or [False] * (len(cutoffs) + 1))[
-            : len(cutoffs) + 1
-        ],
+        tie_projections=tied,
     )
 
 
 def original_to_ours(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of the original's state dict under this project's parameter names; tied ones appear once.
+    """Return the tensors of the original's state dict under this project's names; tied ones once.
 
-    Names tied in the original may be there or not. Raises CheckpointError on a missing or unknown name.
+    Names that are tied in the original may be missing. Any other missing or unknown name raises
+    CheckpointError.
     """
     remaining = _Remaining(state)
     ours = dict(_embedding(remaining, config))
@@ -72,7 +83,7 @@ def original_to_ours(state: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 
 
 class _Remaining:
-    """A state dict whose names are crossed out as they are used."""
+    """A state dict that records which of its names have been used."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
@@ -81,8 +92,8 @@ class _Remaining:
     def take(self, name: str) -> Tensor:
         if name not in self._state:
             raise CheckpointError(
-                f"the original's state has no {name!r}, which these settings imply; "
-                "check the configuration it was trained with"
+                f"the state dict has no {name!r}, which these settings require; "
+                "use the configuration it was trained with"
             )
         self._unused.discard(name)
         return self._state[name]
@@ -93,8 +104,8 @@ class _Remaining:
     def refuse_leftovers(self) -> None:
         if self._unused:
             raise CheckpointError(
-                f"the original's state holds {', '.join(sorted(self._unused))}, "
-                "which these settings have no use for; check the configuration it was trained with"
+                f"the state dict contains {', '.join(sorted(self._unused))}, which these settings "
+                "do not use; use the configuration it was trained with"
             )
 
 
@@ -102,20 +113,14 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def _embedding(remaining: _Remaining, config: ModelConfig) -> Named:
-    ranges = bin_ranges(config)
-    for index, tokens in enumerate(ranges):
+    for index, tokens in enumerate(bin_ranges(config)):
+        ours, theirs = f"embedding.bins.{index}", "word_emb"
         if config.div_val > 1:
-            yield (
-                f"embedding.bins.{index}.weight",
-                remaining.take(f"word_emb.emb_layers.{index}.weight"),
-            )
-            yield (
-                f"embedding.bins.{index}.projection",
-                remaining.take(f"word_emb.emb_projs.{index}"),
-            )
+            yield f"{ours}.weight", remaining.take(f"{theirs}.emb_layers.{index}.weight")
+            yield f"{ours}.projection", remaining.take(f"{theirs}.emb_projs.{index}")
         else:
-            table = remaining.take("word_emb.emb_layers.0.weight")
-            yield f"embedding.bins.{index}.weight", table[tokens.start : tokens.stop]
+            table = remaining.take(f"{theirs}.emb_layers.0.weight")
+            yield f"{ours}.weight", table[tokens.start : tokens.stop]
     if config.div_val == 1 and config.embedding_width != config.d_model:
         yield "embedding.projection", remaining.take("word_emb.emb_projs.0")
 
@@ -125,7 +130,7 @@ def _biases(remaining: _Remaining, config: ModelConfig) -> Named:
         bias = remaining.take(theirs)
         if config.untie_biases and len(bias) != config.num_layers:
             raise CheckpointError(
-                f"{theirs} is for {len(bias)} layers, model.num_layers is {config.num_layers}; "
+                f"{theirs} has {len(bias)} layers, model.num_layers is {config.num_layers}; "
                 "use the configuration it was trained with"
             )
         if config.untie_biases:
@@ -149,18 +154,14 @@ def _layer(remaining: _Remaining, config: ModelConfig, layer: int) -> Named:
 def _head(remaining: _Remaining, config: ModelConfig) -> Named:
     projected = config.div_val > 1 or config.embedding_width != config.d_model
     for index, tokens in enumerate(bin_ranges(config)):
-        # With div_val 1 the original keeps one table for all bins.
-        layer, rows = (
-            (index, slice(None)) if config.div_val > 1 else (0, slice(tokens.start, tokens.stop))
-        )
+        # With div_val 1 the original has one table for all bins.
+        rows = slice(None) if config.div_val > 1 else slice(tokens.start, tokens.stop)
+        table = f"crit.out_layers.{index if config.div_val > 1 else 0}"
         if config.tie_embeddings:
-            remaining.skip(f"crit.out_layers.{layer}.weight")
+            remaining.skip(f"{table}.weight")
         else:
-            yield (
-                f"head.bins.{index}.weight",
-                remaining.take(f"crit.out_layers.{layer}.weight")[rows],
-            )
-        yield f"head.bins.{index}.bias", remaining.take(f"crit.out_layers.{layer}.bias")[rows]
+            yield f"head.bins.{index}.weight", remaining.take(f"{table}.weight")[rows]
+        yield f"head.bins.{index}.bias", remaining.take(f"{table}.bias")[rows]
         if config.ties_projection(index):
             remaining.skip(f"crit.out_projs.{index}")
         elif projected:
@@ -168,3 +169,95 @@ def _head(remaining: _Remaining, config: ModelConfig) -> Named:
     if config.cutoffs:
         yield "head.bins.0.cluster_weight", remaining.take("crit.cluster_weight")
         yield "head.bins.0.cluster_bias", remaining.take("crit.cluster_bias")
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Return the named tensors in the file; CheckpointError if it contains anything else."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a file written by torch.save") from None
+    except Exception as error:  # a file of another kind may raise anything in the reader
+        reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a file of plain tensors ({reason}); the original's model.pt is a "
+            "pickled model: load it with the original code and torch.save(model.state_dict(), ...)"
+        ) from None
+    if not isinstance(state, Mapping) or not all(map(_is_named_tensor, state.items())):
+        raise CheckpointError(
+            f"{path} contains {type(state).__name__}, expected a state dict: names with dense "
+            "floating-point tensors"
+        )
+    return dict(state)
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        return False
+    return (
+        tensor.is_floating_point()
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and tensor.dim() > 0
+    )
+
+
+def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> TransformerXL:
+    """Return the model in evaluation mode; CheckpointError unless names and shapes match."""
+    if any(name.startswith(HUGGING_FACE_PREFIX) for name in state):
+        state = from_hugging_face(state, config)
+    _refuse_untied(state, config)
+    module = TransformerXL(config)
+    ours = original_to_ours(state, config)
+    load_parameters(module, {name: tensor.float() for name, tensor in ours.items()})
+    return module.eval()
+
+
+def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Convert to the original's names: reverse the cluster rows, move biases out of the layers."""
+    original = {name.removeprefix(HUGGING_FACE_PREFIX): tensor for name, tensor in state.items()}
+    for name in ("crit.cluster_weight", "crit.cluster_bias"):
+        if name in original:
+            original[name] = original[name].flip(0)
+    for bias in ("r_w_bias", "r_r_bias"):
+        names = [f"layers.{layer}.dec_attn.{bias}" for layer in range(config.num_layers)]
+        of_layers = [original.pop(name) for name in names if name in original]
+        if config.untie_biases and len(of_layers) == config.num_layers:
+            original[bias] = torch.stack(of_layers)
+        elif any(
+            bias not in original or not torch.equal(tensor, original[bias]) for tensor in of_layers
+        ):
+            raise CheckpointError(f"every layer has its own {bias}; set model.untie_biases=true")
+    return original
+
+
+def _refuse_untied(state: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Raise CheckpointError if an output table that the settings tie differs from the embedding."""
+    for name, tensor in state.items():
+        embedding = name.replace("crit.out_layers.", "word_emb.emb_layers.")
+        twins = config.tie_embeddings and name != embedding and embedding in state
+        if twins and not torch.equal(tensor, state[embedding]):
+            raise CheckpointError(
+                f"{name} differs from {embedding}; set model.tie_embeddings=false"
+            )
+
+
+@torch.no_grad()
+def checked_loss(module: TransformerXL) -> float:
+    """Return the mean loss of two segments of random tokens; CheckpointError if not finite."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BL = torch.randint(
+        module.config.vocab_size, (2, 2 * CHECKED_TOKENS + 1), generator=generator
+    )
+    losses, memory = [], None
+    for start in (0, CHECKED_TOKENS):
+        part = slice(start, start + CHECKED_TOKENS)
+        nll_BL, memory = module(tokens_BL[:, part], tokens_BL[:, 1:][:, part], memory)
+        losses.append(nll_BL.mean())
+    loss = torch.stack(losses).mean().item()
+    if not math.isfinite(loss):
+        raise CheckpointError(
+            f"a forward pass gives a loss of {loss}; the weights contain inf or NaN"
+        )
+    return loss

@@ -1,8 +1,9 @@
-"""A run's trained model, whole, on one process: for evaluation and sampling."""
+"""A trained model on one process, from a checkpoint or an export, to evaluate or sample from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_dir import RunDir
-from pretrain.weights.load_export import is_export, load_export, with_model_settings
+from pretrain.weights.export import is_export, load_export, with_model_settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,25 +31,26 @@ class TrainedModel:
     module: TransformerXL
     config: RunConfig
     step: int
-    tokenizer_home: Path  # a directory with the tokenizer in it: the corpus, or the export itself
+    tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
 
     @property
     def segment_length(self) -> int:
-        """That of the last update, in whichever phase of the run it was."""
+        """The segment length of the last update, in whichever phase it was."""
         return run_at(self.config, max(0, self.step - 1)).data.segment_length
 
 
 def load_trained(
     run: Path,
     device: torch.device,
-    say=print,
+    say: Callable[[str], None] = logger.warning,
     model_settings: Mapping[str, Any] | None = None,
     ema: bool = False,
 ) -> TrainedModel:
-    """Load an export, or the newest good checkpoint of a run: a damaged one is said by name, the one before it used.
+    """Load an export, or the latest valid checkpoint of a run.
 
-    `ema`: the running averages of the weights, which an export holds if it was made of them.
-    `model_settings` replace those of training; no weight may depend on them. ConfigError if they do not go together.
+    `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
+    an export has it if it was made from it. `model_settings` replace those of training and must not
+    change any weight's shape; ConfigError if they are inconsistent.
     """
     if is_export(run):
         if ema:
@@ -58,7 +62,7 @@ def load_trained(
     run_dir = RunDir.open(run)
     found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:
-        raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is written")
+        raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
     load_weights(module, found, ema)
@@ -66,29 +70,29 @@ def load_trained(
 
 
 def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
-    """The tokenizer of the corpus in `data`; DataError unless it is the one the model was trained with."""
+    """Return the tokenizer of the corpus in `data`; DataError if the model has another one."""
     if data == trained.tokenizer_home and is_export(data) and not (data / "tokenizer").is_dir():
         raise DataError(
-            f"{data} was imported without a tokenizer; give a corpus that has the model's with --data"
+            f"{data} was imported without a tokenizer; give a corpus that has it with --data"
         )
     tokenizer = Tokenizer.load(data / "tokenizer")
     if tokenizer.vocab_size != trained.config.model.vocab_size:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
-            f"{trained.config.model.vocab_size}; give the corpus of the run ({shown(trained.config.data.path)}) "
-            "or one built with its tokenizer (tokenizer.path)"
+            f"{trained.config.model.vocab_size}; give the corpus of the run "
+            f"({shown(trained.config.data.path)}) or one built with its tokenizer (tokenizer.path)"
         )
     own = trained.tokenizer_home / "tokenizer"
     if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():
         expected = Tokenizer.load(own).fingerprint
         if tokenizer.fingerprint != expected:
             raise DataError(
-                f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with {expected[:16]}; "
-                f"build the corpus with tokenizer.path={own}"
+                f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with "
+                f"{expected[:16]}; build the corpus with tokenizer.path={own}"
             )
     return tokenizer
 
 
 def inference_device() -> torch.device:
-    """The accelerator if there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ import torch
 
 from data_pipeline.errors import CheckpointError
 from pretrain.cli import main
-from pretrain.weights.load_export import load_export, load_model
+from pretrain.weights.export import load_export, load_model
 from pretrain.weights.trained_model import load_trained
 
 
@@ -70,10 +70,10 @@ def test_evaluate_and_generate_read_an_export(exported, tiny_corpus, capsys):
 def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_path, capsys):
     run, output = exported
     assert main(["export", str(run), "--output", str(output)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     (tmp_path / "model.safetensors").write_bytes((output / "model.safetensors").read_bytes()[:-50])
     (tmp_path / "config.json").write_bytes((output / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is corrupted"):
         load_export(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     assert main([*train, f"initial_weights={output}"]) == 2
     assert "the run's model expects" in capsys.readouterr().err
     assert main([*train, f"initial_weights={tmp_path}"]) == 2
-    assert "give what 'pretrain export'" in capsys.readouterr().err
+    assert "give the output of 'pretrain export'" in capsys.readouterr().err
 
 
 def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
@@ -159,13 +159,13 @@ def test_a_flipped_bit_in_an_exports_weights_is_noticed(exported, tmp_path, caps
     raw[len(raw) // 2] ^= 1
     weights.write_bytes(raw)
     assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
-    assert "model.safetensors is damaged" in capsys.readouterr().err
+    assert "model.safetensors is corrupted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--positions", "9"], "goes with --context-length"),
+        (["--positions", "9"], "requires --context-length"),
         (["--context-length", "--memory-length", "0", "8"], "one memory length"),
         (["--context-length", "--positions", "0"], "expected 1 or more"),
         (["--same-length", "--memory-length", "0"], "above 0"),

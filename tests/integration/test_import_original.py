@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from data_pipeline.errors import CheckpointError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
-from pretrain.weights.import_original import checked_loss, import_state, read_state
-from pretrain.weights.load_export import load_export
-from pretrain.weights.original import config_of_original
+from pretrain.weights.export import load_export
+from pretrain.weights.original import checked_loss, config_of_original, import_state, read_state
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 
 ADAPTIVE: dict[str, Any] = {
@@ -98,7 +97,7 @@ def test_weights_that_are_no_numbers_fail_the_forward_pass() -> None:
 
 def test_a_pickled_model_is_not_executed(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="no file of plain tensors"):
+    with pytest.raises(CheckpointError, match="is not a file of plain tensors"):
         read_state(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="does not exist"):
         read_state(tmp_path / "absent.pt")
@@ -150,7 +149,7 @@ def test_what_is_no_state_dict_is_refused(state: Any, tmp_path: Path) -> None:
 
 def test_a_text_is_no_state_dict_and_too_few_layers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello world")
-    with pytest.raises(CheckpointError, match="no file of plain tensors"):
+    with pytest.raises(CheckpointError, match="is not a file of plain tensors"):
         read_state(tmp_path / "text.pt")
     settings, state = original(ADAPTIVE)
     config = dataclasses.replace(config_of_original(settings), num_layers=settings["n_layer"] + 1)

@@ -85,19 +85,19 @@ def test_a_position_sees_exactly_so_many_tokens(corpus, positions, length) -> No
         init_std=0.3,
     )
     module = TransformerXL(config).double().eval()
-    places = SplitPositions(corpus, num_positions=70, longest=30)
-    found_P = places.losses(module, length, memory_length=30, segment_length=5)
+    positions = SplitPositions(corpus, num_positions=70, longest=30)
+    found_P = positions.losses(module, length, memory_length=30, segment_length=5)
     for index in (0, 1, 69):
-        place = int(places.places_P[index])
-        window_W = places.tokens_T[place - length : place + 1]
+        offset = int(positions.offsets_P[index])
+        window_W = positions.tokens_T[offset - length : offset + 1]
         with torch.no_grad():
             nll_BL, _ = module(window_W[None, :-1], window_W[None, 1:], memory_length=30)
         assert float(found_P[index]) == pytest.approx(float(nll_BL[0, -1]), abs=1e-10)
-    assert len(found_P) == len(places) == 70
+    assert len(found_P) == len(positions) == 70
 
 
 def test_impossible_measurements_are_refused(corpus) -> None:
     with pytest.raises(ConfigError, match="at most half of the longest"):
         ContextGrid(step=60, longest=100)
-    with pytest.raises(ConfigError, match=r"are wanted; use fewer positions"):
+    with pytest.raises(ConfigError, match=r"are requested; use fewer positions"):
         SplitPositions(corpus, num_positions=10**9, longest=30)

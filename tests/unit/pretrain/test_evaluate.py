@@ -10,10 +10,9 @@ import torch
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from pretrain.commands.evaluate import loss_rows
 from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate
+from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel

@@ -1,0 +1,95 @@
+"""`pretrain generate`: sample text from a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
+from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run directory (latest valid checkpoint) or export")
+    add("--prompt", default="", help="text to continue (default: start a document)")
+    add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
+    add("--tokens", type=int, default=200, help="tokens to generate (default %(default)s)")
+    likely = "0: the most likely token (default %(default)s)"
+    add("--temperature", type=float, default=0.8, help=likely)
+    top_k = "sample from the K most likely tokens (default: all)"
+    add("--top-k", type=int, default=0, metavar="K", help=top_k)
+    top_p = "sample from the smallest set of tokens with probability P (default %(default)s)"
+    add("--top-p", type=float, default=0.95, metavar="P", help=top_p)
+    penalty = "divide the probability of tokens of the text so far by X (default: 1)"
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
+    add("--seed", type=int, default=1, help="a seed fixes the text (default %(default)s)")
+    samples = "number of texts; several are printed at the end (default %(default)s)"
+    add("--samples", type=int, default=1, metavar="N", help=samples)
+    memory = "tokens of memory (default: as in training)"
+    add("--memory-length", type=int, metavar="N", help=memory)
+    add("--ema", action="store_true", help="use the weight EMA, if the run has one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and its continuation: one sample as it is generated, several at the end."""
+    _check(arguments)
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+    )
+    trained = load_trained(arguments.run, inference_device(), ema=arguments.ema)
+    tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
+    tokens = generate(
+        trained.module,
+        prompt_tokens(tokenizer, arguments.prompt),
+        sampling=sampling,
+        num_tokens=arguments.tokens,
+        end_id=tokenizer.end_id,
+        num_samples=arguments.samples,
+        seed=arguments.seed,
+        memory_length=arguments.memory_length,
+        segment_length=trained.segment_length,
+    )
+    print_samples = _print_streaming if arguments.samples == 1 else _print_at_end
+    print_samples(tokens, tokenizer, arguments.prompt)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.tokens < 1 or arguments.samples < 1 or (arguments.memory_length or 0) < 0:
+        raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
+    prompt = arguments.prompt
+    if not prompt.isprintable() and prompt != prompt.encode(errors="replace").decode():
+        raise ConfigError("--prompt contains bytes that are not UTF-8; give text")
+
+
+def _print_streaming(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
+    stream = TextStream(tokenizer)
+    print(prompt, end="", flush=True)
+    for tokens_B in tokens:
+        print(stream.add(int(tokens_B[0])), end="", flush=True)
+    print(stream.rest(), flush=True)
+
+
+def _print_at_end(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
+    generated: list[Tensor] = []
+    try:
+        generated.extend(tokens)
+    finally:  # if interrupted, print what there is
+        samples_BT = torch.stack(generated, dim=1).tolist() if generated else []
+        for number, sample in enumerate(samples_BT, start=1):
+            stream = TextStream(tokenizer)
+            text = "".join(map(stream.add, sample)) + stream.rest()
+            print(f"==== sample {number} of {len(samples_BT)}\n{prompt}{text}")

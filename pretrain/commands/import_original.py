@@ -1,0 +1,63 @@
+"""`pretrain import-original`: convert weights of the original code or Hugging Face to an export."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.config.run import RunConfig
+from pretrain.weights.export import refuse_existing, write_export
+from pretrain.weights.original import checked_loss, import_state, read_state
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    written = "file written by torch.save(model.state_dict(), ...)"
+    add("state_dict", type=Path, metavar="STATE_DICT", help=written)
+    add("--config", type=Path, required=True, metavar="YAML", help="experiment file of the weights")
+    add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
+    add("settings", nargs="*", metavar="KEY=VALUE", help="config overrides")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the export if a forward pass through the imported model succeeds."""
+    refuse_existing(arguments.output)
+    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
+    module = import_state(read_state(arguments.state_dict), config.model)
+    loss = checked_loss(module)
+    write_export(arguments.output, module, config, 0, config.data.directory())
+    total = sum(parameter.numel() for parameter in module.parameters())
+    print(
+        f"{arguments.output}: {total:,} parameters; {loss:.3f} nats per token on random tokens "
+        f"(uniform guessing: {math.log(config.model.vocab_size):.3f})"
+    )
+    return 0
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """Set the vocabulary's size from the corpus' tokenizer, if there is one.
+
+    Raises ConfigError if the two sizes differ or if neither is known.
+    """
+    tokenizer = config.data.directory() / "tokenizer"
+    if not tokenizer.is_dir():
+        if not config.model.vocab_size:
+            raise ConfigError(
+                f"{tokenizer} does not exist and model.vocab_size is 0; set it, or set data.path "
+                "to a corpus whose tokenizer gives tokens the same ids as the weights"
+            )
+        return config
+    vocab_size = Tokenizer.load(tokenizer).vocab_size
+    if config.model.vocab_size not in (0, vocab_size):
+        raise ConfigError(
+            f"{config.data.path} has a tokenizer of {vocab_size} tokens, model.vocab_size is "
+            f"{config.model.vocab_size}; use the corpus that the weights were trained on"
+        )
+    model = dataclasses.replace(config.model, vocab_size=vocab_size)
+    return dataclasses.replace(config, model=model)
