@@ -1,7 +1,18 @@
-"""Programs of several commands: finds the command that was asked for, imports it alone, runs it.
+"""Console scripts made of commands. Only the module of the command that was asked for is imported.
 
-Each command is a module with `add_arguments(parser)` and `run(arguments) -> exit status`. Only that module is imported:
-importing torch takes seconds, and most commands need none of it.
+A command is a module with these two functions:
+
+    add_arguments(parser)             defines its flags on an argparse parser
+    run(arguments) -> exit status     does the work
+
+Related commands may share a module: the target "package.module:fetch" stands for its functions
+`add_fetch_arguments` and `run_fetch`.
+
+A command with actions (`pretrain scale fit`) is a module that defines `PROGRAM` instead: another
+Program, named "pretrain scale", whose commands are the actions. Programs nest to any depth.
+
+Modules are imported late because importing torch takes seconds and most commands do not need it.
+Positional arguments such as `a.b=value` overrides may stand before, between and after the flags.
 """
 
 from __future__ import annotations
@@ -12,34 +23,35 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from data_pipeline.errors import UserError, exit_status_of
+from data_pipeline.errors import ConfigError, UserError, exit_status_of
 from data_pipeline.yaml_files import did_you_mean
 
 
 @dataclass(frozen=True)
 class Program:
-    """A console script and its commands."""
+    """A console script, or a command with actions."""
 
     name: str
     purpose: str
-    commands: Mapping[str, tuple[str, str]]  # name -> (module, what it does)
+    commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run one command of the command line; returns its exit status."""
+        """Run one command of the command line and return its exit status."""
         return exit_status_of(
-            lambda: self._dispatch(sys.argv[1:] if arguments is None else list(arguments))
+            lambda: self.dispatch(sys.argv[1:] if arguments is None else list(arguments))
         )
 
     def usage(self) -> str:
-        """What `--help` prints."""
+        """Return what `--help` prints."""
         width = max(map(len, self.commands))
         lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in self.commands.items()]
-        more = f"'{self.name} COMMAND --help' says more about one of them."
+        more = f"Run '{self.name} COMMAND --help' for the flags of a command."
         return "\n".join(
             [f"usage: {self.name} COMMAND ...", "", self.purpose, "", *lines, "", more]
         )
 
-    def _dispatch(self, arguments: list[str]) -> int:
+    def dispatch(self, arguments: list[str]) -> int:
+        """Run the command named by the first argument; UserError if there is no such command."""
         if not arguments:
             print(self.usage(), file=sys.stderr)
             return 2
@@ -49,19 +61,30 @@ class Program:
             return 0
         if name not in self.commands:
             raise UserError(
-                f"'{self.name} {name}' is no command{did_you_mean(name, list(self.commands))}"
+                f"unknown command '{self.name} {name}'{did_you_mean(name, list(self.commands))}"
             )
-        module_name, summary = self.commands[name]
+        target, summary = self.commands[name]
+        module_name, _, function = target.partition(":")
         module = importlib.import_module(module_name)
-        description = f"{summary[0].upper()}{summary[1:]}."
-        parser = argparse.ArgumentParser(prog=f"{self.name} {name}", description=description)
-        module.add_arguments(parser)
-        return module.run(_parsed(parser, rest))
+        if not function and hasattr(module, "PROGRAM"):
+            return module.PROGRAM.dispatch(rest)
+        parser = argparse.ArgumentParser(
+            prog=f"{self.name} {name}", description=f"{summary[0].upper()}{summary[1:]}."
+        )
+        getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
+        run = getattr(module, f"run_{function}" if function else "run")
+        return run(_parse(parser, rest))
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Settings may stand between the options, but for commands with actions, where argparse refuses that."""
+def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError for the first of these flags whose value is below one."""
+    for name in names:
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be positive")
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     try:
         return parser.parse_intermixed_args(arguments)
-    except TypeError:
+    except TypeError:  # the command uses argparse's subparsers, which do not support this
         return parser.parse_args(arguments)

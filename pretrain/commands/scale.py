@@ -1,280 +1,138 @@
-"""`pretrain scale plan | collect | fit | predict | report | context`: scaling-law experiments from plan to report."""
+"""`pretrain scale`: its actions, and the flags and checks that several of them share."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.program import Program
 
-# action -> module with `run(arguments) -> exit status`, imported when asked for: fits import scipy, reports matplotlib
-ACTIONS = {
-    "plan": "pretrain.commands.scale_plan",
-    "collect": "pretrain.commands.scale_fit",
-    "fit": "pretrain.commands.scale_fit",
-    "predict": "pretrain.commands.scale_predict",
-    "report": "pretrain.commands.scale_fit",
-    "context": "pretrain.commands.scale_context",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain scale`; parse it with `parse_args` (argparse cannot intermix subcommands)."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_plan(
-        actions.add_parser(
-            "plan", help="sizes around the predicted optimum at each budget, as a sweep file"
-        )
-    )
-    _add_collect(
-        actions.add_parser(
-            "collect", help="the finished runs of a sweep as runs.csv and curves.csv"
-        )
-    )
-    fit = actions.add_parser(
-        "fit", help="approaches 1, 2 and 3 side by side, with intervals and warnings"
-    )
-    _add_runs(fit)
-    fit.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything the fit found here as well"
-    )
-    _add_predict(
-        actions.add_parser(
-            "predict", help="optimum and loss at a budget, a size or a number of tokens"
-        )
-    )
-    report = actions.add_parser("report", help="one HTML file and its pictures")
-    _add_runs(report)
-    _add_report(report, "scaling-report", "Scaling laws")
-    _add_context(
-        actions.add_parser(
-            "context", help="loss against segment and memory length, as a sweep of its own"
-        )
-    )
+PROGRAM = Program(
+    "pretrain scale",
+    "Scaling-law experiments, from the plan to the report.",
+    {
+        "plan": (
+            "pretrain.commands.scale_plan",
+            "write a sweep of sizes around the predicted optimum of each budget",
+        ),
+        "collect": (
+            "pretrain.commands.scale_fit:collect",
+            "write the finished runs of a sweep as runs.csv and their curves as curves.csv",
+        ),
+        "fit": (
+            "pretrain.commands.scale_fit:fit",
+            "fit approaches 1, 2 and 3 and print them side by side, with intervals and warnings",
+        ),
+        "predict": (
+            "pretrain.commands.scale_predict",
+            "predict the optimum and its loss for a budget, a size or a number of tokens",
+        ),
+        "report": ("pretrain.commands.scale_fit:report", "write the fit as one HTML page and PNGs"),
+        "context": (
+            "pretrain.commands.scale_context",
+            "compare segment and memory lengths in a separate sweep: plan, collect, report",
+        ),
+    },
+)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run one action; returns its exit status."""
-    return importlib.import_module(ACTIONS[arguments.action]).run(arguments)
-
-
-def named_values(items: list[str], names: tuple[str, ...], option: str) -> dict[str, str]:
-    """`["loss=c4"]` -> {"loss": "c4"}; ConfigError for an unknown name."""
-    found = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or name not in names:
-            raise ConfigError(
-                f"{option} {item}: expected NAME=COLUMN with one of the names {', '.join(names)}"
-            )
-        found[name] = value
-    return found
-
-
-def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more"
-    )
-    _add_run_options(parser)
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """The flags of every action that fits runs."""
+    add = parser.add_argument
+    add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
+    add(
         "--column",
         action="append",
         default=[],
         metavar="ROLE=NAME",
-        help="where a column has another name: parameters, tokens, loss, flops, budget, name, progress, "
-        "holdout, excluded",
+        help="name of the column that holds: parameters, tokens, loss, flops, budget, name, progress, holdout, "
+        "excluded",
     )
-    parser.add_argument(
-        "--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows"
-    )
-    parser.add_argument(
+    add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
+    add(
         "--exclude",
         action="append",
         default=[],
         metavar="COLUMN=VALUE: REASON",
-        help="leave rows out",
+        help="leave these rows out, for the reason given",
     )
-    parser.add_argument(
-        "--holdout", action="append", default=[], metavar="COLUMN=VALUE", help="predict, do not fit"
-    )
-    parser.add_argument(
-        "--curves", type=Path, metavar="FILE", help="training curves (run,N,C,loss) for approach 1"
-    )
-    parser.add_argument(
-        "--draws", type=int, default=1000, help="of the bootstrap (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the bootstrap (default %(default)s)"
-    )
+    held = "predict these rows instead of fitting them"
+    add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
+    curves = "training curves (run,N,C,loss) for approach 1"
+    add("--curves", type=Path, metavar="FILE", help=curves)
+    add("--draws", type=int, default=1000, help="number of bootstrap draws (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the bootstrap (default %(default)s)")
 
 
-def _add_family(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rule",
-        choices=("step-law", "base"),
-        default="step-law",
-        help="of learning rate and batch",
-    )
-    parser.add_argument(
-        "--lanes-multiple", type=int, default=1, metavar="N", help="for N ranks (default 1)"
-    )
-    parser.add_argument(
-        "--keep-layers", action="store_true", help="the experiment's number of layers at every size"
-    )
+def add_family(parser: argparse.ArgumentParser) -> None:
+    """The flags of how a run is derived from the base experiment."""
+    add = parser.add_argument
+    rules = "rule for learning rate and batch size (default %(default)s)"
+    add("--rule", choices=("step-law", "base"), default="step-law", help=rules)
+    multiple = "make the number of lanes a multiple of N, the ranks (default 1)"
+    add("--lanes-multiple", type=int, default=1, metavar="N", help=multiple)
+    layers = "give every size the experiment's number of layers"
+    add("--keep-layers", action="store_true", help=layers)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "experiment",
-        type=Path,
-        metavar="EXPERIMENT",
-        help="the run whose family of shapes is scaled",
-    )
-    parser.add_argument(
-        "--budgets",
-        type=float,
-        nargs="+",
-        required=True,
-        metavar="C",
-        help="training FLOPs per run",
-    )
-    parser.add_argument("--sizes", type=int, default=5, help="per budget (default %(default)s)")
-    parser.add_argument(
-        "--spread", type=float, default=1.6, help="from one size to the next (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1], metavar="SEED", help="one run each (default 1)"
-    )
-    parser.add_argument(
-        "--holdout-budgets",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="C",
-        help="predicted, not fitted",
-    )
-    _add_family(parser)
-    parser.add_argument(
-        "--tokens-per-parameter",
-        type=float,
-        default=20.0,
-        help="where to centre (default %(default)s)",
-    )
-    parser.add_argument(
-        "--around", type=Path, metavar="RUNS", help="centre on the optimum that these runs predict"
-    )
-    parser.add_argument(
-        "--speed", type=float, default=0.0, metavar="FLOPS", help="FLOPs per second, to print hours"
-    )
-    _add_sweep_output(parser)
+def add_sweep_output(parser: argparse.ArgumentParser) -> None:
+    """The flags of an action that writes a sweep file."""
+    add = parser.add_argument
+    add("--name", default="", help="name of the sweep (default: from the experiment's)")
+    path = "sweep file to write (default configs/sweeps/NAME.yaml)"
+    add("--out", type=Path, metavar="FILE", help=path)
+    overrides = "config override of the experiment"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
 
 
-def _add_sweep_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="", help="of the sweep (default: the experiment's)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the sweep file (default configs/sweeps/NAME.yaml)"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="override the experiment"
-    )
+def add_sweep_input(parser: argparse.ArgumentParser, table: str) -> None:
+    """The flags of an action that reads a sweep's runs and writes a table."""
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
+    directory = "directory that contains one run directory per cell"
+    add("--runs-dir", type=Path, required=True, metavar="DIR", help=directory)
+    path = "table to write (default %(default)s)"
+    add("--out", type=Path, default=Path(table), metavar="FILE", help=path)
 
 
-def _add_collect(parser: argparse.ArgumentParser) -> None:
-    _add_swept(parser, "runs.csv")
-    parser.add_argument(
-        "--curves-out", type=Path, metavar="FILE", help="also write the training curves"
-    )
+def add_report_output(parser: argparse.ArgumentParser, directory: str, title: str) -> None:
+    """The flags of an action that writes a report."""
+    path = "output directory (default %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path(directory), metavar="DIR", help=path)
+    parser.add_argument("--title", default=title, help="title of the page (default %(default)s)")
 
 
-def _add_swept(parser: argparse.ArgumentParser, table: str) -> None:
-    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="the sweep file")
-    parser.add_argument(
-        "--runs-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="holds one run directory per cell",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(table), metavar="FILE", help="(default %(default)s)"
-    )
+def check_runs_directory(path: Path) -> None:
+    """Raise DataError unless the sweep's run directories can be in this one."""
+    if not path.is_dir():
+        raise DataError(
+            f"{path} is not a directory; name the one that contains the sweep's run directories"
+        )
 
 
-def _add_report(parser: argparse.ArgumentParser, directory: str, title: str) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=Path(directory), metavar="DIR", help="(default %(default)s)"
-    )
-    parser.add_argument("--title", default=title, help="(default %(default)s)")
+# An output path is checked before the work: a fit takes seconds and an evaluation minutes.
+def check_output_file(option: str, path: Path | None, example: str) -> None:
+    """Raise ConfigError unless a file can be written at `path`."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory; name a file, such as {path / example}")
+    _check_parents(option, path)
 
 
-def _add_context(parser: argparse.ArgumentParser) -> None:
-    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
-    plan = steps.add_parser(
-        "plan", help="every segment with every memory, at equal tokens and at equal FLOPs"
-    )
-    plan.add_argument(
-        "experiment",
-        type=Path,
-        metavar="EXPERIMENT",
-        help="its model, tokens and FLOPs are the measure",
-    )
-    plan.add_argument(
-        "--segments",
-        type=int,
-        nargs="+",
-        required=True,
-        metavar="T",
-        help="segment lengths, in tokens",
-    )
-    plan.add_argument(
-        "--memories",
-        type=int,
-        nargs="+",
-        required=True,
-        metavar="M",
-        help="memory lengths, in tokens",
-    )
-    _add_sweep_output(plan)
-    collect = steps.add_parser(
-        "collect", help="evaluate every run with memories of 0 to 8 times its own"
-    )
-    _add_swept(collect, "context.csv")
-    collect.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="to score (default: as the runs do)"
-    )
-    report = steps.add_parser("report", help="one HTML file and its pictures")
-    report.add_argument("table", type=Path, metavar="TABLE", help="what collect wrote")
-    _add_report(report, "context-report", "Context lengths")
+def check_output_directory(option: str, path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory or can become one."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"{option} {path} is a file; name a directory, since several files are written"
+        )
+    _check_parents(option, path)
 
 
-def _add_predict(parser: argparse.ArgumentParser) -> None:
-    _add_runs(parser)
-    parser.add_argument(
-        "--flops", type=float, default=0.0, metavar="C", help="the optimum at these training FLOPs"
-    )
-    parser.add_argument(
-        "--tokens", type=float, default=0.0, metavar="D", help="the optimum that reads these tokens"
-    )
-    parser.add_argument(
-        "--params", type=float, default=0.0, metavar="N", help="the optimum of this size"
-    )
-    parser.add_argument(
-        "--approach", default="", help="whose optimum is written: parametric, isoflop or envelope"
-    )
-    parser.add_argument(
-        "--experiment", type=Path, metavar="FILE", help="the family of shapes to choose from"
-    )
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="write the nearest legal run as an experiment file",
-    )
-    _add_family(parser)
-    parser.add_argument(
-        "--force", action="store_true", help="answer even far from the runs that were fitted"
-    )
+def _check_parents(option: str, path: Path) -> None:
+    nearest = next((parent for parent in path.parents if parent.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise ConfigError(
+            f"{option} {path}: {nearest} is a file, not a directory; choose another path"
+        )

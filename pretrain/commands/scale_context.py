@@ -1,4 +1,4 @@
-"""The actions of `pretrain scale context`: plan, collect and report; see `context`."""
+"""`pretrain scale context plan`, `collect` and `report`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,61 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
+from data_pipeline.program import Program
+from pretrain.commands.scale import (
+    add_report_output,
+    add_sweep_input,
+    add_sweep_output,
+    check_output_directory,
+    check_output_file,
+    check_runs_directory,
+)
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.scaling.context import plan_contexts
-from pretrain.scaling.context_table import Evaluate, context_rows, read_context
-from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
-from pretrain.scaling.planned import check_tokens, sweep_path, write_plan
+from pretrain.scaling.context import Evaluate, context_rows, plan_contexts, read_context
+from pretrain.scaling.intervals import amount
+from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.wording import amount
 from pretrain.terminal.text import counted, text_table
 
+PROGRAM = Program(
+    "pretrain scale context",
+    "Loss against segment and memory length.",
+    {
+        "plan": (
+            "pretrain.commands.scale_context:plan",
+            "write a sweep of every segment with every memory, at equal tokens and at equal FLOPs",
+        ),
+        "collect": (
+            "pretrain.commands.scale_context:collect",
+            "evaluate every run of the sweep with memories of 0 to 8 times its own",
+        ),
+        "report": (
+            "pretrain.commands.scale_context:report",
+            "write the losses as one HTML page and PNGs",
+        ),
+    },
+)
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the action."""
-    return {"plan": _plan, "collect": _collect, "report": _report}[arguments.step](arguments)
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale context plan`."""
+    add = parser.add_argument
+    base = "base experiment; it sets the model, tokens and FLOPs that all runs have"
+    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    for name, letter in (("segment", "T"), ("memory", "M")):
+        plural = name.replace("y", "ie") + "s"
+        words = f"{name} lengths, in tokens"
+        add(f"--{plural}", type=int, nargs="+", required=True, metavar=letter, help=words)
+    add_sweep_output(parser)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan and write the sweep file."""
     base = load_config(RunConfig, arguments.experiment, arguments.set)
     name = arguments.name or f"{base.name}-context"
-    refuse_no_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
     runs = plan_contexts(with_vocabulary(base), arguments.segments, arguments.memories)
     unchecked = check_tokens(base, runs)
     heads = ["cell", "segment", "memory", "lanes", "steps", "D", "C"]
@@ -49,17 +83,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(arguments: argparse.Namespace) -> int:
+def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale context collect`."""
+    add_sweep_input(parser, "context.csv")
+    words = "tokens to score per run (default: as its evaluations do)"
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help=words)
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Evaluate the runs and write the table."""
     from pretrain.scaling.collect import write_rows
 
     sweep = read_sweep(arguments.sweep)
-    if not arguments.runs_dir.is_dir():
-        raise DataError(
-            f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories"
-        )
+    check_runs_directory(arguments.runs_dir)
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
-    refuse_no_file("--out", arguments.out, "context.csv")
+    check_output_file("--out", arguments.out, "context.csv")
     rows = context_rows(sweep, arguments.runs_dir, _evaluator(arguments.max_tokens))
     write_rows(arguments.out, rows)
     left_out = [row for row in rows if row.excluded]
@@ -71,10 +110,17 @@ def _collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale context report`."""
+    parser.add_argument("table", type=Path, metavar="TABLE", help="table that collect wrote")
+    add_report_output(parser, "context-report", "Context lengths")
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the report."""
     from pretrain.scaling.context_report import write_context_report
 
-    refuse_no_directory("--out", arguments.out)
+    check_output_directory("--out", arguments.out)
     print(
         f"report: {write_context_report(read_context(arguments.table), arguments.out, arguments.title)}"
     )
@@ -82,7 +128,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _evaluator(max_tokens: int) -> Evaluate:
-    """Loss on the validation split, read in the run's own segments; imports torch when the first run is evaluated."""
+    """Return a function that measures validation losses in the run's own segments; it imports torch when called."""
 
     def losses(directory: Path, memory_lengths: Sequence[int]) -> list[float]:
         from data_pipeline.corpora.corpus import Corpus

@@ -1,15 +1,22 @@
-"""The actions collect, fit and report of `pretrain scale`."""
+"""`pretrain scale collect`, `fit` and `report`: from a sweep's runs to a table, its fit, and a page."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json
-from pretrain.commands.scale import named_values
+from pretrain.commands.scale import (
+    add_report_output,
+    add_runs,
+    add_sweep_input,
+    check_output_directory,
+    check_output_file,
+    check_runs_directory,
+)
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.outputs import refuse_no_directory, refuse_no_file
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.summary import fit_lines, fit_tree
 from pretrain.terminal.text import counted
@@ -17,13 +24,8 @@ from pretrain.terminal.text import counted
 FEWEST_DRAWS = 20
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the action."""
-    return {"collect": _collect, "fit": _fit, "report": _report}[arguments.action](arguments)
-
-
 def fit_of(arguments: argparse.Namespace) -> Fit:
-    """The fit that the command line describes; it takes seconds, so nothing is kept between commands."""
+    """Return the fit that the flags of `add_runs` describe. It takes seconds, so no command stores it."""
     from pretrain.scaling.collect import read_curves
 
     if arguments.draws < FEWEST_DRAWS:
@@ -32,20 +34,40 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
         )
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
-    roles = tuple(field.name for field in fields(Columns))
-    columns = Columns(**named_values(arguments.column, roles, "--column"))
-    conditions = {
-        "where": arguments.where,
-        "exclude": arguments.exclude,
-        "holdout": arguments.holdout,
-    }
-    points = read_points(arguments.runs, columns, **conditions)
+    points = read_points(
+        arguments.runs,
+        _columns(arguments.column),
+        where=arguments.where,
+        exclude=arguments.exclude,
+        holdout=arguments.holdout,
+    )
     training = read_curves(arguments.curves) if arguments.curves else None
     return fit_all(points, training=training, num_draws=arguments.draws, seed=arguments.seed)
 
 
-def _fit(arguments: argparse.Namespace) -> int:
-    refuse_no_file("--json", arguments.json, "fit.json")
+def _columns(items: list[str]) -> Columns:
+    """Column names from items such as `loss=c4`."""
+    roles = [field.name for field in fields(Columns)]
+    found = {}
+    for item in items:
+        role, equals, name = item.partition("=")
+        if not equals or role not in roles:
+            raise ConfigError(
+                f"--column {item}: expected ROLE=NAME with one of the roles {', '.join(roles)}"
+            )
+        found[role] = name
+    return Columns(**found)
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale fit`."""
+    add_runs(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here, as JSON")
+
+
+def run_fit(arguments: argparse.Namespace) -> int:
+    """Print the fit."""
+    check_output_file("--json", arguments.json, "fit.json")
     fit = fit_of(arguments)
     print("\n".join(fit_lines(fit)))
     if arguments.json:
@@ -55,26 +77,39 @@ def _fit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale report`."""
+    add_runs(parser)
+    add_report_output(parser, "scaling-report", "Scaling laws")
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the report."""
     from pretrain.scaling.report import write_report
 
-    refuse_no_directory("--out", arguments.out)
+    check_output_directory("--out", arguments.out)
     path = write_report(fit_of(arguments), arguments.out, arguments.title)
     print(f"report: {path}")
     return 0
 
 
-def _collect(arguments: argparse.Namespace) -> int:
+def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale collect`."""
+    add_sweep_input(parser, "runs.csv")
+    parser.add_argument(
+        "--curves-out", type=Path, metavar="FILE", help="also write the training curves here"
+    )
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Write the table of runs and, if asked to, their training curves."""
     from pretrain.scaling.collect import collect_rows, write_curves, write_rows
     from pretrain.scaling.sweep_file import read_sweep
 
     sweep = read_sweep(arguments.sweep)
-    if not arguments.runs_dir.is_dir():
-        raise DataError(
-            f"{arguments.runs_dir} is no directory; name the one that holds the sweep's run directories"
-        )
-    refuse_no_file("--out", arguments.out, "runs.csv")
-    refuse_no_file("--curves-out", arguments.curves_out, "curves.csv")
+    check_runs_directory(arguments.runs_dir)
+    check_output_file("--out", arguments.out, "runs.csv")
+    check_output_file("--curves-out", arguments.curves_out, "curves.csv")
     rows = collect_rows(sweep, arguments.runs_dir)
     write_rows(arguments.out, rows)
     left_out = [row for row in rows if row.excluded]
@@ -83,9 +118,7 @@ def _collect(arguments: argparse.Namespace) -> int:
         print(f"left out: {row.name}: {row.excluded}")
     versions = {version for row in rows for version in row.code.split()}
     if len(versions) > 1:
-        print(
-            f"note: {len(versions)} versions of the code trained these cells; column code says which"
-        )
+        print(f"note: {len(versions)} versions of the code trained these cells; see column code")
     if arguments.curves_out:
         count = write_curves(arguments.curves_out, sweep, arguments.runs_dir)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")

@@ -1,36 +1,68 @@
-"""The action plan of `pretrain scale`."""
+"""`pretrain scale plan`: runs around the predicted optimum of each budget, as a sweep file."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from pretrain.commands.scale import add_family, add_sweep_output, check_output_file
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.scaling.outputs import refuse_no_file
-from pretrain.scaling.plan import PlannedRun, optimum_at_ratio, plan_runs
-from pretrain.scaling.planned import check_tokens, sweep_path, write_plan
-from pretrain.scaling.wording import amount
+from pretrain.scaling.intervals import amount
+from pretrain.scaling.plan import (
+    TOKENS_PER_PARAMETER,
+    PlannedRun,
+    check_tokens,
+    optimum_at_ratio,
+    plan_runs,
+    sweep_path,
+    write_plan,
+)
 from pretrain.terminal.text import counted, text_table
 
 PFLOPS_DAY = 86400e15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale plan`."""
+    add = parser.add_argument
+    base = "base experiment, whose family of shapes is scaled"
+    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    flops = "training FLOPs per run"
+    add("--budgets", type=float, nargs="+", required=True, metavar="C", help=flops)
+    add("--sizes", type=int, default=5, help="number of sizes per budget (default %(default)s)")
+    ratio = "ratio of each size to the next smaller one (default %(default)s)"
+    add("--spread", type=float, default=1.6, help=ratio)
+    seeds = "train each run once per seed (default 1)"
+    add("--seeds", type=int, nargs="+", default=[1], metavar="SEED", help=seeds)
+    held = "training FLOPs of runs that will be predicted and not fitted"
+    add("--holdout-budgets", type=float, nargs="+", default=[], metavar="C", help=held)
+    add_family(parser)
+    center = "D/N around which sizes are centered (default %(default)s)"
+    add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
+    around = "center the sizes on the optimum that these runs predict"
+    add("--around", type=Path, metavar="RUNS", help=around)
+    speed = "FLOPs per second of the machine, to print hours"
+    add("--speed", type=float, default=0.0, metavar="FLOPS", help=speed)
+    add_sweep_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its cost, and write the sweep file."""
     for budget in (*arguments.budgets, *arguments.holdout_budgets):
         if not 0 < budget < math.inf:
-            raise ConfigError(f"a budget of {budget} FLOPs is no positive number")
+            raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
     base = load_config(RunConfig, arguments.experiment, arguments.set)
     name = arguments.name or f"{base.name}-scaling"
-    refuse_no_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
     known = with_vocabulary(base)
-    optimum, around = _centre(known, arguments)
+    optimum, around = _center(known, arguments)
     runs = plan_runs(
         known,
         sorted(arguments.budgets),
@@ -48,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     totals = _totals(runs, arguments.speed)
     print("\n".join([totals, *unchecked]))
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
-    notes = [f"centred on {around}, {sizes}", f"rule {arguments.rule}", totals]
+    notes = [f"centered on {around}, {sizes}", f"rule {arguments.rule}", totals]
     write_plan(arguments, name, base, runs, notes)
     return 0
 
 
-def _centre(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
+def _center(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
     """Predicted optimal parameters at given FLOPs, and where the prediction comes from."""
     if not arguments.around:
         ratio = arguments.tokens_per_parameter
@@ -88,9 +120,8 @@ def _table(runs: list[PlannedRun]) -> list[list[str]]:
         "steps",
         "rate",
         "C",
-        "of budget",
-        "C/6ND",
     ]
+    heads += ["of budget", "C/6ND"]
     rows = [heads]
     for item in runs:
         model, cost = item.run.model, item.cost
@@ -103,7 +134,7 @@ def _table(runs: list[PlannedRun]) -> list[list[str]]:
                 *(str(value) for value in (item.run.data.lanes, cost.steps)),
                 f"{item.run.optim.learning_rate:.2e}",
                 f"{cost.flops:.3e}",
-                f"{cost.flops / item.budget - 1:+.2%}",
+                f"{cost.flops / item.facts['budget'] - 1:+.2%}",
                 f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
             ]
         )

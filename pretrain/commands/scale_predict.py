@@ -1,4 +1,4 @@
-"""The action predict of `pretrain scale`."""
+"""`pretrain scale predict`: the optimum, and its loss, for a budget, a size or a number of tokens."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.commands.scale import add_family, add_runs, check_output_file
 from pretrain.commands.scale_fit import fit_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling import wording
-from pretrain.scaling.agreement import contradictions
+from pretrain.scaling.checks import contradictions
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.lines import LEVEL
-from pretrain.scaling.outputs import refuse_no_file
+from pretrain.scaling.intervals import LEVEL, amount, as_loss, as_size, shown
 from pretrain.scaling.predict import (
     BAND,
     Forecast,
@@ -32,10 +32,8 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.recipe import with_budget
-from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, with_budget
 from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
-from pretrain.scaling.wording import amount, shown
 from pretrain.terminal.text import counted, text_table
 
 WORTH_SAYING = 0.01  # of the draws without an answer
@@ -44,6 +42,28 @@ ASKED = {
     "tokens": "that reads D = {} tokens",
     "parameters": "of N = {} parameters",
 }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale predict`."""
+    add_runs(parser)
+    add = parser.add_argument
+    for name, letter, words in (
+        ("flops", "C", "training FLOPs"),
+        ("tokens", "D", "tokens"),
+        ("params", "N", "parameters"),
+    ):
+        help_text = f"predict the optimum of this many {words}"
+        add(f"--{name}", type=float, default=0.0, metavar=letter, help=help_text)
+    approach = "approach whose optimum is written: parametric, isoflop or envelope"
+    add("--approach", default="", help=approach)
+    base = "base experiment, whose family of shapes is chosen from"
+    add("--experiment", type=Path, metavar="FILE", help=base)
+    written = "write the nearest legal run here, as an experiment file"
+    add("--write", type=Path, metavar="FILE", help=written)
+    add_family(parser)
+    force = "predict even far from the fitted runs"
+    add("--force", action="store_true", help=force)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     heads, rows = forecast_table(forecasts, asked)
     print("\n".join([text_table([heads, *rows]), *unavailable_lines(fit)]))
     if band := near_optimal_band(fit, chosen.flops.value):
-        low, high = (wording.size(size) for size in band)
+        low, high = (as_size(size) for size in band)
         flops = f"{chosen.flops.value:.3g} FLOPs" + (
             "" if asked == "flops" else f" (C of approach {chosen.approach})"
         )
@@ -99,7 +119,7 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
         raise ConfigError(
             "--write needs --experiment, the experiment whose family of shapes to choose from"
         )
-    refuse_no_file("--write", arguments.write, "best.yaml")
+    check_output_file("--write", arguments.write, "best.yaml")
     idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:
         raise ConfigError(
@@ -128,7 +148,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     loss = loss_of_run(fit, arguments.params, arguments.tokens)
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
-        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, wording.loss)}"
+        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, as_loss)}"
     )
     print(_intervals(fit))
     for doubt in reasons:
@@ -156,7 +176,7 @@ def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -
     if arguments.write:
         header = (
             f"# The optimum at {chosen.flops.value:.3g} FLOPs by approach {chosen.approach}: "
-            f"loss {shown(chosen.loss, wording.loss)}\n"
+            f"loss {shown(chosen.loss, as_loss)}\n"
             f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: {arguments.rule}\n"
         )
         arguments.write.parent.mkdir(parents=True, exist_ok=True)

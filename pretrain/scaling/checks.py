@@ -1,17 +1,17 @@
-"""A fit against runs it did not see: those held out, and those of the largest budget. Legend: P points."""
+"""Checks of a fit: predictions of runs that were held out, and whether the approaches agree. Legend: P points."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeVar
 
 import numpy as np
 
-from data_pipeline.errors import DataError
-from pretrain.scaling.estimates import estimate
-from pretrain.scaling.isoflop import FEWEST_SIZES, fit_isoflop
-from pretrain.scaling.law import FlopsLaw, log_loss
-from pretrain.scaling.lines import Interval, LawLine, interval
+from pretrain.scaling.frontier import Approach, LawLine
+from pretrain.scaling.intervals import Interval, as_loss, interval, shown
+from pretrain.scaling.law import log_loss
 from pretrain.scaling.points import Array, Points
 
 Number = TypeVar("Number", float, Array)
@@ -39,49 +39,6 @@ class Prediction:
         return relative_error(self.predicted.value, self.measured)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """What the runs below the largest budget would have predicted for it."""
-
-    budget: float
-    law_error: (
-        float | None
-    )  # mean |relative error| of approach 3 over that budget's runs; None without approach 3
-    optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
-    unavailable: dict[str, str]  # approach -> why those runs do not allow it
-    measured: (
-        tuple[float, float] | None
-    )  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
-
-
-def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
-    """Fit without the largest budget and predict it; None when fewer than two budgets would be left."""
-    budgets = points.budgets
-    if len(budgets) < 3:
-        return None
-    rest, last = (
-        points.take(points.budget_P < budgets[-1]),
-        points.take(points.budget_P == budgets[-1]),
-    )
-    estimates = estimate(rest)
-    log_flops = float(np.log(last.flops_P).mean())
-    optimum = {
-        key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
-        for key, line in estimates.lines(flops_law).items()
-    }
-    law_error = None
-    if estimates.parametric:
-        predicted_P = estimates.parametric.law.loss(last.parameters_P, last.tokens_P)
-        law_error = float(np.abs(relative_error(predicted_P, last.loss_P)).mean())
-    return LeftOut(
-        budget=float(budgets[-1]),
-        law_error=law_error,
-        optimum=optimum,
-        unavailable=estimates.unavailable,
-        measured=_measured_optimum(points, last),
-    )
-
-
 def seed_spread(points: Points) -> float | None:
     """The relative standard deviation of losses that differ only by their seed; None where no run was repeated."""
     groups: dict[tuple[float, float], list[float]] = {}
@@ -92,19 +49,6 @@ def seed_spread(points: Points) -> float | None:
         return None
     squares = sum(np.var(group) * len(group) for group in repeated)
     return float(np.sqrt(squares / sum(len(group) - 1 for group in repeated)))
-
-
-def _measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
-    if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
-        return None
-    try:
-        valley = fit_isoflop(points).valleys[-1]
-        if valley.is_used:
-            return valley.parameters, valley.loss
-    except DataError:
-        pass  # no parabolas at all: the lowest run stands for the valley
-    lowest = int(last.loss_P.argmin())
-    return float(last.parameters_P[lowest]), float(last.loss_P[lowest])
 
 
 def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Prediction, ...]:
@@ -134,3 +78,55 @@ def loss_interval(law: LawLine, draws: LawLine, parameters: float, tokens: float
         for line in (law, draws)
     )
     return interval(value, draws_K)
+
+
+DISAGREEMENT = 1.5  # between the approaches' N*, above which it is said
+BEYOND = 10.0  # agreement is also measured at this multiple of the largest budget
+SEEN = 1e-4  # of the loss: ends of intervals that are nearer to each other look the same
+
+
+def disagreement(approaches: Sequence[Approach], log_flops: float) -> float:
+    """The largest N* over the smallest that the approaches name at C FLOPs."""
+    sizes = np.array([float(approach.line.log_parameters(log_flops)) for approach in approaches])
+    finite = sizes[np.isfinite(sizes)]
+    return float(np.exp(np.ptp(finite))) if len(finite) else np.nan
+
+
+def beyond(largest: float) -> tuple[float, str]:
+    """The FLOPs beyond the largest budget at which approaches are compared, and where that is in words."""
+    return BEYOND * largest, f"{BEYOND * largest:.3g} FLOPs, {BEYOND:.0f} times the largest budget"
+
+
+def warnings_of(approaches: Sequence[Approach], largest: float) -> list[str]:
+    """Where the approaches contradict each other, at the largest budget and beyond it."""
+    found: list[str] = []
+    for flops, where in ((largest, f"{largest:.3g} FLOPs, the largest budget"), beyond(largest)):
+        log_flops = float(np.log(flops))
+        ratio = disagreement(approaches, log_flops)
+        if ratio > DISAGREEMENT:
+            found.append(f"at {where}, the approaches' optimal sizes differ {ratio:.2f}x")
+        found += contradictions(
+            {each.title: each.loss(log_flops) for each in approaches}, f"at {where}"
+        )
+    return found
+
+
+def contradictions(losses: Mapping[str, Interval], where: str) -> list[str]:
+    """One line when two intervals of the loss, by approach, have nothing in common; none when all overlap."""
+    texts = {title: shown(interval, as_loss) for title, interval in losses.items()}
+    pairs = [
+        f"{first} {texts[first]} and {second} {texts[second]}"
+        for first, second in combinations(losses, 2)
+        if _are_apart(losses[first], losses[second])
+    ]
+    if not pairs:
+        return []
+    return [
+        f"{where}, the intervals of the loss do not overlap: {'; '.join(pairs)}; an interval holds the scatter of "
+        "the runs, not an approach's own bias; trust none of them alone"
+    ]
+
+
+def _are_apart(first: Interval, second: Interval) -> bool:
+    gap = max(first.low, second.low) - min(first.high, second.high)
+    return bool(gap > SEEN * max(first.value, second.value))  # False where an end is NaN

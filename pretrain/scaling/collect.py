@@ -19,7 +19,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
-from pretrain.scaling.csv_files import csv_rows
+from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
 

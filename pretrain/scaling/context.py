@@ -1,47 +1,36 @@
-"""Which segment and memory length: runs of one model that differ in nothing else, at equal tokens and at equal FLOPs.
+"""Loss against segment and memory length: runs of one model that differ in nothing else, and their losses as a table.
 
-Every run takes the base experiment's tokens per step, in more lanes of shorter segments or fewer of longer ones. At
+Every run has the base experiment's tokens per step, in more lanes of shorter segments or fewer of longer ones. At
 equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError, UserError
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import RunCost, cost_of
+from pretrain.costs.flops import cost_of
+from pretrain.scaling.collect import row_of
+from pretrain.scaling.plan import PlannedRun
+from pretrain.scaling.point_files import csv_rows, flag
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
+from pretrain.scaling.sweep_file import Cell, Sweep
 
+# Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without memory
+TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+NUMBERS = ("segment_length", "memory_length", "N", "D", "C", "evaluated_memory", "times", "loss")
 
-@dataclass(frozen=True, kw_only=True)
-class ContextRun:
-    """A cell's run, and which of the two comparisons it is part of; the base's own context is part of both."""
-
-    name: str
-    run: RunConfig
-    cost: RunCost
-    same_tokens: bool
-    same_flops: bool
-    holdout: bool = False  # every context is compared
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """What is noted beside the cell."""
-        return {
-            "segment_length": self.run.data.segment_length,
-            "memory_length": self.run.model.memory_length,
-            "same_tokens": int(self.same_tokens),
-            "same_flops": int(self.same_flops),
-            "tokens": self.cost.tokens,
-            "flops": self.cost.flops,
-        }
+# A run directory and memory lengths -> the loss with each
+Evaluate = Callable[[Path, Sequence[int]], Sequence[float]]
 
 
 def plan_contexts(
     base: RunConfig, segments: Sequence[int], memories: Sequence[int]
-) -> list[ContextRun]:
+) -> list[PlannedRun]:
     """Every segment length with every memory length, at the tokens and at the FLOPs of the base experiment.
 
     Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for too few steps.
@@ -53,7 +42,7 @@ def plan_contexts(
         raise ConfigError(
             "one segment with one memory length compares nothing; give at least two of either"
         )
-    runs: list[ContextRun] = []
+    runs: list[PlannedRun] = []
     for segment in sorted({*segments}):
         for memory in sorted({*memories}):
             runs += _runs_of(base, _with_context(base, segment, memory), f"t{segment}-m{memory}")
@@ -74,31 +63,138 @@ def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
     )
 
 
-def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[ContextRun]:
+def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
     """The run at the base's tokens and at its FLOPs; one for both where that is the same number of steps."""
     budget, cost = cost_of(base).flops, cost_of(run)
-    steps = {
-        "tokens": base.optim.steps,
-        "flops": round(budget / (cost.flops_per_token * cost.tokens_per_step)),
-    }
-    if steps["tokens"] == steps["flops"]:
-        return [_run(run, context, base.optim.steps, same_tokens=True, same_flops=True)]
+    at_tokens = base.optim.steps
+    at_flops = round(budget / (cost.flops_per_token * cost.tokens_per_step))
+    if at_tokens == at_flops:
+        return [_run(run, context, at_tokens, same_tokens=1, same_flops=1)]
     return [
-        _run(
-            run,
-            f"{context}-same-{kind}",
-            count,
-            same_tokens=kind == "tokens",
-            same_flops=kind == "flops",
-        )
-        for kind, count in steps.items()
+        _run(run, f"{context}-same-tokens", at_tokens, same_tokens=1, same_flops=0),
+        _run(run, f"{context}-same-flops", at_flops, same_tokens=0, same_flops=1),
     ]
 
 
-def _run(
-    run: RunConfig, name: str, steps: int, *, same_tokens: bool, same_flops: bool
-) -> ContextRun:
+def _run(run: RunConfig, name: str, steps: int, *, same_tokens: int, same_flops: int) -> PlannedRun:
     run = replace(with_steps(run, steps), name=name, evaluation=replace(run.evaluation, interval=0))
-    return ContextRun(
-        name=name, run=run, cost=cost_of(run), same_tokens=same_tokens, same_flops=same_flops
+    cost = cost_of(run)
+    facts = {
+        "segment_length": run.data.segment_length,
+        "memory_length": run.model.memory_length,
+        "same_tokens": same_tokens,
+        "same_flops": same_flops,
+        "tokens": cost.tokens,
+        "flops": cost.flops,
+    }
+    return PlannedRun(name=name, run=run, cost=cost, facts=facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRow:
+    """One run evaluated with one memory length."""
+
+    name: str
+    same_tokens: str = ""  # yes: comparable with the others of equal tokens
+    same_flops: str = ""
+    segment_length: int
+    memory_length: int  # in training
+    N: int | str = ""
+    D: int | str = ""
+    C: float | str = ""
+    evaluated_memory: int | str = ""
+    times: float | str = ""
+    loss: float | str = ""
+    excluded: str = ""  # why the run takes no part
+
+
+def context_rows(sweep: Sweep, runs: Path, evaluate: Evaluate) -> list[ContextRow]:
+    """Rows of every cell of a sweep that `scale context plan` wrote; DataError for another sweep."""
+    foreign = next((cell.name for cell in sweep.cells if "same_tokens" not in cell.facts), None)
+    if foreign is not None:
+        raise DataError(
+            f"cell {foreign} belongs to no context sweep; give one that 'scale context plan' wrote"
+        )
+    return [row for cell in sweep.cells for row in _rows(cell, runs / cell.name, evaluate)]
+
+
+def read_context(path: Path) -> list[ContextRow]:
+    """The evaluated rows of a table; DataError, in one line, for one that is damaged or holds none."""
+    found = []
+    for line, row in csv_rows(path, "'pretrain scale context collect' writes it"):
+        missing = [
+            name
+            for name in ("name", "same_tokens", "same_flops", "excluded", *NUMBERS)
+            if row.get(name) is None
+        ]
+        if missing:
+            raise DataError(
+                f"{path}: no column {missing[0]!r}; expected what 'scale context collect' writes"
+            )
+        if not row["excluded"]:
+            found.append(_parsed(row, f"{path}: row {line}"))
+    if not found:
+        raise DataError(f"{path} holds no evaluated run; let the sweep finish and collect again")
+    return found
+
+
+def _rows(cell: Cell, directory: Path, evaluate: Evaluate) -> list[ContextRow]:
+    facts = cell.facts
+    segment, memory = int(facts["segment_length"]), int(facts["memory_length"])
+    row = row_of(cell, directory)
+
+    def made(**values) -> ContextRow:
+        return ContextRow(
+            name=cell.name,
+            same_tokens="yes" if facts["same_tokens"] else "",
+            same_flops="yes" if facts["same_flops"] else "",
+            segment_length=segment,
+            memory_length=memory,
+            N=row.N,
+            D=row.D,
+            C=row.C,
+            **values,
+        )
+
+    if row.excluded:
+        return [made(excluded=row.excluded)]
+    lengths = {round(times * (memory or segment)): times for times in TIMES}
+    try:
+        losses = evaluate(directory, tuple(lengths))
+    except UserError as error:
+        return [made(excluded=f"cannot be evaluated: {error}")]
+    return [
+        made(evaluated_memory=length, times=times, loss=loss)
+        for (length, times), loss in zip(lengths.items(), losses, strict=True)
+    ]
+
+
+def _parsed(row: dict[str, str], where: str) -> ContextRow:
+    values: dict[str, float] = {}
+    for name in NUMBERS:
+        try:
+            values[name] = float(row[name])
+        except ValueError:
+            values[name] = math.nan
+        if not math.isfinite(values[name]) or values[name] < 0:
+            raise DataError(
+                f"{where}: {name}={row[name]!r}, expected a number of 0 or more; collect again"
+            )
+    for name in ("same_tokens", "same_flops"):
+        if flag(row[name]) is None:
+            raise DataError(
+                f"{where}: {name}={row[name]!r}, expected yes or nothing; collect again"
+            )
+    return ContextRow(
+        name=row["name"],
+        same_tokens="yes" if flag(row["same_tokens"]) else "",
+        same_flops="yes" if flag(row["same_flops"]) else "",
+        segment_length=int(values["segment_length"]),
+        memory_length=int(values["memory_length"]),
+        N=int(values["N"]),
+        D=int(values["D"]),
+        C=values["C"],
+        evaluated_memory=int(values["evaluated_memory"]),
+        times=values["times"],
+        loss=values["loss"],
     )

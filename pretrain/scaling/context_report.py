@@ -1,4 +1,4 @@
-"""The losses of a context sweep as one self-contained HTML file, its pictures beside it as PNG."""
+"""The losses of a context sweep as one HTML page, with its charts as PNG files beside it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,103 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.files import write_text
-from pretrain.reporting.charts import PAGE, PRINT, Palette, chart_html, save_png
+from pretrain.reporting.charts import (
+    PAGE,
+    PRINT,
+    Palette,
+    canvas,
+    chart_html,
+    legend,
+    legend_above,
+    panels,
+    plain_ticks,
+    save_png,
+    spread_colors,
+)
 from pretrain.reporting.html import Card, page, paragraph, section, table
-from pretrain.scaling import context_charts
-from pretrain.scaling.context_table import ContextRow
-from pretrain.scaling.wording import amount
+from pretrain.scaling.charts import LOSS
+from pretrain.scaling.context import ContextRow
+from pretrain.scaling.intervals import amount
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MOST_LABELS = 5  # of an axis of a panel
+
+
+def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
+    """Loss over the memory length of training (and evaluation), a line per segment length."""
+    figure, axes = canvas(
+        palette, 3.4, "memory length M, in training as in evaluation (tokens)", LOSS
+    )
+    memories = sorted({row.memory_length for row in rows})
+    segments = sorted({row.segment_length for row in rows})
+    for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
+        mine = sorted(
+            (row for row in rows if row.segment_length == segment),
+            key=lambda row: row.memory_length,
+        )
+        places = [memories.index(row.memory_length) for row in mine]
+        axes.plot(
+            places,
+            [row.loss for row in mine],
+            "o-",
+            color=color,
+            markersize=4,
+            linewidth=1.4,
+            label=segment,
+        )
+    axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
+    plain_ticks(axes.yaxis)
+    legend(axes, palette, title="segment length T (tokens)")
+    return figure
+
+
+def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
+    """Loss over the memory length of evaluation, a panel per segment length, a line per memory length of training."""
+    segments, memories, evaluated = (
+        sorted({int(getattr(row, name)) for row in rows})
+        for name in ("segment_length", "memory_length", "evaluated_memory")
+    )
+    x_label = "memory length in evaluation (tokens)"
+    figure, all_axes = panels(palette, 3.2, len(segments), x_label, LOSS)
+    for axes, segment in zip(all_axes, segments, strict=True):
+        axes.set_title(f"segments of {segment}", color=palette.ink, fontsize=8.5)
+        for memory, color in zip(memories, spread_colors(len(memories)), strict=True):
+            _line(axes, [row for row in rows if (row.segment_length, row.memory_length) == (segment, memory)],
+                  evaluated, color, palette)  # fmt: skip
+        every = -(-len(evaluated) // MOST_LABELS)
+        axes.set_xticks(
+            range(0, len(evaluated), every), [str(length) for length in evaluated[::every]]
+        )
+        plain_ticks(axes.yaxis)
+    title = "memory length M in training (tokens); in a ring: evaluated as trained"
+    legend_above(figure, all_axes[0], palette, title)
+    return figure
+
+
+def _line(
+    axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], color: str, palette: Palette
+) -> None:
+    rows = sorted(rows, key=lambda row: int(row.evaluated_memory))
+    if not rows:
+        return
+    places = [evaluated.index(int(row.evaluated_memory)) for row in rows]
+    axes.plot(
+        places, [row.loss for row in rows], "o-", color=color, markersize=3.5, linewidth=1.3,
+        label=str(rows[0].memory_length),
+    )  # fmt: skip
+    as_trained = [
+        (place, row.loss)
+        for place, row in zip(places, rows, strict=True)
+        if row.evaluated_memory == row.memory_length
+    ]
+    for place, loss in as_trained:
+        axes.plot(
+            [place], [loss], "o", markersize=8, markerfacecolor="none", markeredgecolor=palette.ink
+        )
+
 
 SERIES = {  # attribute of a row -> title, what is equal in words
     "same_tokens": (
@@ -57,7 +146,7 @@ def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
         title,
         _drawn(
             directory / f"{name}.png",
-            lambda palette: context_charts.loss_by_memory(mine, palette),
+            lambda palette: loss_by_memory(mine, palette),
             caption,
         ),
         table(["segment", "memory", "tokens", "FLOPs", "loss"], cells),
@@ -78,7 +167,7 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
         "The same as numbers; columns say how many times the memory of training was used in evaluation. For runs "
         "trained without memory (m0) it is how many times their segment length"
     )
-    draw = lambda palette: context_charts.loss_by_evaluated_memory(shown, palette)  # noqa: E731
+    draw = lambda palette: loss_by_evaluated_memory(shown, palette)  # noqa: E731
     return section(
         "Other memory than in training",
         _drawn(directory / "evaluated.png", draw, caption),

@@ -1,4 +1,6 @@
-"""Each approach tried on the same runs; what these runs do not allow is kept as a reason, not an error."""
+"""All approaches fitted to the same runs, with and without the largest budget. An approach that these runs do not
+allow is recorded with its reason and raises no error. Legend: P points.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from data_pipeline.errors import DataError
+from pretrain.scaling.checks import relative_error
 from pretrain.scaling.envelope import EnvelopeFit, fit_envelope
-from pretrain.scaling.isoflop import IsoflopFit, fit_isoflop
+from pretrain.scaling.frontier import LawLine, Line
+from pretrain.scaling.huber_fit import ParametricFit, fit_parametric
+from pretrain.scaling.isoflop import FEWEST_SIZES, IsoflopFit, fit_isoflop
 from pretrain.scaling.law import FlopsLaw
-from pretrain.scaling.lines import LawLine, Line
-from pretrain.scaling.parametric import ParametricFit, fit_parametric
 from pretrain.scaling.points import Array, Points
 
 T = TypeVar("T")
@@ -56,3 +61,59 @@ def estimate(points: Points, training: Mapping[str, Array] | None = None) -> Est
         parametric=attempt("parametric", lambda: fit_parametric(points)),
         unavailable=unavailable,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What the runs below the largest budget would have predicted for it."""
+
+    budget: float
+    law_error: (
+        float | None
+    )  # mean |relative error| of approach 3 over that budget's runs; None without approach 3
+    optimum: dict[str, tuple[float, float]]  # approach -> (predicted N*, predicted loss there)
+    unavailable: dict[str, str]  # approach -> why those runs do not allow it
+    measured: (
+        tuple[float, float] | None
+    )  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
+
+
+def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
+    """Fit without the largest budget and predict it; None when fewer than two budgets would be left."""
+    budgets = points.budgets
+    if len(budgets) < 3:
+        return None
+    rest, last = (
+        points.take(points.budget_P < budgets[-1]),
+        points.take(points.budget_P == budgets[-1]),
+    )
+    estimates = estimate(rest)
+    log_flops = float(np.log(last.flops_P).mean())
+    optimum = {
+        key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
+        for key, line in estimates.lines(flops_law).items()
+    }
+    law_error = None
+    if estimates.parametric:
+        predicted_P = estimates.parametric.law.loss(last.parameters_P, last.tokens_P)
+        law_error = float(np.abs(relative_error(predicted_P, last.loss_P)).mean())
+    return LeftOut(
+        budget=float(budgets[-1]),
+        law_error=law_error,
+        optimum=optimum,
+        unavailable=estimates.unavailable,
+        measured=_measured_optimum(points, last),
+    )
+
+
+def _measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
+    if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
+        return None
+    try:
+        valley = fit_isoflop(points).valleys[-1]
+        if valley.is_used:
+            return valley.parameters, valley.loss
+    except DataError:
+        pass  # no parabolas at all: the lowest run stands for the valley
+    lowest = int(last.loss_P.argmin())
+    return float(last.parameters_P[lowest]), float(last.loss_P[lowest])

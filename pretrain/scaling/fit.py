@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.scaling import agreement
-from pretrain.scaling.bootstrap import parametric_draws
-from pretrain.scaling.checks import LeftOut, Prediction, leave_largest_out, predict_holdouts
+from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
 from pretrain.scaling.envelope import envelope_draws
-from pretrain.scaling.estimates import TITLES, Estimates, estimate
+from pretrain.scaling.estimates import TITLES, Estimates, LeftOut, estimate, leave_largest_out
+from pretrain.scaling.frontier import Approach, LawLine
+from pretrain.scaling.huber_bootstrap import parametric_draws
 from pretrain.scaling.isoflop import isoflop_draws
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
-from pretrain.scaling.lines import Approach, LawLine
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
 from pretrain.terminal.text import counted
 
@@ -154,7 +153,7 @@ def _warnings(fit: Fit) -> list[str]:
         )
     if len(fit.points.budgets) == 2:
         found.append("two budgets: no budget is left to check the fit on")
-    found += agreement.warnings_of(fit.approaches, float(fit.points.budgets[-1]))
+    found += warnings_of(fit.approaches, float(fit.points.budgets[-1]))
     return found
 
 

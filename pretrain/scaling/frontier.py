@@ -1,4 +1,4 @@
-"""The compute-optimal frontier as power laws of the FLOPs: sizes N* = k C^a and the loss on it.
+"""The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by power laws.
 
 Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a place that a draw does not have.
 """
@@ -6,11 +6,80 @@ Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from pretrain.scaling.law import FlopsLaw
+from pretrain.scaling.intervals import Interval, interval
+from pretrain.scaling.law import FlopsLaw, exponents, log_loss, log_optimum
 from pretrain.scaling.points import Array
+
+
+class Line(Protocol):
+    """A compute-optimal line (one, or one per draw)."""
+
+    def log_parameters(self, log_flops: float | Array) -> Array: ...
+
+    def loss(self, log_flops: float | Array) -> Array: ...
+
+    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]: ...
+
+
+@dataclass(frozen=True)
+class LawLine:
+    """The optimal line that laws theta [5] or [K, 5] imply."""
+
+    theta: Array
+    flops_law: FlopsLaw
+
+    def log_parameters(self, log_flops: float | Array) -> Array:
+        """ln N* at C FLOPs."""
+        return log_optimum(self.theta, log_flops, self.flops_law)[0]
+
+    def loss(self, log_flops: float | Array) -> Array:
+        """L(N*, D*) at C FLOPs."""
+        n, d = log_optimum(self.theta, log_flops, self.flops_law)
+        return np.exp(log_loss(self.theta, n[..., None], d[..., None])[..., 0])
+
+    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
+        """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
+        return exponents(self.theta, flops_law)
+
+
+@dataclass(frozen=True)
+class Approach:
+    """One approach's line, its draws, and what the reader must know about it."""
+
+    key: str
+    title: str
+    line: Line
+    draws: Line
+    warnings: tuple[str, ...] = ()
+
+    def parameters(self, log_flops: float) -> Interval:
+        """N* at C FLOPs."""
+        return interval(
+            np.exp(self.line.log_parameters(log_flops)),
+            np.exp(self.draws.log_parameters(log_flops)),
+        )
+
+    def loss(self, log_flops: float) -> Interval:
+        """The least loss at C FLOPs."""
+        return interval(self.line.loss(log_flops), self.draws.loss(log_flops))
+
+    def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
+        """D* at C FLOPs."""
+        values = (
+            flops_law.log_tokens(np.asarray(log_flops), line.log_parameters(log_flops))
+            for line in (self.line, self.draws)
+        )
+        return interval(*(np.exp(value) for value in values))
+
+    def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
+        """The exponents a and b."""
+        (a, b), (a_K, b_K) = self.line.exponents(flops_law), self.draws.exponents(flops_law)
+        return interval(a, a_K), interval(b, b_K)
+
 
 FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law
 DECAY_GRID = np.geomspace(0.005, 1.0, 120)

@@ -1,43 +1,42 @@
-"""Which runs to make: at each budget a few sizes around the predicted optimum, each a legal shape with whole steps."""
+"""Plans: a few legal sizes around the predicted optimum of each budget, written as a sweep file."""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.config_loader import differences, load_config, to_tree
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import SPLITS
+from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
-from pretrain.scaling.recipe import Rule, refuse_unsuited, with_budget
-from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.recipe import (
+    Rule,
+    nearest_shape,
+    refuse_far_shape,
+    refuse_unsuited,
+    with_budget,
+)
+from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, write_sweep
+from pretrain.terminal.text import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A cell's run with its cost."""
+    """A run that a plan has made, with its cost and what the sweep file notes about it."""
 
     name: str
     run: RunConfig
     cost: RunCost
-    budget: float
-    holdout: bool
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """What is noted beside the cell."""
-        return {
-            "budget": self.budget,
-            "flops": self.cost.flops,
-            "parameters": self.cost.parameters,
-            "body_parameters": self.cost.body_parameters,
-            "tokens": self.cost.tokens,
-            "steps": self.cost.steps,
-            "learning_rate": self.run.optim.learning_rate,
-            "tokens_per_step": self.cost.tokens_per_step,
-        }
+    facts: Mapping[str, float]
+    holdout: bool = False  # to be predicted, not fitted
 
 
 def plan_runs(
@@ -53,7 +52,7 @@ def plan_runs(
     lanes_multiple: int = 1,
     keep_layers: bool = False,
 ) -> list[PlannedRun]:
-    """`num_sizes` sizes at each budget, `spread` apart around `optimum(budget)` parameters, and one per hold-out.
+    """Return `num_sizes` sizes at each budget, `spread` apart around `optimum(budget)`, and one run per hold-out.
 
     Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole steps.
     """
@@ -92,13 +91,12 @@ def plan_runs(
 def optimum_at_ratio(
     base: RunConfig, tokens_per_parameter: float, keep_layers: bool = False
 ) -> Callable[[float], float]:
-    """Parameters N(C) at which C FLOPs pay for `tokens_per_parameter` N tokens, with this family's exact FLOPs."""
+    """Return N(C), the parameters for which C FLOPs pay for `tokens_per_parameter` N tokens, counted exactly."""
 
     def optimum(budget: float) -> float:
         size = math.sqrt(budget / (6 * tokens_per_parameter))
-        for _ in range(
-            20
-        ):  # FLOPs per token change slowly with the size, so this settles in a few rounds
+        # FLOPs per token change slowly with the size, so this fixed point is reached in a few rounds.
+        for _ in range(20):
             per_parameter = _flops_per_parameter(base, size, keep_layers)
             size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
         return size
@@ -111,9 +109,96 @@ def _planned(
 ) -> PlannedRun:
     name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
     run = replace(run, name=name, seed=seed, evaluation=replace(run.evaluation, interval=0))
-    return PlannedRun(name=name, run=run, cost=cost_of(run), budget=budget, holdout=holdout)
+    cost = cost_of(run)
+    facts = {
+        "budget": budget,
+        "flops": cost.flops,
+        "parameters": cost.parameters,
+        "body_parameters": cost.body_parameters,
+        "tokens": cost.tokens,
+        "steps": cost.steps,
+        "learning_rate": run.optim.learning_rate,
+        "tokens_per_step": cost.tokens_per_step,
+    }
+    return PlannedRun(name=name, run=run, cost=cost, facts=facts, holdout=holdout)
 
 
 def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> float:
     cost = cost_of(nearest_shape(base, size, keep_layers))
     return cost.flops_per_token / cost.parameters
+
+
+def check_tokens(base: RunConfig, runs: Sequence[PlannedRun]) -> list[str]:
+    """Return a note if the corpus is not on this machine; DataError if a run reads more than one epoch."""
+    directory = base.data.directory() / SPLITS[0]
+    if not directory.is_dir():
+        return [f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens"]
+    available = Corpus.open(directory, check_hashes=False).num_tokens
+    refuse_more_tokens({item.name: item.cost.tokens for item in runs}, available)
+    return []
+
+
+def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
+    """Raise DataError if a cell (name -> tokens) reads more than one epoch: repeated tokens are worth less."""
+    greedy = [name for name, count in tokens.items() if count > available]
+    if greedy:
+        worst = max(greedy, key=tokens.__getitem__)
+        raise DataError(
+            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has ({available:,}); {worst} "
+            f"needs {tokens[worst]:,}: use smaller budgets, larger sizes or more text"
+        )
+
+
+def sweep_path(arguments: argparse.Namespace, name: str) -> Path:
+    """The path that the sweep of this name is written to."""
+    return arguments.out or Path("configs/sweeps") / f"{name}.yaml"
+
+
+def write_plan(
+    arguments: argparse.Namespace,
+    name: str,
+    base: RunConfig,
+    runs: Sequence[PlannedRun],
+    notes: Sequence[str],
+) -> None:
+    """Write the runs as the sweep `name` and print where; `base` is the experiment with the changes of --set."""
+    path = sweep_path(arguments, name)
+    write_sweep(path, make_sweep(name, arguments.experiment, base, runs, path.parent, notes))
+    print(f"sweep: {path} ({counted(len(runs), 'cell')})")
+
+
+def make_sweep(
+    name: str,
+    experiment: Path,
+    base: RunConfig,
+    runs: Sequence[PlannedRun],
+    directory: Path,
+    notes: Sequence[str],
+) -> Sweep:
+    """Return the runs as a sweep whose file will be in `directory`.
+
+    Cells start from the experiment's file, so settings that `base` changes become overrides as well. A vocabulary
+    size that `base` leaves unset remains unset: it is read from the corpus when the cell runs.
+    """
+    plain = load_config(RunConfig, experiment)
+    relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
+    cells = [
+        Cell(
+            name=item.name,
+            experiment=relative,
+            overrides=tuple(_overrides_between(plain, _with_vocabulary_of(base, item.run))),
+            facts=dict(item.facts),
+            holdout=item.holdout,
+        )
+        for item in runs
+    ]
+    return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=tuple(cells))
+
+
+def _with_vocabulary_of(base: RunConfig, run: RunConfig) -> RunConfig:
+    return replace(run, model=replace(run.model, vocab_size=base.model.vocab_size))
+
+
+def _overrides_between(base: RunConfig, run: RunConfig) -> list[str]:
+    """The overrides that turn the base's file into the run."""
+    return [f"{key}={new}" for key, (_, new) in differences(to_tree(base), to_tree(run)).items()]

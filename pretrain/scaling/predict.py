@@ -11,14 +11,12 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import did_you_mean
-from pretrain.scaling import wording
-from pretrain.scaling.agreement import disagreement
-from pretrain.scaling.checks import loss_interval
+from pretrain.scaling.checks import disagreement, loss_interval
 from pretrain.scaling.fit import Fit
+from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.intervals import Interval, as_loss, as_size, interval, shown
 from pretrain.scaling.law import FlopsLaw, log_loss
-from pretrain.scaling.lines import Approach, Interval, LawLine, Line, interval
 from pretrain.scaling.points import Array
-from pretrain.scaling.wording import shown
 
 PREFERRED = ("parametric", "isoflop", "envelope")
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
@@ -133,7 +131,7 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
     size = approach.parameters(float(np.log(flops)))
     if not size.width <= WIDEST:
         found.append(
-            f"the interval of N* by approach {approach.title} is {shown(size, wording.size)}, over {WIDEST:.0f}x wide"
+            f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over {WIDEST:.0f}x wide"
         )
     ratio = disagreement(fit.approaches, float(np.log(flops)))
     if ratio > LARGEST_DISAGREEMENT:
@@ -163,7 +161,7 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
     loss = loss_of_run(fit, parameters, tokens)
     if not loss.width <= WIDEST_LOSS:
         found.append(
-            f"the interval of the loss is {shown(loss, wording.loss)}, over {WIDEST_LOSS - 1:.0%} wide"
+            f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"
         )
     return found
 

@@ -9,12 +9,20 @@ import numpy as np
 from data_pipeline.files import write_json, write_text
 from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_png
 from pretrain.reporting.html import Card, page, paragraph, section, table
-from pretrain.scaling import charts, cloud_charts, wording
-from pretrain.scaling.agreement import beyond, disagreement
-from pretrain.scaling.checks import relative_error
+from pretrain.scaling import charts
+from pretrain.scaling.checks import beyond, disagreement, relative_error
 from pretrain.scaling.estimates import TITLES
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.lines import LEVEL
+from pretrain.scaling.intervals import (
+    ERRORS,
+    LEVEL,
+    amount,
+    as_exponent,
+    as_factor,
+    as_loss,
+    as_size,
+    shown,
+)
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
 from pretrain.scaling.summary import (
     approach_table,
@@ -23,7 +31,6 @@ from pretrain.scaling.summary import (
     lost_lines,
     unavailable_lines,
 )
-from pretrain.scaling.wording import amount, shown
 from pretrain.terminal.text import counted
 
 MOST_ROWS = 60
@@ -96,7 +103,7 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
             f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
         ),
         "optimum": (
-            cloud_charts.optimum_cloud,
+            charts.optimum_cloud,
             f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the fit (stars)",
         ),
     }
@@ -107,7 +114,7 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
             "loss. A trend with FLOPs or color is something the law does not hold",
         )
         found["exponents"] = (
-            cloud_charts.exponent_cloud,
+            charts.exponent_cloud,
             "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta in every bootstrap draw",
         )
     if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
@@ -129,16 +136,14 @@ def _cards(fit: Fit) -> list[Card]:
     log_flops = float(np.log(flops))
     a, _ = approach.powers(fit.flops_law)
     size, tokens = approach.parameters(log_flops), approach.tokens(log_flops, fit.flops_law)
-    low, high = (wording.size(value) for value in (size.low, size.high))
+    low, high = (as_size(value) for value in (size.low, size.high))
     cards = [
         Card(
-            wording.size(size.value),
-            f"parameters ({low} to {high}) over {wording.size(tokens.value)} tokens are optimal at {where}, "
+            as_size(size.value),
+            f"parameters ({low} to {high}) over {as_size(tokens.value)} tokens are optimal at {where}, "
             f"by approach {approach.title}",
         ),
-        Card(
-            wording.power(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"
-        ),
+        Card(as_exponent(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
     ]
     if fit.left_out and fit.left_out.law_error is not None:
         words = f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on "
@@ -165,7 +170,7 @@ def _approaches(fit: Fit) -> str:
             )
         )
     if band := near_optimal_band(fit, largest):
-        low, high = (wording.size(size) for size in band)
+        low, high = (as_size(size) for size in band)
         parts.append(
             paragraph(
                 f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} by approach 3."
@@ -181,8 +186,7 @@ def _law(fit: Fit, drawn: dict[str, str]) -> str:
     assert fit.estimates.parametric
     words = f"L(N, D) = E + A/N^alpha + B/D^beta; mean error on its own runs {fit.estimates.parametric.mean_error:.3%}."
     rows = [
-        [name, *map(wording.factor, (value.value, value.low, value.high))]
-        for name, value in law.items()
+        [name, *map(as_factor, (value.value, value.low, value.high))] for name, value in law.items()
     ]
     return section(
         "Approach 3's law",
@@ -196,9 +200,9 @@ def _checks(fit: Fit) -> str:
     parts = []
     if (left := fit.left_out) and left.measured:
         size, loss = left.measured
-        rows = [["measured", wording.size(size), wording.loss(loss), "", ""]]
+        rows = [["measured", as_size(size), as_loss(loss), "", ""]]
         rows += [
-            [TITLES[key], wording.size(n), wording.loss(least), f"{relative_error(n, size):+.0%}",
+            [TITLES[key], as_size(n), as_loss(least), f"{relative_error(n, size):+.0%}",
              f"{relative_error(least, loss):+.2%}"]
             for key, (n, least) in left.optimum.items()
         ]  # fmt: skip
@@ -211,8 +215,8 @@ def _checks(fit: Fit) -> str:
         parts += [paragraph(f"{line}.") for line in lost_lines(fit)]
     if fit.holdouts:
         rows = [
-            [item.name, amount(item.parameters), amount(item.tokens), wording.loss(item.measured),
-             shown(item.predicted, wording.loss), f"{item.error:+.2%}"]
+            [item.name, amount(item.parameters), amount(item.tokens), as_loss(item.measured),
+             shown(item.predicted, as_loss), f"{item.error:+.2%}"]
             for item in fit.holdouts
         ]  # fmt: skip
         parts.append(
@@ -221,7 +225,7 @@ def _checks(fit: Fit) -> str:
             )
         )
         parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
-    errors = paragraph(f"{wording.ERRORS[0].upper()}{wording.ERRORS[1:]}.")
+    errors = paragraph(f"{ERRORS[0].upper()}{ERRORS[1:]}.")
     return section("Runs the fit did not see", *parts, errors) if parts else ""
 
 
@@ -274,7 +278,7 @@ def _runs(fit: Fit) -> str:
             points.names[i],
             *(amount(float(values[i])) for values in (points.parameters_P, points.tokens_P)),
             f"{points.flops_P[i]:.3g}",
-            wording.loss(float(points.loss_P[i])),
+            as_loss(float(points.loss_P[i])),
         ]
         for i in order
     ]

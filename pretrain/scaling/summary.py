@@ -7,16 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.scaling import wording
-from pretrain.scaling.agreement import beyond, disagreement
-from pretrain.scaling.checks import LeftOut, relative_error, seed_spread
-from pretrain.scaling.estimates import TITLES
+from pretrain.scaling.checks import beyond, disagreement, relative_error, seed_spread
+from pretrain.scaling.estimates import TITLES, LeftOut
 from pretrain.scaling.fit import Fit
+from pretrain.scaling.frontier import LawLine
+from pretrain.scaling.intervals import (
+    ERRORS,
+    LEVEL,
+    Interval,
+    as_exponent,
+    as_factor,
+    as_flops,
+    as_loss,
+    as_size,
+    interval,
+    shown,
+)
 from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
-from pretrain.scaling.lines import LEVEL, Interval, LawLine, interval
 from pretrain.scaling.predict import Forecast
-from pretrain.scaling.wording import shown
 from pretrain.terminal.text import counted, text_table
 
 
@@ -30,12 +39,12 @@ def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
     rows = []
     for approach in fit.approaches:
         a, b = approach.powers(fit.flops_law)
-        row = [approach.title, shown(a, wording.power), shown(b, wording.power)]
+        row = [approach.title, shown(a, as_exponent), shown(b, as_exponent)]
         for log_flops in np.log(places):
             row += [
-                shown(approach.parameters(log_flops), wording.size),
-                shown(approach.tokens(log_flops, fit.flops_law), wording.size),
-                shown(approach.loss(log_flops), wording.loss),
+                shown(approach.parameters(log_flops), as_size),
+                shown(approach.tokens(log_flops, fit.flops_law), as_size),
+                shown(approach.loss(log_flops), as_loss),
             ]
         rows.append(row)
     return heads, rows
@@ -69,7 +78,7 @@ def fit_lines(fit: Fit) -> list[str]:
     ]
     if law := law_intervals(fit):
         assert fit.estimates.parametric
-        numbers = "  ".join(f"{name} {shown(law[name], wording.factor)}" for name in law)
+        numbers = "  ".join(f"{name} {shown(law[name], as_factor)}" for name in law)
         lines += ["", f"L(N, D) = E + A/N^alpha + B/D^beta: {numbers}"]
         lines.append(
             f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}, whatever its sign"
@@ -101,21 +110,19 @@ def check_lines(fit: Fit) -> list[str]:
     if left := fit.left_out:
         lines += [
             "",
-            f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {wording.ERRORS}",
+            f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {ERRORS}",
         ]
         lines += [f"  {line}" for line in _left_out_lines(left)]
         lines += [f"  {line}" for line in lost_lines(fit)]
     if fit.holdouts:
         lines += [
             "",
-            f"held-out runs; {wording.ERRORS}"
-            if not fit.left_out
-            else "held-out runs; errors as above",
+            f"held-out runs; {ERRORS}" if not fit.left_out else "held-out runs; errors as above",
         ]
     for item in fit.holdouts:
-        predicted = shown(item.predicted, wording.loss)
+        predicted = shown(item.predicted, as_loss)
         lines.append(
-            f"  held out {item.name}: measured {wording.loss(item.measured)}, predicted {predicted} ({item.error:+.2%})"
+            f"  held out {item.name}: measured {as_loss(item.measured)}, predicted {predicted} ({item.error:+.2%})"
         )
     if fit.num_unpredicted:
         words = counted(fit.num_unpredicted, "held-out run")
@@ -131,10 +138,10 @@ def _left_out_lines(left: LeftOut) -> list[str]:
         )
     if left.measured:
         size, loss = left.measured
-        lines.append(f"measured: N* {wording.size(size)}, loss {wording.loss(loss)}")
+        lines.append(f"measured: N* {as_size(size)}, loss {as_loss(loss)}")
         lines += [
-            f"{TITLES[key]}: N* {wording.size(predicted_size)} ({relative_error(predicted_size, size):+.0%}), "
-            f"loss {wording.loss(predicted_loss)} ({relative_error(predicted_loss, loss):+.2%})"
+            f"{TITLES[key]}: N* {as_size(predicted_size)} ({relative_error(predicted_size, size):+.0%}), "
+            f"loss {as_loss(predicted_loss)} ({relative_error(predicted_loss, loss):+.2%})"
             for key, (predicted_size, predicted_loss) in left.optimum.items()
         ]
     else:
@@ -195,10 +202,10 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
 def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of an optimum by every approach; what was `asked` for (flops, tokens, parameters) is no column."""
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "parameters": ("N*", wording.size),
-        "tokens": ("D*", wording.size),
-        "flops": ("C", wording.flops),
-        "loss": ("loss", wording.loss),
+        "parameters": ("N*", as_size),
+        "tokens": ("D*", as_size),
+        "flops": ("C", as_flops),
+        "loss": ("loss", as_loss),
     }
     del columns[asked]
     rows = [

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pretrain.reporting.charts import PRINT
-from pretrain.scaling import charts, cloud_charts
-from pretrain.scaling.context_charts import loss_by_evaluated_memory, loss_by_memory
-from pretrain.scaling.context_table import ContextRow
+from pretrain.scaling import charts
+from pretrain.scaling.context import ContextRow
+from pretrain.scaling.context_report import loss_by_evaluated_memory, loss_by_memory
 from pretrain.scaling.fit import fit_all
 from tests.helpers.scaling import HOFFMANN, simulated
 
@@ -20,8 +20,8 @@ CHARTS = [
     charts.optimal_sizes,
     charts.optimal_tokens,
     charts.residuals,
-    cloud_charts.exponent_cloud,
-    cloud_charts.optimum_cloud,
+    charts.exponent_cloud,
+    charts.optimum_cloud,
     charts.envelope_curves,
 ]
 
@@ -91,7 +91,7 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
 
 def test_draws_outside_of_a_cloud_are_counted(fit):
     law = fit.approach("parametric")
-    axes = cloud_charts.exponent_cloud(fit, PRINT).axes[0]
+    axes = charts.exponent_cloud(fit, PRINT).axes[0]
     inside = [
         (axes.get_xlim()[0] <= alpha <= axes.get_xlim()[1])
         and (axes.get_ylim()[0] <= beta <= axes.get_ylim()[1])

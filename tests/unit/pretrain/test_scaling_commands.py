@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import exit_status_of
 from data_pipeline.files import write_text
 from pretrain import scaling
 from pretrain.commands import scale
@@ -34,10 +32,7 @@ data: {segment_length: 64, lanes: 16, path: absent}
 
 
 def command(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    scale.add_arguments(parser)
-    parsed = parser.parse_args([str(item) for item in arguments])
-    return exit_status_of(lambda: scale.run(parsed))
+    return scale.PROGRAM.main([str(item) for item in arguments])
 
 
 def train_by_the_law(
@@ -311,7 +306,7 @@ def test_wrong_questions_take_one_line(collected, capsys):
         (("fit", runs, "--draws", "5"), "--draws 5 is too few"),
         (
             ("fit", runs, "--column", "size=N"),
-            "expected NAME=COLUMN with one of the names parameters, tokens",
+            "expected ROLE=NAME with one of the roles parameters, tokens",
         ),
         (("fit", runs, "--curves", collected / "none.csv"), "none.csv does not exist"),
         (
@@ -339,12 +334,12 @@ def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
         ),
         (
             ("fit", runs, *draws, "--json", file / "fit.json"),
-            f"{file} is a file, so nothing can lie in it",
+            f"{file} is a file, not a directory",
         ),
         (("report", runs, *draws, "--out", file), f"--out {file} is a file; name a directory"),
         (
             ("report", runs, *draws, "--out", file / "report"),
-            f"{file} is a file, so nothing can lie in it",
+            f"{file} is a file, not a directory",
         ),
         (("context", "report", runs, "--out", file), f"--out {file} is a file; name a directory"),
         (

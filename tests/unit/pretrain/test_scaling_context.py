@@ -35,17 +35,21 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
     contexts = {(item.run.data.segment_length, item.run.model.memory_length) for item in runs}
     assert len(contexts) == 9
     base = next(item for item in runs if item.name == "t32-m32")
-    assert base.same_tokens
-    assert base.same_flops
+    assert base.facts["same_tokens"]
+    assert base.facts["same_flops"]
     for item in runs:
         assert item.cost.parameters == base.cost.parameters
         assert item.run.tokens_per_step == BASE.tokens_per_step
         assert item.run.optim.learning_rate == BASE.optim.learning_rate
-        if item.same_tokens:
+        if item.facts["same_tokens"]:
             assert item.cost.tokens == base.cost.tokens
-        if item.same_flops:
+        if item.facts["same_flops"]:
             assert item.cost.flops == pytest.approx(base.cost.flops, rel=0.01)
-    assert sum(item.same_tokens for item in runs) == sum(item.same_flops for item in runs) == 9
+    assert (
+        sum(item.facts["same_tokens"] for item in runs)
+        == sum(item.facts["same_flops"] for item in runs)
+        == 9
+    )
     assert len(runs) == len({item.name for item in runs}) == 17
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.collect import read_curves
-from pretrain.scaling.context_table import read_context
+from pretrain.scaling.context import read_context
 from pretrain.scaling.point_files import read_points
 
 READERS = [read_points, read_curves, read_context]

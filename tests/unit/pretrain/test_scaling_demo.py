@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import subprocess
@@ -49,13 +50,15 @@ def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, 
 
 
 def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands):
-    parser = argparse.ArgumentParser()
-    scale.add_arguments(parser)
-    actions = [
-        parser.parse_args(words[2:]).action
-        for words in commands
-        if words[:2] == ["pretrain", "scale"]
-    ]
+    scaling = [words[2:] for words in commands if words[:2] == ["pretrain", "scale"]]
+    for action, *flags in scaling:
+        target, _ = scale.PROGRAM.commands[action]
+        module, _, name = target.partition(":")
+        parser = argparse.ArgumentParser()
+        prefix = f"add_{name}_arguments" if name else "add_arguments"
+        getattr(importlib.import_module(module), prefix)(parser)
+        parser.parse_args(flags)
+    actions = [action for action, *_ in scaling]
     assert actions == ["plan", "collect", "fit", "predict", "report"]
     sweeping = next(words for words in commands if words[0] == "launcher")
     parser = argparse.ArgumentParser()

@@ -11,14 +11,12 @@ import pytest
 
 from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
-from pretrain.scaling.agreement import contradictions, disagreement
-from pretrain.scaling.bootstrap import pair_weights
-from pretrain.scaling.checks import seed_spread
+from pretrain.scaling.checks import contradictions, disagreement, seed_spread
 from pretrain.scaling.fit import fit_all
+from pretrain.scaling.huber_bootstrap import fit_draws, pair_weights
+from pretrain.scaling.intervals import Interval
 from pretrain.scaling.isoflop import fit_isoflop, isoflop_draws
 from pretrain.scaling.law import exponents, log_optimum
-from pretrain.scaling.lines import Interval
-from pretrain.scaling.parametric_draws import fit_draws
 from pretrain.scaling.summary import check_lines
 from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
 

@@ -14,10 +14,13 @@ from pretrain.config.optim import ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.plan import optimum_at_ratio, plan_runs
-from pretrain.scaling.planned import make_sweep, refuse_more_tokens
-from pretrain.scaling.recipe import step_law, with_budget
-from pretrain.scaling.shapes import nearest_shape, refuse_far_shape
+from pretrain.scaling.plan import (
+    make_sweep,
+    optimum_at_ratio,
+    plan_runs,
+    refuse_more_tokens,
+)
+from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, step_law, with_budget
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 
 BASE = RunConfig(
@@ -57,7 +60,7 @@ def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
 def test_depth_is_kept_where_that_is_asked_for():
     runs = planned(keep_layers=True)
     assert {item.run.model.num_layers for item in runs} == {12}
-    assert len({item.run.model.d_model for item in runs if item.budget == 1e18}) == 5
+    assert len({item.run.model.d_model for item in runs if item.facts["budget"] == 1e18}) == 5
     middle = optimum_at_ratio(BASE, 20, keep_layers=True)(1e18)
     assert runs[7].cost.parameters == pytest.approx(middle, rel=0.15)
 
@@ -84,7 +87,7 @@ def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
     runs = planned(holdouts=(1e19,))
     assert len(runs) == 11
     for item in runs:
-        assert item.cost.flops == pytest.approx(item.budget, rel=0.01)
+        assert item.cost.flops == pytest.approx(item.facts["budget"], rel=0.01)
         assert item.cost == cost_of(item.run)
         assert item.run.optim.schedule.warmup_steps == pytest.approx(
             0.05 * item.run.optim.steps, abs=1
@@ -94,7 +97,7 @@ def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
 
 
 def test_sizes_of_a_budget_are_spread_around_the_optimum():
-    runs = [item for item in planned() if item.budget == 1e18]
+    runs = [item for item in planned() if item.facts["budget"] == 1e18]
     sizes = [item.cost.parameters for item in runs]
     assert sizes == sorted(sizes)
     middle = optimum_at_ratio(BASE, 20)(1e18)

@@ -1,10 +1,4 @@
-"""Approach 3: fit L(N, D) = E + A/N^alpha + B/D^beta to final losses.
-
-Variable projection finds the start: on a grid over (alpha, beta) the best E, A, B >= 0 are a linear problem. L-BFGS
-then minimises the sum (not the mean: a mean ends at a solver's default tolerance far from the optimum) of
-Huber_delta(ln L(N, D) - ln loss). Source: Hoffmann et al. 2022, section 3.3; Besiroglu et al. 2024 for the traps.
-Legend: P points.
-"""
+"""x"""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import pytest
 import scipy.optimize
 
 from data_pipeline.errors import DataError
+from pretrain.scaling.huber_bootstrap import fit_draws
+from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimise
 from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
-from pretrain.scaling.parametric import fit_parametric, huber_sum, minimise
-from pretrain.scaling.parametric_draws import fit_draws
 from pretrain.scaling.point_files import Columns, read_points
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
 

@@ -1,16 +1,15 @@
-"""Approach 3 on many weighted copies of the same points at once: what a bootstrap needs, vectorised over the draws.
+"""Bootstrap of approach 3: the Huber fit repeated on resampled runs, vectorized over the draws.
 
-The minimum is the same as `parametric.minimise` finds; the way there is Levenberg-Marquardt with Huber's weights, which
-batches: one step of all draws is a few matrix products. Legend: K draws, P points, G grid cells.
+Legend: K draws, P points, G grid cells.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from pretrain.scaling.huber_fit import FEWEST_POINTS, SMALLEST_TERM, ParametricFit, uncenter
 from pretrain.scaling.law import log_terms
-from pretrain.scaling.parametric import SMALLEST_TERM, uncenter
-from pretrain.scaling.points import Array
+from pretrain.scaling.points import Array, Points
 
 COARSE_GRID = np.geomspace(0.03, 1.5, 16)
 MOST_STEPS = 300
@@ -149,3 +148,30 @@ def _model(
         (weighted @ residual[..., None])[..., 0],
         weighted @ jacobian.transpose(0, 2, 1),
     )
+
+
+MOST_REDRAWS = 1000
+
+
+def parametric_draws(
+    points: Points, fit: ParametricFit, rng: np.random.Generator, num_draws: int
+) -> Array:
+    """The laws theta [K, 5] of `num_draws` resamples of these runs. Covers 90-97 % at a nominal 95 % (simulated)."""
+    weight_KP = pair_weights(len(points), rng, num_draws)
+    n_P, d_P, l_P = (
+        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
+    )
+    return fit_draws(n_P, d_P, l_P[None], weight_KP, fit.delta, start=fit.law.theta)
+
+
+def pair_weights(count: int, rng: np.random.Generator, num_draws: int) -> Array:
+    """How often each of `count` runs is in each draw; a draw of too few distinct runs to fit is drawn again."""
+    weight_KP = rng.multinomial(count, np.full(count, 1 / count), size=num_draws)
+    for _ in range(MOST_REDRAWS):
+        poor_K = (weight_KP > 0).sum(axis=1) < min(FEWEST_POINTS, count)
+        if not poor_K.any():
+            break
+        weight_KP[poor_K] = rng.multinomial(
+            count, np.full(count, 1 / count), size=int(poor_K.sum())
+        )
+    return weight_KP.astype(float)

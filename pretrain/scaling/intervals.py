@@ -1,0 +1,77 @@
+"""Bootstrap intervals, and numbers as text: estimates have a fixed number of digits, counts are short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretrain.scaling.points import Array
+from pretrain.terminal.text import prefixed, si
+
+LEVEL = 95  # percent, of every interval
+ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the percentiles 2.5 and 97.5 of its bootstrap draws."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """The high end divided by the low end."""
+        return self.high / self.low if self.low > 0 else np.inf
+
+
+def interval(value: float | Array, draws_K: Array) -> Interval:
+    """The interval of these draws around the estimate; NaN ends if fewer than half the draws have a value."""
+    draws_K = np.asarray(draws_K, float)
+    finite = draws_K[np.isfinite(draws_K)]
+    if len(finite) < max(2, len(draws_K) / 2):
+        return Interval(float(value), np.nan, np.nan)
+    low, high = np.percentile(finite, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+def shown(interval: Interval, text: Callable[[float], str]) -> str:
+    """An interval as `value [low, high]`, each number formatted by `text`."""
+    return f"{text(interval.value)} [{text(interval.low)}, {text(interval.high)}]"
+
+
+def amount(value: float) -> str:
+    """Parameters or tokens as they were requested or counted: `10M`, `2.2G`."""
+    return si(value).replace(" ", "")
+
+
+def as_size(value: float) -> str:
+    """Estimated parameters or tokens: `10.0M`, `2.20G`, `-` for none."""
+    if not math.isfinite(value):
+        return "-"
+    number, prefix = prefixed(value)
+    return f"{number:#.3g}".rstrip(".") + prefix
+
+
+def as_flops(value: float) -> str:
+    """Estimated FLOPs: `7.20e+11`."""
+    return f"{value:.2e}" if math.isfinite(value) else "-"
+
+
+def as_loss(value: float) -> str:
+    """A loss in nats per token: `1.6640`."""
+    return f"{value:.4f}" if math.isfinite(value) else "-"
+
+
+def as_exponent(value: float) -> str:
+    """An exponent: `0.466`."""
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def as_factor(value: float) -> str:
+    """A constant of the law: `1606`."""
+    return f"{value:.4g}" if math.isfinite(value) else "-"
