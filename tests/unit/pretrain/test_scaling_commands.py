@@ -311,7 +311,7 @@ def test_wrong_questions_take_one_line(collected, capsys):
         (("fit", runs, "--curves", collected / "none.csv"), "none.csv does not exist"),
         (
             ("collect", collected / "sweep.yaml", "--runs-dir", collected / "nowhere"),
-            "is no directory",
+            "is not a directory",
         ),
     ):
         assert command(*arguments) == 2

@@ -257,7 +257,7 @@ def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_
     collect = ["scale", "context", "collect", str(tmp_path / "sweep.yaml"), "--runs-dir"]
     for runs, said in (
         (tmp_path, "belongs to no context sweep"),
-        (tmp_path / "nowhere", "is no directory"),
+        (tmp_path / "nowhere", "is not a directory"),
     ):
         assert main([*collect, str(runs)]) == 2
         error = capsys.readouterr().err
