@@ -1,4 +1,4 @@
-"""The errors a user can cause, and how a command reports them: one line, exit status 2, no traceback."""
+"""Errors that a user can cause. A command reports them on one line, with exit status 2."""
 
 from __future__ import annotations
 
@@ -8,27 +8,16 @@ from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-WRONG_PLACE = (
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EXDEV,
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
+NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
+WRONG_PATH = (
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV),
 )
-NO_ROOM = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)  # disk full, quota used up, file larger than allowed
 
 
 class UserError(Exception):
-    """Something outside the code is wrong; the message says what was found, what was expected, what to do."""
+    """Something outside the code is wrong: what was found, what was expected, what to do."""
 
 
 class ConfigError(UserError):
@@ -36,15 +25,15 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A corpus, shard, manifest or tokenizer is missing, damaged or does not fit the run."""
+    """A corpus, shard, manifest or tokenizer is missing, corrupted, or does not fit the run."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is incomplete, damaged, or belongs to another run."""
+    """A checkpoint is incomplete, corrupted, or belongs to another run."""
 
 
 class TrainingError(UserError):
-    """A run does not learn and cannot heal itself."""
+    """A run does not learn and cannot recover automatically."""
 
 
 def _print_error(text: str) -> None:
@@ -52,7 +41,7 @@ def _print_error(text: str) -> None:
 
 
 def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:
-    """Run a command; the exit status, also for what it raises.
+    """Run a command and return its exit status, also for what it raises.
 
     An error that a user can cause is reported as one line, by default on stderr.
     """
@@ -61,22 +50,23 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
     except UserError as error:
         report(str(error))
     except BrokenPipeError:
-        # The reader of our output went away (`... | head`); there is nobody left to tell.
+        # The reader of our output exited (`... | head`). Closing stderr keeps Python from
+        # reporting the failed flush of stdout at exit.
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.errno not in (*NO_ROOM, *WRONG_PLACE):
+        if (advice := _advice(error.errno)) is None:
             raise
-        report(f"{error.filename or 'a file'}: {error.strerror}; {_advice(error.errno)}")
+        report(f"{error.filename or 'a file'}: {error.strerror}; {advice}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_USER_ERROR
 
 
-def _advice(number: int) -> str:
-    if number in NO_ROOM:
-        return "free some space and run the same command again: finished work is kept"
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "give this user the right to it, or choose another place"
-    return "check the path"
+def _advice(number: int | None) -> str | None:
+    if number in NO_SPACE:
+        return "free disk space and run the same command again: finished work is kept"
+    if number in NO_PERMISSION:
+        return "give this user the permissions, or choose another path"
+    return "check the path" if number in WRONG_PATH else None

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: write beside, fsync, rename."""
+"""Files that are either complete or absent (write beside, fsync, rename); paths that may be URLs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_BLOCK_BYTES = 1 << 20
+_URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Give the OSErrors of the block `path` as their file where they name none, as those of a full disk do not."""
+    """Add `path` to the block's OSErrors that name no file, such as those of a full disk."""
     try:
         yield
     except OSError as error:
@@ -26,18 +28,18 @@ def named_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` when the block ends well; else nothing stays."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Yield a file that replaces `path` if the block succeeds; otherwise it is removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with named_errors(path):
-            with open(beside, "wb") as file:
+            with open(temporary, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
     fsync_directory(path.parent)
 
@@ -49,12 +51,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON with sorted keys, so that the same value gives the same bytes."""
+    """Write `value` as indented JSON with sorted keys: equal values give equal bytes."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power cut."""
+    """Make renames inside `path` survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,14 +65,34 @@ def fsync_directory(path: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the contents of a file that something else wrote survive a power cut."""
+    """Make the contents of a file that other code wrote survive a power failure."""
     fsync_directory(path)  # the same calls: open read-only, fsync, close
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's contents as hexadecimal text."""
+    """Return the SHA-256 of a file's contents as hexadecimal text."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def url_of(path: Path | str) -> str | None:
+    """Return the URL that `path` holds, or None if it is a plain path.
+
+    Settings and command lines accept a URL wherever they accept a corpus directory. pathlib turns
+    `s3://` into `s3:/`; this restores the slashes.
+    """
+    match = _URL.fullmatch(str(path))
+    return f"{match[1]}://{match[2]}" if match else None
+
+
+def path_text(path: Path | str) -> str:
+    """Return `path` as the user wrote it."""
+    return url_of(path) or str(path)
+
+
+def absolute(path: Path) -> Path:
+    """Return the absolute path; a URL stays as it is."""
+    return path if url_of(path) else path.resolve()

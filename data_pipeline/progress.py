@@ -1,4 +1,4 @@
-"""How far a long command has come and how fast it goes."""
+"""Progress of long commands: counts, rates, time left, and a status line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INTERVAL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far a build has come after some seconds; as text, with its rate and time left."""
+    """Counts of a build after some seconds; as text, with its rate and time left."""
 
     total_bytes: int  # of the files
-    skipped_bytes: int = 0  # of them, where a build goes on that was killed
+    skipped_bytes: int = 0  # of them, read again by a resumed build
     file_bytes: int = 0
     documents: int = 0
     characters: int = 0
@@ -23,63 +23,61 @@ class Reading:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        share = self.file_bytes / max(self.total_bytes, 1)
+        fraction = self.file_bytes / max(self.total_bytes, 1)
         done, to_do = self.file_bytes - self.skipped_bytes, self.total_bytes - self.file_bytes
-        left = (
-            f", about {duration(self.seconds * to_do / done)} left"
-            if done > 0.02 * to_do > 0
-            else ""
-        )
+        left = ""
+        if done > 0.02 * to_do > 0:
+            left = f", about {duration(self.seconds * to_do / done)} left"
         rate = self.characters / 1e6 / max(self.seconds, 1e-9)
         return (
             f"{self.documents:,} documents, {self.tokens / 1e6:.1f}M tokens, "
-            f"{self.characters / 1e6:.0f}M characters ({rate:.1f}M/s), {share:.0%} of the files{left}"
+            f"{self.characters / 1e6:.0f}M characters ({rate:.1f}M/s), "
+            f"{fraction:.0%} of the files{left}"
         )
 
 
-# What a long command tells while it works; each thing replaces the one before.
+# Receives the progress of a command; each value replaces the one before.
 Report = Callable[[str | Reading], None]
 
 
 def joined(readings: Iterable[Reading], seconds: float) -> Reading:
-    """What several processes have done together in `seconds`."""
-    counts = [field.name for field in fields(Reading) if field.name != "seconds"]
+    """Return the sums of the readings of several processes, after `seconds`."""
     rows = list(readings)
-    return Reading(
-        **{name: sum(getattr(row, name) for row in rows) for name in counts}, seconds=seconds
-    )
+    names = [field.name for field in fields(Reading) if field.name != "seconds"]
+    counts = {name: sum(getattr(row, name) for row in rows) for name in names}
+    return Reading(**counts, seconds=seconds)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 40 s, 12 min, 3.5 h."""
+    """Return a duration as text: 40 s, 12 min, 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class Progress:
-    """Counts what a build encodes, and reports it every `INTERVAL_SECONDS` and at the end."""
+    """Counts what a build encodes; reports it every `INTERVAL_SECONDS` and at the end."""
 
     def __init__(self, report: Report, total_bytes: int) -> None:
         self._report = report
         self._total_bytes = total_bytes
-        self._whole_bytes = 0  # of the files that were read to their end
-        self._tell: Callable[[], int] = lambda: 0  # bytes read of the current one
+        self._finished_bytes = 0  # of the files that were read to their end
+        self._tell: Callable[[], int] = lambda: 0  # bytes read of the current file
         self._skipped_bytes = 0
         self._characters = self._documents = self._tokens = 0
-        self._began = self._reported = time.monotonic()
+        self._started = self._reported = time.monotonic()
 
     def follow(self, tell: Callable[[], int]) -> None:
-        """A file was opened; `tell` gives the bytes that have been read of it."""
+        """Note that a file was opened; `tell` returns how many of its bytes were read."""
         self._tell = tell
 
     def finish_file(self, size: int) -> None:
-        """A file of so many bytes was read to its end."""
-        self._whole_bytes += size
+        """Note that a file of `size` bytes was read to its end."""
+        self._finished_bytes += size
         self._tell = lambda: 0
 
     def add(self, characters: int, tokens: int) -> None:
-        """A document was encoded."""
+        """Count an encoded document."""
         if not self._documents:
             self._skipped_bytes = self._position()
         self._documents += 1
@@ -99,16 +97,16 @@ class Progress:
                 documents=self._documents,
                 characters=self._characters,
                 tokens=self._tokens,
-                seconds=self._reported - self._began,
+                seconds=self._reported - self._started,
             )
         )
 
     def _position(self) -> int:
-        return self._whole_bytes + self._tell()
+        return self._finished_bytes + self._tell()
 
 
 class StatusLine:
-    """Progress on stderr: one line that is overwritten on a terminal, elsewhere a line now and then."""
+    """Progress on stderr: a line that is overwritten on a terminal, else one every 2 seconds."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -116,7 +114,7 @@ class StatusLine:
         self._shown = 0.0
 
     def show(self, what: str | Reading) -> None:
-        """Show this in place of what was shown before."""
+        """Show this instead of what was shown before."""
         text = str(what)
         if self._is_terminal:
             print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
@@ -126,6 +124,6 @@ class StatusLine:
             self._shown = time.monotonic()
 
     def end(self) -> None:
-        """Leave the last text where it is."""
+        """Keep the last text and start a new line."""
         if self._is_terminal and self._width:
             print(file=sys.stderr)

@@ -1,6 +1,6 @@
-"""YAML files as plain dicts: `extends`, `a.b=value` overrides, numbers such as 1e-3; the only module that knows PyYAML.
+"""YAML files as plain dicts: `extends`, `a.b=value` overrides, numbers such as 1e-3.
 
-PyYAML is imported when a file is read or written, so that commands which touch none start at once.
+The only module that imports PyYAML, and late: commands that read no file should start fast.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ Tree = dict[str, Any]
 # The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
-_EXPONENT = re.compile(
-    r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"
-)  # PyYAML takes 1e-3 for text, YAML 1.2 does not
+# A number in YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text.
+_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
 
 
 def find_config(path: Path) -> Path:
@@ -32,7 +31,7 @@ def find_config(path: Path) -> Path:
 
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
-    """`path` merged over everything it extends, as plain dicts; not yet checked against any schema."""
+    """Return `path` merged over everything it extends, as plain dicts without any check."""
     path = find_config(path)
     resolved = path.resolve()
     if resolved in extended_by:
@@ -59,11 +58,10 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
     except FileNotFoundError:
         parent = find_config(path.parent)
         names = [item.name for item in parent.glob("*.y*ml")] if parent.is_dir() else []
-        raise ConfigError(
-            f"{path}{wanted_by} does not exist{did_you_mean(path.name, names)}"
-        ) from None
+        hint = did_you_mean(path.name, names)
+        raise ConfigError(f"{path}{wanted_by} does not exist{hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}{wanted_by} is a directory; name a YAML file in it") from None
+        raise ConfigError(f"{path}{wanted_by} is a directory; give a YAML file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"
@@ -78,19 +76,20 @@ def _parse_yaml(text: str, path: Path) -> Tree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(
-            f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
-        ) from None
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds {shown(tree)}; expected settings as 'name: value' lines")
+        raise ConfigError(
+            f"{path} holds {abbreviated(tree)}, expected settings as 'name: value' lines"
+        )
     return tree
 
 
 @functools.cache
 def _loader() -> Any:
-    """PyYAML's safe loader, which also reads 1e-3 as a number (YAML 1.2) and refuses a key given twice."""
+    """Return PyYAML's safe loader, extended: 1e-3 is a number, and duplicate keys are errors."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -114,42 +113,38 @@ def _loader() -> Any:
 
 
 def parse_override(override: str) -> Tree:
-    """`a.b=value` as the tree {a: {b: value}}; the value is read as YAML."""
+    """Return `a.b=value` as the tree {a: {b: value}}; the value is read as YAML."""
     import yaml
 
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
     if not equals or not all(names):
         raise ConfigError(
-            f"override {override!r} is not of the form section.name=value, such as optim.steps=100"
+            f"found the override {override!r}, expected section.name=value such as optim.steps=100"
         )
     try:
         value = yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(
-            f"override {override!r}: {text!r} is not a YAML value: {problem}"
-        ) from None
+        raise ConfigError(f"override {override!r}: invalid YAML {text!r}: {problem}") from None
     for name in reversed(names):
         value = {name: value}
     return value
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
-    """Lay `tree` over `into`, in place: sections key by key, everything else as a whole."""
+    """Merge `tree` into `into`, in place: sections key by key, everything else as a whole."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(key), dict):
                 into[key] = {}
             merge(into[key], value)
-        elif not (
-            value is None and isinstance(into.get(key), dict)
-        ):  # an empty section takes nothing away
-            into[key] = value
+        elif value is not None or not isinstance(into.get(key), dict):
+            into[key] = value  # an empty section (None) removes nothing
 
 
 def dump_yaml(tree: Any) -> str:
-    """`tree` as YAML text that reads back to an equal value."""
+    """Return `tree` as YAML text that is read back as an equal value."""
     import yaml
 
     return yaml.dump(tree, Dumper=_dumper(), sort_keys=False, width=120)
@@ -157,7 +152,7 @@ def dump_yaml(tree: Any) -> str:
 
 @functools.cache
 def _dumper() -> Any:
-    """PyYAML's safe writer, which puts text that `_loader` would take for a number in quotes."""
+    """Return PyYAML's safe writer, extended: text that `_loader` reads as a number is quoted."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -168,14 +163,14 @@ def _dumper() -> Any:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """The tail of an error message: the closest of `names`, or all of them where none is close."""
+    """Return the end of an error message: the closest of `names`, or all if none is close."""
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known here: {', '.join(sorted(names))}" if names else ""
+    return f"; expected one of: {', '.join(sorted(names))}" if names else ""
 
 
-def shown(value: Any) -> str:
-    """`value` as it goes into an error message: at most 60 characters."""
+def abbreviated(value: Any) -> str:
+    """Return `value` for an error message: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -215,7 +215,7 @@ def _open_lanes(
     world, data = start.world, config.data
     corpus = open_training_data(data.path, data.mixture, data.cache)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
-    corpus.check_room(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
+    corpus.check_capacity(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(start.config, start.run_dir, engine, corpus, state, lanes)
     stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.data.reading import write_corpus
 from benchmarks.measure import Measurement
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import ShardInfo
 from data_pipeline.corpora.remote_corpus import CachedShards

@@ -1,7 +1,12 @@
-"""Documents to tokens to shards: deterministic, and resumable after a crash at any moment with the same bytes.
+"""Build a corpus: documents to tokens to shards.
 
-Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json last), build.json,
-rejects.jsonl if any record was unusable. A document's tokens are its encoding followed by one end-of-document token.
+How one document travels: `list_all_sources` finds its file; `read_documents` turns a record into a
+Document; `DocumentRules` may drop or cut it; `_encoded` makes token ids of its text; `SplitWriter`
+appends an end-of-document token and writes it into a shard.
+
+Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json
+last), build.json, and rejects.jsonl if any record was unusable. The build is deterministic and can
+be killed at any moment: the same call resumes it and gives the same bytes (see journal.py).
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.builder.document_rules import DocumentRules
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.journal import (
     BuildJournal,
@@ -26,11 +30,20 @@ from data_pipeline.builder.journal import (
     is_finished,
     read_counts,
 )
-from data_pipeline.builder.records import Document, Reject
-from data_pipeline.builder.reject_list import REJECTS_NAME, RejectList
+from data_pipeline.builder.records import (
+    REJECTS_NAME,
+    Document,
+    DocumentRules,
+    Reject,
+    RejectList,
+)
 from data_pipeline.builder.sources import SourceFile, list_sources
 from data_pipeline.builder.split_writer import SplitWriter
-from data_pipeline.builder.train_tokenizer import is_validation, needs_training, prepare_tokenizer
+from data_pipeline.builder.train_tokenizer import (
+    describe_tokenizer,
+    is_validation,
+    prepare_tokenizer,
+)
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpora.manifest import (
@@ -45,103 +58,98 @@ from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
 from data_pipeline.tokenizer import Tokenizer
 
-BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, little enough to hold
-# Where a corpus lies, or how fast and patiently it is built, does not change it.
+BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
+# Settings that do not change the corpus.
 NOT_IN_RECIPE = ("input", "validation_input", "output", "threads", "max_rejects")
+Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" for either
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What is now on disk."""
+    """What is on disk after a build."""
 
     manifests: dict[str, Manifest]  # by split
     rejects: int
-    was_finished: bool = False  # nothing had to be done
-    duplicates: int = 0  # documents dropped because their text came before
+    was_finished: bool = False  # before this call
+    duplicates: int = 0  # documents dropped because an earlier one has equal text
     split_documents: int = 0  # documents cut into several
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A document on its way into a split."""
+    """A document to be encoded, and the split that it belongs to."""
 
     split: str
     document: Document
 
 
 def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> BuildResult:
-    """Build the corpus that `config` describes, or go on where a killed build left off; `report` gets progress lines.
+    """Build the corpus that `config` describes, or resume a killed build of it.
 
-    Raises ConfigError or DataError for what the user can put right; OSError when the disk is full. In all these cases
-    no manifest has been written, and the same call goes on with what is finished.
+    `report` gets lines of progress. Raises ConfigError or DataError for mistakes of the user, and
+    OSError if the disk is full. In all these cases no manifest has been written, and the same call
+    resumes with the finished shards.
     """
     return build_sources(config, list_all_sources(config), report)
 
 
-def list_all_sources(config: CorpusConfig) -> list[tuple[str, SourceFile]]:
-    """Every input file in its order, with the split it is for: "validation", or "" where each document decides."""
+def list_all_sources(config: CorpusConfig) -> Sources:
+    """Return every input file in its order, with its split, or "" if each document decides."""
     sources = [("", source) for source in list_sources(config.input, config)]
     if config.validation_input:
-        sources += [
-            ("validation", source) for source in list_sources(config.validation_input, config)
-        ]
+        validation = list_sources(config.validation_input, config)
+        sources += [("validation", source) for source in validation]
     return sources
+
+
+def training_sources(sources: Sources) -> list[SourceFile]:
+    """Return the input files that the tokenizer is trained on."""
+    return [source for split, source in sources if split != "validation"]
 
 
 def build_sources(
     config: CorpusConfig,
-    sources: list[tuple[str, SourceFile]],
+    sources: Sources,
     report: Report = lambda what: None,
     is_part: bool = False,
     seen: Iterable[bytes] = (),
 ) -> BuildResult:
-    """As `build_corpus`, of these files alone; the splits of a part may be empty. `seen`: see DocumentRules."""
+    """Like `build_corpus`, for these files. Splits of a part may be empty.
+
+    `seen`: hashes of texts that come before these files, see DocumentRules.
+    """
     recipe = recipe_of(config, sources)
     with claimed_output(config.output) as output:
         if is_finished(output):
             check_recipe(output, recipe)
             return result_of(output, was_finished=True)
-        journal = BuildJournal(output, recipe, youngest(sources))
-        report(f"tokenizer: {tokenizer_plan(config)}")
-        training_sources = [source for split, source in sources if split != "validation"]
-        tokenizer = prepare_tokenizer(output / TOKENIZER_DIRECTORY, training_sources, config)
+        journal = BuildJournal(output, recipe, last_modified(sources))
+        report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
+        directory = output / TOKENIZER_DIRECTORY
+        tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
         rules = DocumentRules(config, seen)
         _write_splits(config, sources, tokenizer, rules, journal, report, is_part)
         journal.finish({"duplicates": rules.duplicates, "split_documents": rules.split_documents})
         return result_of(output)
 
 
-def youngest(sources: list[tuple[str, SourceFile]]) -> int:
-    """When the file that was written last was, in nanoseconds."""
+def last_modified(sources: Sources) -> int:
+    """Return the time of the last change of any file, in nanoseconds."""
     return max((source.modified for _, source in sources), default=0)
 
 
-def tokenizer_plan(config: CorpusConfig) -> str:
-    """Where the tokenizer comes from, for people."""
-    settings = config.tokenizer
-    if not needs_training(settings):
-        return str(settings.path or "bytes")
-    megabytes = settings.training_bytes / 1e6
-    return f"training {settings.kind} with {settings.vocab_size:,} pieces on at most {megabytes:g} MB of the text"
-
-
-def recipe_of(config: CorpusConfig, sources: list[tuple[str, SourceFile]]) -> dict[str, Any]:
-    """All that the corpus' bytes depend on, without the places where things lie."""
+def recipe_of(config: CorpusConfig, sources: Sources) -> dict[str, Any]:
+    """Return all that the corpus' bytes depend on, without the locations of files."""
     settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
     if config.tokenizer.path:
         settings["tokenizer"] = Tokenizer.load(config.tokenizer.path).fingerprint
-    listing = json.dumps(
-        [[split, source.name, source.kind, source.size] for split, source in sources]
-    )
-    return {
-        "settings": settings,
-        "files": len(sources),
-        "files_hash": hashlib.sha256(listing.encode()).hexdigest(),
-    }
+    files = [[split, source.name, source.kind, source.size] for split, source in sources]
+    files_hash = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return {"settings": settings, "files": len(sources), "files_hash": files_hash}
 
 
 def result_of(output: Path, was_finished: bool = False) -> BuildResult:
-    """What a finished build has left in `output`."""
+    """Return what a finished build has left in `output`."""
     manifests = {
         split: read_manifest(output / split)
         for split in SPLITS
@@ -153,17 +161,13 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
 
 
 def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
-    """The splits that a build with these settings writes."""
-    return (
-        ("train", "validation")
-        if config.validation_input or config.validation_fraction
-        else ("train",)
-    )
+    """Return the splits that a build with these settings writes."""
+    return SPLITS if config.validation_input or config.validation_fraction else SPLITS[:1]
 
 
 def _write_splits(
     config: CorpusConfig,
-    sources: list[tuple[str, SourceFile]],
+    sources: Sources,
     tokenizer: Tokenizer,
     rules: DocumentRules,
     journal: BuildJournal,
@@ -177,7 +181,7 @@ def _write_splits(
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
         jobs = _jobs(config, sources, rejects, rules, progress)
-        new_jobs = (job for job in jobs if not writers[job.split].has_already())
+        new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
             progress.add(len(job.document.text), len(ids) + 1)
@@ -186,30 +190,31 @@ def _write_splits(
         writer.flush()
     if not may_be_empty:
         documents = {
-            split: sum(s.info.documents for s in writer.shards) for split, writer in writers.items()
+            split: sum(shard.info.documents for shard in writer.shards)
+            for split, writer in writers.items()
         }
-        refuse_empty(config, documents, config.output, rejects.example)
+        check_not_empty(config, documents, config.output, rejects.example)
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)
-    for split in reversed(splits):  # train last: who finds its manifest finds everything
+    for split in reversed(splits):  # train last: with its manifest, everything is there
         writers[split].finish()
 
 
 def _jobs(
     config: CorpusConfig,
-    sources: list[tuple[str, SourceFile]],
+    sources: Sources,
     rejects: RejectList,
     rules: DocumentRules,
     progress: Progress,
 ) -> Iterator[_Job]:
-    """Every usable document with the split it belongs to, in the order of the input."""
+    """Yield every usable document with its split, in the order of the input."""
     for split, source in sources:
         for document in read_documents(source, config, progress.follow):
             if isinstance(document, Reject):
                 rejects.add(document)
                 continue
-            # Decided by the whole document's name, so that its parts stay together.
+            # By the id of the uncut document, so that its parts are in the same split.
             target = split or ("validation" if is_validation(document.id, config) else "train")
             yield from (_Job(target, part) for part in rules.apply(document))
         progress.finish_file(source.size)
@@ -218,14 +223,17 @@ def _jobs(
 def _encoded(
     jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int
 ) -> Iterator[tuple[_Job, np.ndarray]]:
-    """Each job with its ids; while one batch is encoded, the next is read and the one before is written."""
+    """Yield each job with its token ids.
+
+    A pipeline of three: while one batch is encoded (without the interpreter lock), this thread
+    reads the next batch and its caller writes the one before.
+    """
     with ThreadPoolExecutor(1) as pool:
         before: list[_Job] = []
         pending = None
         for batch in _batches(jobs):
-            future = pool.submit(
-                tokenizer.encode_many, [job.document.text for job in batch], threads
-            )
+            texts = [job.document.text for job in batch]
+            future = pool.submit(tokenizer.encode_many, texts, threads)
             if pending is not None:
                 yield from zip(before, pending.result(), strict=True)
             before, pending = batch, future
@@ -246,17 +254,19 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
         yield batch
 
 
-def refuse_empty(
-    config: CorpusConfig, documents: dict[str, int], begun: Path, hint: str = ""
+def check_not_empty(
+    config: CorpusConfig, documents: dict[str, int], built: Path, hint: str = ""
 ) -> None:
-    """DataError if a split that has to be has no documents; `begun` is what other settings could not go on with."""
+    """Raise DataError if a required split has no documents.
+
+    `built` is the directory to remove before building with other settings.
+    """
     if not documents["train"]:
-        raise DataError(
-            f"no documents for the training split in {', '.join(map(str, config.input))}{hint}"
-        )
+        inputs = ", ".join(map(str, config.input))
+        raise DataError(f"no documents for the training split in {inputs}{hint}")
     if not documents.get("validation", 1):
         raise DataError(
-            f"no documents for the validation split: validation_fraction={config.validation_fraction} of "
-            f"{documents['train']} documents; raise it, set it to 0 for none, or give validation_input, and remove "
-            f"{begun}, which was built without"
+            f"no documents for the validation split: validation_fraction="
+            f"{config.validation_fraction} of {documents['train']} documents; raise it, set it to "
+            f"0 for none, or give validation_input, and remove {built}, which was built without"
         )

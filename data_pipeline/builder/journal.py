@@ -1,4 +1,14 @@
-"""The directory of a build in progress: who may write there, what is finished, and what a restart goes on from."""
+"""The output directory of a build in progress: its lock, its journal, and what a restart resumes.
+
+OUTPUT/.build/lock            held by the build
+OUTPUT/.build/journal.jsonl   one line with the recipe, then one per finished shard
+OUTPUT/build.json             the recipe and counts of the finished build
+
+A build is deterministic, so the journal needs to record only which shards are finished: a resumed
+build reads the input from its start, skips as many documents as these shards hold, and continues
+with the same bytes. The recipe is all that the bytes depend on; a build with another recipe is
+rejected. `.build` is removed last, so a directory without it is complete.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +26,15 @@ from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import try_lock
 from data_pipeline.files import named_errors, write_json
 
-BUILD_DIRECTORY = ".build"  # gone when the build is finished
+BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
 JOURNAL_NAME = "journal.jsonl"
-RECIPE_NAME = "build.json"  # how a finished corpus was made
+RECIPE_NAME = "build.json"
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
-    """A shard that is on disk: what the manifest says of it and what the index of the stock readers says."""
+    """A shard on disk: its entry in the manifest, and in the index of the stock readers."""
 
     split: str
     info: ShardInfo
@@ -32,10 +42,14 @@ class FinishedShard:
 
 
 class BuildJournal:
-    """One line per finished shard, each on disk before the next shard is begun; a torn last line is ignored."""
+    """One line per finished shard, synced before the next shard is started."""
 
     def __init__(self, output: Path, recipe: dict[str, Any], modified: int) -> None:
-        """`modified`: when the youngest input file was last written; later edits must not mix into a begun build."""
+        """Start a journal, or resume the one in `output`.
+
+        `modified` is the time of the last change of any input file: an input that was edited after
+        the build started is rejected.
+        """
         self.output = output
         self.directory = output / BUILD_DIRECTORY
         self.shards: list[FinishedShard] = []
@@ -48,29 +62,28 @@ class BuildJournal:
             self._append(self._header)
 
     def _resume(self) -> None:
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        records, whole_bytes = [], 0
-        for line in lines:
+        # A kill may have cut the last line: drop everything from the first incomplete line on.
+        records, complete_bytes = [], 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 break
             if not line.endswith(b"\n"):
-                records.pop()
                 break
-            whole_bytes += len(line)
-        os.truncate(self._path, whole_bytes)
+            records.append(record)
+            complete_bytes += len(line)
+        os.truncate(self._path, complete_bytes)
         if not records:
             return self._append(self._header)
         if records[0] != self._header:
             raise ConfigError(
                 f"{self.output} holds an unfinished build from other text or settings; "
-                "go on with those, choose another output, or remove it"
+                "resume with those, choose another output, or remove it"
             )
         for record in records[1:]:
-            self._add(
-                FinishedShard(record["split"], ShardInfo(**record["info"]), record["index_entry"])
-            )
+            info = ShardInfo(**record["info"])
+            self._add(FinishedShard(record["split"], info, record["index_entry"]))
         return None
 
     def _add(self, shard: FinishedShard) -> None:
@@ -78,16 +91,14 @@ class BuildJournal:
         found = path.stat().st_size if path.exists() else None
         if found != shard.info.size:
             raise DataError(
-                f"shard {path} of the unfinished build has {found} bytes, its journal says {shard.info.size}; "
-                f"remove {self.output} and build again"
+                f"shard {path} of the unfinished build has {found} bytes, its journal expects "
+                f"{shard.info.size}; remove {self.output} and build again"
             )
         self.shards.append(shard)
 
     def record(self, shard: FinishedShard) -> None:
-        """Make a shard that is on disk survive a restart."""
-        self._append(
-            {"split": shard.split, "info": asdict(shard.info), "index_entry": shard.index_entry}
-        )
+        """Record a shard that is on disk, so that a restart keeps it."""
+        self._append(asdict(shard))
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -97,16 +108,17 @@ class BuildJournal:
             os.fsync(file.fileno())
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Leave nothing but the corpus, its recipe, and the counts of what the build did beside writing documents."""
+        """Mark the build as finished: write recipe and counts, then remove the journal."""
         write_json(self.output / RECIPE_NAME, {**self._recipe, "counts": counts})
-        # Renamed first: a directory that lost only its journal would look like a build that has not begun.
+        # Renamed first: a directory that has lost only its journal looks like a build without a
+        # finished shard, and would be started again.
         self.directory.rename(self.output / DONE_DIRECTORY)
         shutil.rmtree(self.output / DONE_DIRECTORY)
 
 
 @contextlib.contextmanager
 def claimed_output(output: Path) -> Iterator[Path]:
-    """`output`, which exists and which no other build writes to meanwhile; ConfigError if it holds other things."""
+    """Create and lock `output` for one build; ConfigError if it holds other things or is locked."""
     check_is_free(output)
     directory = output / BUILD_DIRECTORY
     if is_finished(output):
@@ -124,9 +136,8 @@ def claimed_output(output: Path) -> Iterator[Path]:
         try:
             yield output
         except UserError:
-            if [entry.name for entry in output.iterdir()] == [
-                BUILD_DIRECTORY
-            ]:  # refused before anything was made
+            # If the error came before anything was built, leave no trace of the attempt.
+            if [entry.name for entry in output.iterdir()] == [BUILD_DIRECTORY]:
                 shutil.rmtree(directory)
                 if not existed:
                     output.rmdir()
@@ -134,24 +145,24 @@ def claimed_output(output: Path) -> Iterator[Path]:
 
 
 def check_is_free(output: Path) -> None:
-    """ConfigError if `output` is no directory, or holds other things than a corpus or a begun build of one."""
+    """Raise ConfigError unless `output` is absent, empty, or holds a corpus or started build."""
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output {output} is a file; give a directory")
     has_build = (output / BUILD_DIRECTORY).exists() or is_finished(output)
     if output.exists() and any(output.iterdir()) and not has_build:
         raise ConfigError(
-            f"output {output} is not empty and holds no corpus; choose a new directory"
+            f"output {output} is not empty and does not hold a corpus; choose a new directory"
         )
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Files that a kill left half-written beside their final names."""
+    """Remove temporary files that a killed `atomic_write` left."""
     for path in directory.rglob(".*.tmp"):
         path.unlink()
 
 
 def is_finished(output: Path) -> bool:
-    """Whether a build came to its end here."""
+    """Whether a build in `output` was finished."""
     return (
         (output / "train" / MANIFEST_NAME).exists()
         and (output / RECIPE_NAME).exists()
@@ -159,13 +170,13 @@ def is_finished(output: Path) -> bool:
     )
 
 
-def has_begun(output: Path) -> bool:
-    """Whether a build in `output` has noted what it is made of, and is not finished."""
+def is_started(output: Path) -> bool:
+    """Whether a build in `output` has recorded its recipe and is not finished."""
     return (output / BUILD_DIRECTORY / JOURNAL_NAME).exists()
 
 
 def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
-    """Nothing, if the finished corpus in `output` was made from this text with these settings; else ConfigError."""
+    """Raise ConfigError unless the finished corpus in `output` was built by this recipe."""
     try:
         found = json.loads((output / RECIPE_NAME).read_bytes())
         del found["counts"]
@@ -173,11 +184,11 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
         found = None
     if found != recipe:
         raise ConfigError(
-            f"{output} holds a finished corpus from other text or settings, or another number of parts; "
-            "choose another output or remove it"
+            f"{output} holds a finished corpus from other text or settings, or another number of "
+            "parts; choose another output or remove it"
         )
 
 
 def read_counts(output: Path) -> dict[str, int]:
-    """The counts with which the build in `output` was finished."""
+    """Return the counts that `finish` was given."""
     return json.loads((output / RECIPE_NAME).read_bytes())["counts"]

@@ -1,8 +1,9 @@
-"""One corpus built in n parts, by processes here or by the tasks of an array job, and merged.
+"""Build one corpus in n parts, by processes or by the tasks of an array job, and merge them.
 
-A part is a contiguous stretch of the input files in their order, of about 1/n of the bytes, and a build of its own in
-OUTPUT.parts: each goes on after a kill by itself. The merge moves the shards behind each other. The documents and
-their order do not depend on n; the borders of shards do, because each part ends one.
+A part is a contiguous range of the input files, of about 1/n of the bytes. It is a build of its own
+in OUTPUT.parts, resumable like any build. The merge moves the shards of all parts into one corpus.
+The documents and their order do not depend on n. The borders of shards do, because each part ends
+a shard.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from typing import Any
 
 from data_pipeline.builder.build_corpus import (
     BuildResult,
+    Sources,
     build_sources,
+    check_not_empty,
     list_all_sources,
     recipe_of,
-    refuse_empty,
     result_of,
     splits_of_build,
 )
-from data_pipeline.builder.duplicates import write_hashes
 from data_pipeline.builder.journal import (
     BuildJournal,
     check_is_free,
     check_recipe,
     claimed_output,
-    has_begun,
     is_finished,
+    is_started,
 )
-from data_pipeline.builder.reject_list import REJECTS_NAME
-from data_pipeline.builder.sources import PARTS_SUFFIX, SourceFile
+from data_pipeline.builder.records import REJECTS_NAME
+from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import (
@@ -52,14 +53,18 @@ PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
 
 
 def parts_directory(config: CorpusConfig) -> Path:
-    """Where the parts lie until they are merged: beside the output, so that shards can be moved."""
+    """Return where parts are built: next to the output, so that shards can be moved there."""
     output = config.output.resolve()
     return output.with_name(f"{output.name}{PARTS_SUFFIX}")
 
 
 def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
-    """Where things lie that all parts use, if one command builds all of them."""
+    """Return the directory of what all parts use, if one command builds all of them."""
     return _directory(config, 0, num_parts)
+
+
+def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
+    return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
 
 
 def build_part(
@@ -69,66 +74,55 @@ def build_part(
     report: Report = lambda what: None,
     seen: Iterable[bytes] | None = None,
 ) -> BuildResult:
-    """Build part `part` of 1 to `num_parts`, or go on with it; any parts may be built at the same time.
+    """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
-    `seen` are the hashes of the texts that parts before it have; without them no duplicates can be dropped.
+    `seen` are the hashes of the texts in earlier parts; without them no duplicates can be dropped.
     """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
     if needs_training(config.tokenizer):
         raise ConfigError(
-            "parts need one tokenizer that is there before them; set tokenizer.path to one, "
-            "such as that of a corpus built from a sample of the text"
+            "parts need an existing tokenizer; set tokenizer.path to one, such as that of a "
+            "corpus built from a sample of the text"
         )
     if config.drop_duplicates and seen is None:
         raise ConfigError(
-            "drop_duplicates compares all documents, which a task alone cannot; use --processes with it"
+            "drop_duplicates compares all documents, which a single task cannot; "
+            "use --processes with it"
         )
     sources = list_all_sources(config)
-    if is_finished(
-        config.output
-    ):  # as a task of an array job finds it that is begun again after the merge
+    if is_finished(config.output):  # an array job's task was requeued after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
         return result_of(config.output, was_finished=True)
     check_output(config, sources, num_parts)
     parts_directory(config).mkdir(parents=True, exist_ok=True)
     part_config = replace(config, output=_directory(config, part, num_parts))
-    return build_sources(
-        part_config, _shares(sources, num_parts)[part - 1], report, is_part=True, seen=seen or ()
-    )
+    part_sources = sources_of_parts(sources, num_parts)[part - 1]
+    return build_sources(part_config, part_sources, report, is_part=True, seen=seen or ())
 
 
-def check_output(
-    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
-) -> None:
-    """ConfigError, before hours of work, if the parts could not be merged into the output."""
+def check_output(config: CorpusConfig, sources: Sources, num_parts: int) -> None:
+    """Raise ConfigError, before hours of work, if the parts could not be merged."""
     check_is_free(config.output)
-    if has_begun(config.output):
+    if is_started(config.output):
         BuildJournal(config.output, _merged_recipe(config, sources, num_parts), modified=0)
 
 
-def list_hashes(
-    config: CorpusConfig, part: int, num_parts: int, report: Report = lambda what: None
-) -> None:
-    """Have the hashes of the part's texts at `hashes_path`."""
-    path = hashes_path(config, part, num_parts)
-    if not path.exists():
-        write_hashes(
-            path,
-            [source for _, source in _shares(list_all_sources(config), num_parts)[part - 1]],
-            config,
-        )
-
-
-def hashes_path(config: CorpusConfig, part: int, num_parts: int) -> Path:
-    """Where the hashes of a part's texts are listed."""
-    return shared_directory(config, num_parts) / f"{part:05d}.hashes"
+def sources_of_parts(sources: Sources, num_parts: int) -> list[Sources]:
+    """Return the files of each part: those whose first byte is in the part's share of all bytes."""
+    total, offset = sum(source.size for _, source in sources), 0
+    parts: list[Sources] = [[] for _ in range(num_parts)]
+    for split, source in sources:
+        part = min(offset * num_parts // max(total, 1), num_parts - 1)  # for empty files at the end
+        parts[part].append((split, source))
+        offset += source.size
+    return parts
 
 
 def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
-    """One corpus out of finished parts, which are gone afterwards; the same call goes on after a kill.
+    """Move finished parts into one corpus; the same call resumes after a kill.
 
-    DataError when a part is not finished, or the text holds nothing for a split.
+    DataError if a part is not finished, or a split has no documents.
     """
     sources = list_all_sources(config)
     recipe = _merged_recipe(config, sources, num_parts)
@@ -137,84 +131,55 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         _remove_parts(config)
         return result_of(config.output, was_finished=True)
     results = _finished_parts(config, sources, num_parts)
+    splits = splits_of_build(config)
     documents = {
-        split: sum(r.manifests[split].documents for r in results)
-        for split in splits_of_build(config)
+        split: sum(result.manifests[split].documents for result in results) for split in splits
     }
-    refuse_empty(config, documents, parts_directory(config))
+    check_not_empty(config, documents, parts_directory(config))
     directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)
         tokenizer.save(output / TOKENIZER_DIRECTORY)
         _merge_rejects(config, directories)
-        for split in reversed(
-            splits_of_build(config)
-        ):  # train last: who finds its manifest finds everything
+        for split in reversed(splits):  # train last: with its manifest, everything is there
             _merge_split(config, [directory / split for directory in directories], output / split)
-        journal.finish(
-            {
-                name: sum(getattr(result, name) for result in results)
-                for name in ("duplicates", "split_documents")
-            }
-        )
+        names = ("duplicates", "split_documents")
+        journal.finish({name: sum(getattr(result, name) for result in results) for name in names})
     _remove_parts(config)
     return result_of(config.output)
 
 
-def _merged_recipe(
-    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
-) -> dict[str, Any]:
+def _merged_recipe(config: CorpusConfig, sources: Sources, num_parts: int) -> dict[str, Any]:
     return {**recipe_of(config, sources), "parts": num_parts}
 
 
-def _shares(
-    sources: list[tuple[str, SourceFile]], num_parts: int
-) -> list[list[tuple[str, SourceFile]]]:
-    """The files of each part: those whose first byte lies in the part's share of all bytes."""
-    total, place = sum(source.size for _, source in sources), 0
-    shares: list[list[tuple[str, SourceFile]]] = [[] for _ in range(num_parts)]
-    for split, source in sources:
-        share = place * num_parts // max(total, 1)
-        shares[min(share, num_parts - 1)].append(
-            (split, source)
-        )  # empty files at the end belong to the last part
-        place += source.size
-    return shares
-
-
-def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
-    return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
-
-
-def _finished_parts(
-    config: CorpusConfig, sources: list[tuple[str, SourceFile]], num_parts: int
-) -> list[BuildResult]:
+def _finished_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> list[BuildResult]:
     trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
     if needs_training(config.tokenizer) and trained.exists():
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
     results = []
-    for part, share in enumerate(_shares(sources, num_parts), 1):
+    for part, part_sources in enumerate(sources_of_parts(sources, num_parts), 1):
         directory = _directory(config, part, num_parts)
         if not is_finished(directory):
             raise DataError(
-                f"part {part} of {num_parts} is not finished; run `build --part {part}/{num_parts}` first"
+                f"part {part} of {num_parts} is not finished; "
+                f"run `build --part {part}/{num_parts}` first"
             )
-        check_recipe(directory, recipe_of(config, share))
+        check_recipe(directory, recipe_of(config, part_sources))
         results.append(result_of(directory))
     return results
 
 
 def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
-    """Move the shards of all parts behind each other; index and manifest follow when all are there."""
+    """Move the shards of all parts and renumber them; write index and manifest at the end."""
     target.mkdir(exist_ok=True)
     manifests = [read_manifest(part) for part in parts]
     shards: list[ShardInfo] = []
     entries = []
     for part, manifest in zip(parts, manifests, strict=True):
-        for shard, entry in zip(
-            manifest.shards, read_index(part, len(manifest.shards)), strict=True
-        ):
+        index = read_index(part, len(manifest.shards))
+        for shard, entry in zip(manifest.shards, index, strict=True):
             name = shard_name(len(shards), config.shard_format)
             if (part / shard.path).exists():  # else a killed merge has moved it already
                 (part / shard.path).replace(target / name)
@@ -231,17 +196,18 @@ def _merge_rejects(config: CorpusConfig, parts: list[Path]) -> None:
     count = sum(len(text.splitlines()) for text in lists)
     if count > config.max_rejects:
         raise DataError(
-            f"the parts have {count} unusable records, more than max_rejects={config.max_rejects}; they are listed in "
-            f"{parts_directory(config)}/*/{REJECTS_NAME}: put them right or raise max_rejects"
+            f"the parts have {count} unusable records, more than max_rejects={config.max_rejects}; "
+            f"they are listed in {parts_directory(config)}/*/{REJECTS_NAME}: "
+            "fix them or raise max_rejects"
         )
     if lists:
         write_text(config.output / REJECTS_NAME, "".join(lists))
 
 
 def _remove_parts(config: CorpusConfig) -> None:
-    """Nothing else that may lie there is touched."""
+    """Remove the parts, and their directory unless it holds other files."""
     directory = parts_directory(config)
     for path in directory.glob(PART_NAMES):
         shutil.rmtree(path)
-    with contextlib.suppress(OSError):  # absent, or holds things of others
+    with contextlib.suppress(OSError):  # it is absent or not empty
         directory.rmdir()

@@ -1,4 +1,9 @@
-"""All parts of a build at the same time, a process for each; they end with the command that started them."""
+"""Build all parts at the same time, one process each. The processes end with their command.
+
+To drop duplicates across parts, each process first lists the hashes of its texts; then each part
+is told which of its texts an earlier part has too. It then drops the same documents as a build by
+one process would. P parts, N hashes.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +13,51 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
 
 from data_pipeline.builder.build_corpus import (
     BuildResult,
+    last_modified,
     list_all_sources,
     recipe_of,
-    tokenizer_plan,
-    youngest,
+    training_sources,
 )
-from data_pipeline.builder.duplicates import read_hashes, write_copies
+from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.journal import BuildJournal, claimed_output, is_finished
 from data_pipeline.builder.parts import (
     build_part,
     check_output,
-    hashes_path,
-    list_hashes,
     merge_parts,
     shared_directory,
+    sources_of_parts,
 )
-from data_pipeline.builder.train_tokenizer import needs_training, prepare_tokenizer
+from data_pipeline.builder.records import HASH_BYTES, Document, hash_of
+from data_pipeline.builder.train_tokenizer import (
+    describe_tokenizer,
+    needs_training,
+    prepare_tokenizer,
+)
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import DataError, UserError
+from data_pipeline.files import atomic_write
 from data_pipeline.progress import Reading, Report, joined
 
-Task = Callable[
-    [CorpusConfig, int, int, Report], None
-]  # what is done for a part: its number, and how many there are
-COPIES_SUFFIX = ".copies"  # of the list of a part's hashes that came before
+Task = Callable[[CorpusConfig, int, int, Report], None]  # (config, part, number of parts, report)
+COPIES_SUFFIX = ".copies"  # of the list of those hashes of a part that an earlier part has
 
 
 def build_in_processes(
     config: CorpusConfig, processes: int, report: Report = lambda what: None
 ) -> BuildResult:
-    """Build as many parts as processes at the same time and merge them; the same call goes on after a kill.
+    """Build one part per process and merge them; the same call resumes after a kill.
 
     There are never more parts than input files.
     """
@@ -57,64 +68,102 @@ def build_in_processes(
     check_output(config, sources, num_parts)
     shared = shared_directory(config, num_parts)
     with claimed_output(shared):
-        BuildJournal(
-            shared, recipe_of(config, sources), youngest(sources)
-        )  # refuses parts of other text or settings
-        parts = replace(
-            config, threads=max(1, (config.threads or os.cpu_count() or 1) // num_parts)
-        )
+        # Its journal rejects a resume with other text or settings.
+        BuildJournal(shared, recipe_of(config, sources), last_modified(sources))
+        threads = max(1, (config.threads or os.cpu_count() or 1) // num_parts)
+        part_config = replace(config, threads=threads)
         if needs_training(config.tokenizer):
             directory = shared / TOKENIZER_DIRECTORY
-            report(f"tokenizer: {tokenizer_plan(config)}")
-            prepare_tokenizer(
-                directory, [source for split, source in sources if split != "validation"], config
-            )
-            parts = replace(parts, tokenizer=replace(config.tokenizer, path=directory))
+            report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
+            prepare_tokenizer(directory, training_sources(sources), config)
+            part_config = replace(part_config, tokenizer=replace(config.tokenizer, path=directory))
         if config.drop_duplicates:
-            report("looking for duplicates")
-            _run_parts(list_hashes, parts, num_parts, report)
-            numbers = range(1, num_parts + 1)
-            hashes = [hashes_path(config, part, num_parts) for part in numbers]
-            write_copies(hashes, [path.with_suffix(COPIES_SUFFIX) for path in hashes])
-        _run_parts(_build_part, parts, num_parts, report)
+            report("searching for duplicates")
+            _run_parts(_list_hashes, part_config, num_parts, report)
+            _list_copies(
+                [_hashes_path(config, part, num_parts) for part in range(1, num_parts + 1)]
+            )
+        _run_parts(_build_part, part_config, num_parts, report)
         report("merging")
         return merge_parts(config, num_parts)
 
 
+# ------------------------------------------------------------------------------------------- tasks
+
+
 def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
-    copies = hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX)
-    build_part(
-        config, part, num_parts, report, read_hashes(copies) if config.drop_duplicates else None
-    )
+    seen = None
+    if config.drop_duplicates:
+        content = _hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX).read_bytes()
+        starts = range(0, len(content), HASH_BYTES)
+        seen = {content[start : start + HASH_BYTES] for start in starts}
+    build_part(config, part, num_parts, report, seen)
+
+
+def _list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
+    """Write the hash of every text of the part, each once, unless a killed build has done so."""
+    path = _hashes_path(config, part, num_parts)
+    if path.exists():
+        return
+    hashes = {
+        hash_of(document.text)
+        for _, source in sources_of_parts(list_all_sources(config), num_parts)[part - 1]
+        for document in read_documents(source, config)
+        if isinstance(document, Document)
+    }
+    with atomic_write(path) as file:
+        file.write(b"".join(sorted(hashes)))
+
+
+def _hashes_path(config: CorpusConfig, part: int, num_parts: int) -> Path:
+    return shared_directory(config, num_parts) / f"{part:05d}.hashes"
+
+
+def _list_copies(hash_lists: Sequence[Path]) -> None:
+    """For each part in order, list those of its hashes that an earlier part has too."""
+    lists = [np.fromfile(path, "<u8").reshape(-1, 2) for path in hash_lists]
+    hashes_N2 = np.concatenate(lists)
+    parts_N = np.repeat(np.arange(len(lists)), [len(rows) for rows in lists])
+    # Sorted so that equal hashes are neighbors, the one of the first part in front.
+    order_N = np.lexsort((parts_N, hashes_N2[:, 1], hashes_N2[:, 0]))
+    is_repeated = (hashes_N2[order_N[1:]] == hashes_N2[order_N[:-1]]).all(1)
+    later = order_N[1:][is_repeated]
+    for part, path in enumerate(hash_lists):
+        with atomic_write(path.with_suffix(COPIES_SUFFIX)) as file:
+            file.write(hashes_N2[later[parts_N[later] == part]].tobytes())
+
+
+# --------------------------------------------------------------------------------------- processes
 
 
 def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report) -> None:
-    """Do `task` for all parts at the same time."""
-    began, readings = time.monotonic(), {}
+    """Run `task` for all parts at the same time; report their joint progress."""
+    started, readings = time.monotonic(), {}
     with _processes(task, config, num_parts) as running:
         while running:
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
                 part, process = running[connection]
                 try:
-                    what = connection.recv()
+                    message = connection.recv()
                 except EOFError:
                     del running[connection]
-                    _check_end(part, process)
+                    _check_exit(part, process)
                     continue
-                if isinstance(what, Exception):
-                    raise what
-                readings[part] = what
+                if isinstance(message, Exception):
+                    raise message
+                readings[part] = message
             if len(readings) == num_parts:
-                report(joined(readings.values(), time.monotonic() - began))
+                report(joined(readings.values(), time.monotonic() - started))
 
 
 @contextlib.contextmanager
 def _processes(
     task: Task, config: CorpusConfig, num_parts: int
 ) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
-    """A process for each part, by the connection to it; none is left when the block ends, however it ends."""
-    # Forked from one process that has imported what takes seconds, before any of them has threads.
+    """Start a process for each part; all are killed at the end of the block."""
+    # Forked from a server that has imported the slow modules and has no threads: forking this
+    # process, which may have some, could deadlock.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["data_pipeline.builder.processes", "streaming"])
     _start_server()
@@ -136,8 +185,9 @@ def _processes(
 
 
 def _start_server() -> None:
-    """Start what processes are forked from so that Ctrl-C, which reaches it too, does not end it in a traceback."""
-    resource_tracker.ensure_running()  # else started by the next call, where it would let Ctrl-C through again
+    """Start the fork server with SIGINT blocked: Ctrl-C reaches it and would print a traceback."""
+    # Started here because the fork server would start it later, with SIGINT unblocked.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -145,22 +195,22 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _check_end(part: int, process: BaseProcess) -> None:
+def _check_exit(part: int, process: BaseProcess) -> None:
     process.join()
     if process.exitcode:
         raise DataError(
-            f"the process of part {part} ended with status {process.exitcode}, after a signal if below 0 (such as "
-            "for want of memory); finished shards are kept: run the same command again, with fewer processes perhaps"
+            f"the process of part {part} exited with status {process.exitcode} (below 0: killed by "
+            "that signal, for example when host memory ran out); finished shards are kept: run "
+            "the same command again, perhaps with fewer processes"
         )
 
 
 def _work(
     connection: Connection, task: Task, config: CorpusConfig, part: int, num_parts: int
 ) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the command, which ends its processes
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    # Ctrl-C reaches the command too, which kills its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
 
     def send(what: str | Reading) -> None:
         if isinstance(what, Reading):
@@ -172,8 +222,8 @@ def _work(
         connection.send(error)
 
 
-def _end_with(connection: Connection) -> None:
-    """End this process when the one at the other end is gone, even by SIGKILL, so that the build can be begun again."""
+def _exit_with(connection: Connection) -> None:
+    """Exit when the command is gone, even by SIGKILL, so that the build can be restarted."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv()
     os._exit(1)

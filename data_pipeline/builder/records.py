@@ -1,13 +1,25 @@
-"""A record of raw text turns into a document, or into a reject with its place and the reason: none is lost silently."""
+"""Records of raw text: each becomes a Document or a Reject with its location and the reason.
+
+Rejects are listed in a file, so no record is lost silently. DocumentRules then drop copies of
+documents and cut very long ones.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
 
 from data_pipeline.config import CorpusConfig
+from data_pipeline.errors import DataError
 
-JSON_FRAME_BYTES = 1 << 20  # of a record, beside its text
+JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
+REJECTS_NAME = "rejects.jsonl"
+HASH_BYTES = 16
+CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,65 +33,144 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A record that was left out."""
+    """An unusable record."""
 
     source: str
     reason: str
 
 
 def longest_json(config: CorpusConfig) -> int:
-    """Bytes of JSON beyond which its text is too long: it may write a character as \\u00xx, which is six bytes."""
+    """Return the bytes of JSON beyond which its text is too long: \\u00xx is one character."""
     return 6 * config.max_document_bytes + JSON_FRAME_BYTES
 
 
-def too_long(place: str, config: CorpusConfig) -> Reject:
-    """A record beyond the longest that is allowed."""
-    return Reject(place, f"longer than max_document_bytes={config.max_document_bytes}")
+def too_long(source: str, config: CorpusConfig) -> Reject:
+    """Return the reject for a record that is longer than allowed."""
+    return Reject(source, f"longer than max_document_bytes={config.max_document_bytes}")
 
 
-def document_of_bytes(raw: bytes, name: str, place: str, config: CorpusConfig) -> Document | Reject:
-    """A document out of UTF-8; `name` is its id."""
+def document_of_bytes(
+    raw: bytes, name: str, source: str, config: CorpusConfig
+) -> Document | Reject:
+    """Make a document from UTF-8; `name` is its id."""
     if len(raw) > config.max_document_bytes:
-        return too_long(place, config)
+        return too_long(source, config)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        return Reject(place, f"invalid UTF-8 at byte {error.start}")
-    return Document(name, text, place) if text.strip() else Reject(place, "empty")
+        return Reject(source, f"invalid UTF-8 at byte {error.start}")
+    return Document(name, text, source) if text.strip() else Reject(source, "empty")
 
 
-def document_of_json(raw: bytes, name: str, place: str, config: CorpusConfig) -> Document | Reject:
-    """A document out of a JSON object with a field of text; `name` is its id if the object has none."""
+def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -> Document | Reject:
+    """Make a document from a JSON object with a text field; `name` is its id if it has none."""
     try:
         record = json.loads(raw.decode())
     except UnicodeDecodeError as error:
-        return Reject(place, f"invalid UTF-8 at byte {error.start} of the JSON")
+        return Reject(source, f"invalid UTF-8 at byte {error.start} of the JSON")
     except (ValueError, RecursionError) as error:
-        return Reject(place, f"invalid JSON: {error}")
+        return Reject(source, f"invalid JSON: {error}")
     if not isinstance(record, dict):
-        return Reject(place, f"found {type(record).__name__}, expected a JSON object")
+        return Reject(source, f"found {type(record).__name__}, expected a JSON object")
     if config.text_field not in record:
-        return Reject(place, f"no field {config.text_field!r}")
+        return Reject(source, f"no field {config.text_field!r}")
     text = record[config.text_field]
     if not isinstance(text, str):
-        return Reject(
-            place, f"field {config.text_field!r} holds {type(text).__name__}, expected text"
-        )
+        found = type(text).__name__
+        return Reject(source, f"field {config.text_field!r} holds {found}, expected text")
     if not text.strip():
-        return Reject(place, "empty")
+        return Reject(source, "empty")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        return Reject(place, f"half a surrogate pair at character {error.start}")
+        return Reject(source, f"half a surrogate pair at character {error.start}")
     if size > config.max_document_bytes:
-        return too_long(place, config)
-    return Document(document_id(record.get(config.id_field), name), text, place)
+        return too_long(source, config)
+    return Document(document_id(record.get(config.id_field), name), text, source)
 
 
 def document_id(value: object, name: str) -> str:
-    """A record's own id, or `name` if it has none that can be one."""
+    """Return a record's own id, or `name` if it has no usable one."""
     if isinstance(value, bytes):
         return value.decode(errors="replace") or name
     if not isinstance(value, str | int) or value == "":
         return name
     return str(value).encode(errors="replace").decode()
+
+
+class RejectList:
+    """Lists unusable records in a file; DataError if there are more than allowed."""
+
+    def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
+        self._file, self._limit, self._path = file, limit, path
+        self.count = 0
+        self.first: Reject | None = None
+
+    @property
+    def example(self) -> str:
+        """The end of an error message that names the first one, or ""."""
+        if (first := self.first) is None:
+            return ""
+        return f"; the first of {self.count} unusable records is {first.source}: {first.reason}"
+
+    def add(self, reject: Reject) -> None:
+        self.count += 1
+        self.first = self.first or reject
+        self._file.write(json.dumps(asdict(reject)).encode() + b"\n")
+        if self.count > self._limit:
+            self._file.flush()
+            raise DataError(
+                f"more than max_rejects={self._limit} unusable records, the last one is "
+                f"{reject.source}: {reject.reason}; they are listed in {self._path}: "
+                "fix them or raise max_rejects"
+            )
+
+
+class DocumentRules:
+    """Applies the settings `drop_duplicates` and `split_characters`, and counts what they did.
+
+    The first of equal documents in the order of the input is kept, whichever split it belongs to.
+    Only a 16-byte hash is kept in host memory for each document.
+    """
+
+    def __init__(self, config: CorpusConfig, seen: Iterable[bytes] = ()) -> None:
+        """`seen`: hashes of texts that come before the first document."""
+        self._config = config
+        self._seen = set(seen)
+        self.duplicates = 0
+        self.split_documents = 0
+
+    def apply(self, document: Document) -> Iterator[Document]:
+        """Yield nothing for a copy, else the document or its parts NAME#1, NAME#2, ..."""
+        if self._config.drop_duplicates and self._is_copy(document.text):
+            self.duplicates += 1
+            return
+        limit = self._config.split_characters
+        if not limit or len(document.text) <= limit:
+            yield document
+            return
+        self.split_documents += 1
+        for number, text in enumerate(split_text(document.text, limit), 1):
+            yield replace(document, id=f"{document.id}#{number}", text=text)
+
+    def _is_copy(self, text: str) -> bool:
+        digest = hash_of(text)
+        is_copy = digest in self._seen
+        self._seen.add(digest)
+        return is_copy
+
+
+def hash_of(text: str) -> bytes:
+    """Return a hash by which equal texts are recognized."""
+    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
+
+
+def split_text(text: str, limit: int) -> Iterator[str]:
+    """Yield parts of at most `limit` characters that join to `text`, cut as `CUTS` says."""
+    start = 0
+    while len(text) - start > limit:
+        found = ((text.rfind(cut, start, start + limit), len(cut)) for cut in CUTS)
+        end = next((index + length for index, length in found if index >= 0), start + limit)
+        yield text[start:end]
+        start = end
+    yield text[start:]

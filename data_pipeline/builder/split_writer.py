@@ -1,4 +1,4 @@
-"""Encoded documents into the shards of one split, each recorded in the build's journal."""
+"""Write the encoded documents of one split into shards, each recorded in the build's journal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data_pipeline.tokenizer import Tokenizer
 
 
 class SplitWriter:
-    """Puts documents into shards of at most `shard_bytes`, one document at least, in the order in which they come."""
+    """Fills shards of at most `shard_bytes`, or one document, in the order of the documents."""
 
     def __init__(
         self, split: str, config: CorpusConfig, tokenizer: Tokenizer, journal: BuildJournal
@@ -30,8 +30,8 @@ class SplitWriter:
         self._documents_to_skip = sum(shard.info.documents for shard in self.shards)
         self._start_shard()
 
-    def has_already(self) -> bool:
-        """Whether the next document of this split lies in a shard that was finished before a restart."""
+    def skip(self) -> bool:
+        """Count the split's next document; whether a shard from before a restart holds it."""
         self._documents_to_skip -= 1
         return self._documents_to_skip >= 0
 
@@ -40,7 +40,7 @@ class SplitWriter:
         self._bytes = self._text_bytes = self._characters = 0
 
     def add(self, document: Document, ids: np.ndarray) -> None:
-        """Take a document; OSError when a full shard could not be written."""
+        """Add a document; writes a shard first if it does not fit into the current one."""
         tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
         size = FORMATS[self._shard_format].sample_bytes(document.id, tokens.nbytes)
         if self._pending and self._bytes + size > self._shard_bytes:
@@ -51,7 +51,7 @@ class SplitWriter:
         self._characters += len(document.text)
 
     def flush(self) -> None:
-        """Write the documents at hand as a shard."""
+        """Write the pending documents as a shard."""
         if not self._pending:
             return
         path = self._directory / shard_name(len(self.shards), self._shard_format)
@@ -73,7 +73,7 @@ class SplitWriter:
         self._start_shard()
 
     def finish(self) -> None:
-        """Make the split whole: its index, then its manifest."""
+        """Write the index, then the manifest, which marks the split as complete."""
         write_index(self._directory, [shard.index_entry for shard in self.shards])
         manifest = Manifest(
             dtype=self._tokenizer.dtype,

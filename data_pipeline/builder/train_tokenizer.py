@@ -1,27 +1,32 @@
-"""The tokenizer of a build: the one in `tokenizer.path`, else one trained on a sample of the training split."""
+"""The tokenizer of a build: the one in `tokenizer.path`, else one trained on the training split."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import io
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data_pipeline.builder.compression import COMPRESSED_SUFFIXES
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document
-from data_pipeline.builder.sources import SourceFile
-from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.errors import DataError
-from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, train_tokenizer
+from data_pipeline.builder.sources import COMPRESSED_SUFFIXES, SourceFile
+from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, TokenizerKind
 
-COMPRESSION_RATIO = 4  # a guess, to choose the sample's rate before the text is read
+COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is read
+MAX_SENTENCE_BYTES = 1 << 14
+# SentencePiece's result depends on the number of threads, so it does not follow the machine.
+TRAINING_THREADS = 2
 
 
 def fraction_of(text: str) -> float:
-    """A number in [0, 1) that depends on `text` alone and is spread evenly."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") / (
-        1 << 48
-    )
+    """Return a number in [0, 1) that depends only on `text` and is distributed evenly."""
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") / (1 << 48)
 
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
@@ -30,67 +35,161 @@ def is_validation(document_id: str, config: CorpusConfig) -> bool:
 
 
 def needs_training(settings: TokenizerConfig) -> bool:
-    """Whether there is no tokenizer yet with these settings."""
+    """Whether the tokenizer has to be trained."""
     return not settings.path and settings.kind != "bytes"
+
+
+def describe_tokenizer(settings: TokenizerConfig) -> str:
+    """Return where the tokenizer comes from, as a line of progress."""
+    if not needs_training(settings):
+        return str(settings.path or "bytes")
+    return (
+        f"training {settings.kind} with {settings.vocab_size:,} pieces on at most "
+        f"{settings.training_bytes / 1e6:g} MB of the text"
+    )
 
 
 def prepare_tokenizer(
     directory: Path, sources: list[SourceFile], config: CorpusConfig
 ) -> Tokenizer:
-    """The tokenizer in `directory`, put there first if a killed build has not already."""
+    """Return the tokenizer in `directory`, trained or copied first unless it exists."""
     if not (directory / DESCRIPTION_NAME).exists():
-        if config.tokenizer.path:
-            tokenizer = Tokenizer.load(config.tokenizer.path)
-        elif config.tokenizer.kind == "bytes":
+        settings = config.tokenizer
+        if settings.path:
+            tokenizer = Tokenizer.load(settings.path)
+        elif settings.kind == "bytes":
             tokenizer = Tokenizer("bytes")
         else:
-            texts = _NonEmpty(training_sample(sources, config))
-            tokenizer = train_tokenizer(config.tokenizer.kind, config.tokenizer.vocab_size, texts)
+            texts = _non_empty(training_sample(sources, config))
+            tokenizer = train_tokenizer(settings.kind, settings.vocab_size, texts)
         tokenizer.save(directory)
     return Tokenizer.load(directory)
 
 
 def training_sample(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
-    """Paragraphs of the training documents, at most `training_bytes`, chosen by hash evenly over the whole input."""
-    expected = sum(
-        s.size * (COMPRESSION_RATIO if s.path.suffix in COMPRESSED_SUFFIXES else 1) for s in sources
+    """Yield paragraphs of training documents, at most `training_bytes`.
+
+    They are chosen by hash, evenly over the whole input.
+    """
+    sizes = (
+        source.size * (COMPRESSION_RATIO if source.path.suffix in COMPRESSED_SUFFIXES else 1)
+        for source in sources
     )
-    rate = config.tokenizer.training_bytes / max(expected, 1)
+    rate = config.tokenizer.training_bytes / max(sum(sizes), 1)
     remaining = config.tokenizer.training_bytes
     for source in sources:
         for document in read_documents(source, config):
             if not isinstance(document, Document) or is_validation(document.id, config):
                 continue
-            for text in _thinned(document, rate):
+            for text in _sampled(document, rate):
                 remaining -= len(text.encode())
                 if remaining < 0:
                     return
                 yield text
 
 
-def _thinned(document: Document, rate: float) -> list[str]:
+def _sampled(document: Document, rate: float) -> list[str]:
     if rate >= 1:
         return [document.text]
-    paragraphs = document.text.split("\n\n")
     return [
         text
-        for number, text in enumerate(paragraphs)
+        for number, text in enumerate(document.text.split("\n\n"))
         if fraction_of(f"{number} {document.id}") < rate
     ]
 
 
-class _NonEmpty:
-    """Passes texts through; DataError at the end if there was none."""
+def _non_empty(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts; DataError at the end if there were none."""
+    has_any = False
+    for text in texts:
+        has_any = True
+        yield text
+    if not has_any:
+        raise DataError(
+            "the input has no usable text for the training split; "
+            "check input, text_field and format"
+        )
 
-    def __init__(self, texts: Iterator[str]) -> None:
+
+def train_tokenizer(kind: TokenizerKind, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    """Train on all of `texts`. Equal texts in equal order give an equal model on any machine.
+
+    Decoding gives the text back unchanged, spaces and newlines included, except U+2581, by which
+    SentencePiece writes a space. Characters outside the vocabulary become bytes. ConfigError if
+    there is too little text for `vocab_size`.
+    """
+    if kind == "bytes":
+        return Tokenizer("bytes")
+    import sentencepiece
+
+    model, sentences = io.BytesIO(), _Sentences(texts)
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            user_defined_symbols=["\n"],
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            max_sentence_length=MAX_SENTENCE_BYTES,
+            num_threads=TRAINING_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, ValueError) as error:
+        if sentences.raised:
+            raise sentences.raised from None
+        raise ConfigError(_training_advice(vocab_size, str(error))) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, on_interrupt)
+    return Tokenizer(kind, model.getvalue())
+
+
+class _Sentences:
+    """Lines of the texts; long lines in parts, because SentencePiece ignores lines over its limit.
+
+    `raised` keeps the error of reading the texts, which SentencePiece replaces by its own.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
+        self.raised: BaseException | None = None
 
     def __iter__(self) -> Iterator[str]:
-        has_any = False
-        for text in self._texts:
-            has_any = True
-            yield text
-        if not has_any:
-            raise DataError(
-                "the input holds no usable text for the training split; check input, text_field and format"
-            )
+        part_characters = MAX_SENTENCE_BYTES // 4  # UTF-8 takes at most four bytes
+        try:
+            for text in self._texts:
+                for line in text.split("\n"):
+                    for start in range(0, len(line), part_characters):
+                        yield line[start : start + part_characters]
+        except BaseException as error:  # raised again by train_tokenizer
+            self.raised = error
+            raise
+        # From here on SentencePiece trains for minutes without checking Python's signals, so let
+        # Ctrl-C end the process directly.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _training_advice(vocab_size: int, message: str) -> str:
+    if limit := re.search(r"value <= (\d+)", message):
+        largest = int(limit.group(1))
+        smaller = f"set it to at most {largest}, " if largest >= SMALLEST_VOCABULARY else ""
+        return (
+            f"tokenizer.vocab_size={vocab_size} is more than the training text has pieces for; "
+            f"{smaller}give more text, or use tokenizer.kind=bytes"
+        )
+    required = re.search(r"required_chars[^0-9]*\d+ vs (\d+)|(\d+) required", message)
+    hint = f" (at least {required.group(1) or required.group(2)})" if required else ""
+    last = message.strip().splitlines()[-1]
+    return f"tokenizer.vocab_size={vocab_size} does not suit the training text{hint}: {last}"

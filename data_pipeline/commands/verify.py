@@ -1,37 +1,75 @@
-"""Whether a corpus on disk is what its manifests say, and what it looks like: for people, as lines of text."""
+"""`data-pipeline verify` and `inspect`: whether a corpus matches its manifests, and what is in it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.copy_corpus import problems_at
 from data_pipeline.corpora.corpus import Corpus, LocalShards, split_directory
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, check_shard, read_manifest
+from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_DIRECTORY,
+    check_shard,
+    read_manifest,
+    splits_of,
+)
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
-from data_pipeline.lanes.lane_check import check_lanes
-from data_pipeline.lanes.lane_tokens import plan_of
+from data_pipeline.files import path_text, url_of
+from data_pipeline.lanes.lane_plan import check_lanes
+from data_pipeline.lanes.mixture import plan_of
+from data_pipeline.program import check_positive
+from data_pipeline.progress import StatusLine
 from data_pipeline.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 120
+CORPUS_HELP = "directory or URL of a corpus, or the directory of one split"
 
 
-def splits_of(path: Path) -> list[Path]:
-    """`path` if it is a split, else the splits below it; DataError when there is none, or one without manifest."""
-    if (path / MANIFEST_NAME).exists():
-        return [path]
-    found = [path / split for split in SPLITS if (path / split).is_dir()]
-    if not found:
-        read_manifest(path)  # raises with the reason
-    for split in found:
-        if not (split / MANIFEST_NAME).exists():
-            read_manifest(
-                split
-            )  # raises: a split whose manifest is missing is no split that is not there
-    return found
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `data-pipeline verify`."""
+    parser.add_argument("directory", type=Path, help=CORPUS_HELP)
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `data-pipeline inspect`."""
+    parser.add_argument("directory", type=Path, help=CORPUS_HELP)
+    parser.add_argument("--lanes", type=int, default=16, help="lanes of a run (default 16)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the run (default 1)")
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print every problem; DataError for the last one."""
+    status = StatusLine()
+    if url := url_of(arguments.directory):
+        problems = problems_at(url, status.show)
+    else:
+        splits = splits_of(arguments.directory)
+        problems = [problem for split in splits for problem in verify_split(split, status.show)]
+    status.end()
+    if problems:
+        for problem in problems[:-1]:
+            print(problem)
+        raise DataError(problems[-1])
+    print(f"{path_text(arguments.directory)}: every shard matches its manifest")
+    return 0
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print a description of each split. A run does not cut the validation split into its lanes."""
+    check_positive(arguments, "lanes")
+    for split in splits_of(local_corpus_directory(arguments.directory, CacheConfig())):
+        num_lanes = 0 if split.name == "validation" else arguments.lanes
+        for line in describe_split(split, num_lanes, arguments.seed):
+            print(line)
+    return 0
 
 
 def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
-    """Read every byte of a split; what is wrong comes back, one line per shard, and `report` gets the progress."""
+    """Read every byte of a split and return one line per problem; `report` gets the progress."""
     manifest = read_manifest(path)
     problems = []
     for number, info in enumerate(manifest.shards):
@@ -41,38 +79,43 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
         except DataError as error:
             problems.append(str(error))
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
-    problems += _tokenizer_problems(path, manifest.tokenizer)
-    return problems
+    return problems + _tokenizer_problems(path, manifest.tokenizer)
 
 
 def _tokenizer_problems(path: Path, expected: str) -> list[str]:
-    directory = path.parent / "tokenizer"
+    directory = path.parent / TOKENIZER_DIRECTORY
     try:
         found = Tokenizer.load(directory).fingerprint
     except DataError as error:
         return [str(error)]
     if found != expected:
         return [
-            f"tokenizer {directory} has fingerprint {found[:16]}, {path / MANIFEST_NAME} expects {expected[:16]}"
+            f"tokenizer {directory} has fingerprint {found[:16]}, "
+            f"{path / MANIFEST_NAME} expects {expected[:16]}"
         ]
     return []
 
 
 def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
-    """Sizes, tokenizer, a sample of the text, and how even `num_lanes` lanes would be (0: leave that out)."""
+    """Yield sizes, tokenizer, a sample, and how even `num_lanes` lanes are (0: without that)."""
     corpus = Corpus.open(split_directory(path))
     manifest = corpus.manifest
+    longest = manifest.longest_document
     size = sum(shard.size for shard in manifest.shards)
     tokenizer = Tokenizer.load(corpus.tokenizer_directory)
-    yield f"{corpus.place}"
-    yield f"  documents        {manifest.documents:,}; the longest has {manifest.longest_document:,} tokens"
+    fingerprint = tokenizer.fingerprint[:16]
+    yield f"{corpus.location}"
+    yield f"  documents        {manifest.documents:,}; the longest has {longest:,} tokens"
     yield f"  tokens           {manifest.tokens:,} as {manifest.dtype}"
     yield (
         f"  text             {manifest.text_bytes:,} bytes, {manifest.characters:,} characters, "
         f"{manifest.text_bytes / manifest.tokens:.2f} bytes per token"
     )
     yield f"  shards           {len(manifest.shards):,}, {size / 1e6:.1f} MB"
-    yield f"  tokenizer        {tokenizer.kind}, {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:16]}"
+    yield (
+        f"  tokenizer        {tokenizer.kind}, {tokenizer.vocab_size:,} ids, "
+        f"fingerprint {fingerprint}"
+    )
     yield f"  manifest hash    {manifest.hash[:16]}"
     if num_lanes:
         yield f"  lanes            {_lane_spread(corpus, num_lanes, seed)}"
@@ -85,5 +128,8 @@ def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:
     plan = plan_of(corpus, num_lanes, seed)
     advice = check_lanes(plan, corpus.manifest.longest_document)
     lengths = plan.lane_lengths(0)
-    spread = f"{num_lanes} of {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.0f} (epoch 0)"
+    spread = (
+        f"{num_lanes} of {lengths.min():,} to {lengths.max():,} tokens, "
+        f"mean {lengths.mean():,.0f} (epoch 0)"
+    )
     return f"{spread}; {advice}" if advice else spread

@@ -1,4 +1,4 @@
-"""One split of a built corpus, opened for reading: manifest, tokenizer, shards that are checked when first used."""
+"""One split of a built corpus, opened for reading. Shards are checked when they are first used."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.errors import DataError
-from data_pipeline.location import shown
+from data_pipeline.files import path_text
 from data_pipeline.shards.shards import ShardReader
 
 OPEN_SHARDS = 16
 
 
 class ShardSource(Protocol):
-    """Where a split's shards come from."""
+    """Where a split's shards come from: a directory, or a store by way of the cache."""
 
-    place: str  # of the split, for people
-    keep_open: int  # shards that may stay open though nobody reads them
+    location: str  # of the split, for messages
+    keep_open: int  # shards that may stay open although nothing reads them
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
-        """The shard, of the size and SHA-256 that `info` says; DataError when it cannot be had."""
+        """Open the shard, checked against `info`; DataError if it cannot be read."""
         ...
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
-        """Be told what is opened soon."""
+        """Start to fetch shards that are opened soon."""
         ...
 
-    def check_room(self, num_shards: int, largest: int) -> None:
-        """DataError unless so many shards of at most `largest` bytes can be open at once."""
+    def check_capacity(self, num_shards: int, largest: int) -> None:
+        """Raise DataError unless that many shards of at most `largest` bytes can be open."""
         ...
 
 
 class LocalShards:
-    """Shards that lie beside their manifest; the SHA-256 of each is checked when it is first opened."""
+    """Shards in the directory of their manifest; SHA-256 is checked on the first opening."""
 
     keep_open = OPEN_SHARDS
 
     def __init__(self, directory: Path, check_hashes: bool = True) -> None:
-        self.place = str(directory)
+        self.location = str(directory)
         self._directory = directory
         self._check_hashes = check_hashes
         self._verified: set[str] = set()
@@ -64,30 +64,31 @@ class LocalShards:
         return ShardReader(path, dtype)
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
-        """The operating system reads ahead by itself."""
+        """Do nothing: the operating system reads ahead."""
 
-    def check_room(self, num_shards: int, largest: int) -> None:
-        """They are on this disk already."""
+    def check_capacity(self, num_shards: int, largest: int) -> None:
+        """Do nothing: all shards are on this disk."""
 
 
 class Corpus:
-    """The shards of one split. Opening a shard checks its size and headers always, its SHA-256 the first time."""
+    """The shards of one split. Every opening checks a shard's size and headers."""
 
     def __init__(self, directory: Path, manifest: Manifest, source: ShardSource) -> None:
         self.directory = directory
         self.manifest = manifest
         self._source = source
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()  # last used last
+        self._open: OrderedDict[int, ShardReader] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, check_hashes: bool = True) -> Corpus:
-        """Open the split in `path`; DataError when it has no manifest, no documents, or lacks a shard."""
+        """Open the split in `path`; DataError if its manifest, a document or a shard is missing."""
         path = Path(path)
         manifest = read_manifest(path)
         if not manifest.shards:
             raise DataError(
-                f"{path / MANIFEST_NAME} lists no shards; the split is empty: build it from more text"
+                f"{path / MANIFEST_NAME} lists no shards; the split is empty: "
+                "build it from more text"
             )
         if (path.parent / REMOTE_NAME).exists():
             from data_pipeline.corpora.remote_corpus import cached_shards
@@ -98,18 +99,19 @@ class Corpus:
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
-                f"shard {path / missing[0]}{others} is missing; restore it or build the corpus again"
+                f"shard {path / missing[0]}{others} is missing; "
+                "restore it or build the corpus again"
             )
         return cls(path, manifest, LocalShards(path, check_hashes))
 
     @property
-    def place(self) -> str:
-        """Where its shards come from: a directory or a URL."""
-        return self._source.place
+    def location(self) -> str:
+        """The directory or URL that its shards come from."""
+        return self._source.location
 
     @property
     def identity(self) -> str:
-        """What a run's state says of its data: another value means other tokens or another order."""
+        """What a run's state records of its data: changes with the tokens or their order."""
         return self.manifest.hash
 
     @property
@@ -134,7 +136,7 @@ class Corpus:
         return self.manifest.characters
 
     def shard(self, index: int) -> ShardReader:
-        """Shard `index`, opened and checked; DataError names a shard that is missing, truncated or altered."""
+        """Open and check shard `index`; DataError if it is missing, truncated or altered."""
         with self._lock:
             reader = self._open.get(index)
             if reader is None:
@@ -145,16 +147,16 @@ class Corpus:
             return reader
 
     def document_lengths(self, index: int) -> np.ndarray:
-        """Tokens of each document of shard `index`, in the order in which they are stored."""
+        """Return the tokens of each document of shard `index`, in the order of storage."""
         return self.shard(index).lengths
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Say which shards are read soon, so that remote ones are there in time."""
+        """Start to fetch remote shards that are read soon."""
         self._source.prefetch([self.manifest.shards[index] for index in indices])
 
-    def check_room(self, num_shards: int) -> None:
-        """DataError unless so many shards can be open at once."""
-        self._source.check_room(num_shards, max(shard.size for shard in self.manifest.shards))
+    def check_capacity(self, num_shards: int) -> None:
+        """Raise DataError unless that many shards can be open at the same time."""
+        self._source.check_capacity(num_shards, max(shard.size for shard in self.manifest.shards))
 
     def _open_shard(self, index: int) -> ShardReader:
         info = self.manifest.shards[index]
@@ -162,12 +164,13 @@ class Corpus:
         found = (len(reader), int(reader.lengths.sum()))
         if found != (info.documents, info.tokens):
             raise DataError(
-                f"shard {shown(reader.path)} holds {found[0]} documents and {found[1]} tokens, the manifest says "
-                f"{info.documents} and {info.tokens}; restore it or build the corpus again"
+                f"shard {path_text(reader.path)} holds {found[0]} documents and {found[1]} tokens, "
+                f"the manifest expects {info.documents} and {info.tokens}; "
+                "restore it or build the corpus again"
             )
         return reader
 
 
 def split_directory(path: Path, split: str = "train") -> Path:
-    """`path` itself if it is a split, else its split of that name: commands take either."""
+    """Return `path` if it is a split, else its split of that name: commands accept both."""
     return path if (path / MANIFEST_NAME).exists() or not (path / split).is_dir() else path / split

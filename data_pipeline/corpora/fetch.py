@@ -1,4 +1,4 @@
-"""One file out of a store: tried again when it fails, checked before it takes its name."""
+"""Download one file of a store: retried on failure, and checked before it gets its name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_directory, fsync_file, named_errors
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 
-SMALL_BYTES = 32 << 20  # what a manifest or tokenizer is allowed time for
+SMALL_BYTES = 32 << 20  # assumed size of a manifest or tokenizer, for the timeout
+Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
 
 
 class NotFetchedError(DataError):
-    """A remote file could not be had; `is_final` when the store said that it is not there, or not for us."""
+    """A file could not be fetched; `is_final` if the store has no such file or denies access."""
 
     def __init__(self, message: str, is_final: bool) -> None:
         super().__init__(message)
@@ -35,57 +36,48 @@ class NotFetchedError(DataError):
 
 
 def fetch_file(
-    store: Store,
-    name: str,
-    path: Path,
-    scratch: Path,
-    problem_with: Callable[[Path], str | None],
-    size: int = SMALL_BYTES,
+    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = SMALL_BYTES
 ) -> None:
-    """Have the store's file `name` at `path`; it comes there by a rename, once `problem_with` it there is none.
+    """Download the store's file `name` to `path`, by a rename once `check` finds no problem.
 
-    `scratch` is a directory on the same file system. NotFetchedError names the file and why the last attempt failed;
-    a full disk is an OSError at once.
+    `scratch` is a directory on the same file system. NotFetchedError names the file and the reason
+    of the last failure. A full disk raises OSError immediately.
     """
-    attempt = partial(fetch_once, store, name, path, scratch, problem_with, size)
-    retry(store.patience, f"{store.url}/{name} could not be fetched", attempt)
+    attempt = partial(fetch_once, store, name, path, scratch, check, size)
+    retry(store.retry_policy, f"{store.url}/{name} could not be fetched", attempt)
 
 
-def retry(patience: RetryPolicy, failure: str, attempt: Callable[[], None]) -> None:
-    """Call `attempt` until it raises no StoreError, with pauses; NotFetchedError when that is in vain."""
+def retry(policy: RetryPolicy, failure: str, attempt: Callable[[], None]) -> None:
+    """Call `attempt` until it raises no StoreError; NotFetchedError when `policy` gives up."""
     number, last = 0, StoreError("no attempt was made")
-    for number in range(1, patience.attempts + 1):
+    for number in range(1, policy.attempts + 1):
         try:
             return attempt()
         except StoreError as error:
             last = error
-            if error.is_final or number == patience.attempts:
+            if error.is_final or number == policy.attempts:
                 break
-        time.sleep(patience.pause_before(number))
+        time.sleep(policy.pause_before(number))
     raise NotFetchedError(
-        f"{failure}; attempt {number} of {patience.attempts} ended with: {last}; "
+        f"{failure}; attempt {number} of {policy.attempts} failed: {last}; "
         "check the store, then run the same command again: finished work is kept",
         last.is_final,
     )
 
 
 def fetch_once(
-    store: Store,
-    name: str,
-    path: Path,
-    scratch: Path,
-    problem_with: Callable[[Path], str | None],
-    size: int = SMALL_BYTES,
+    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = SMALL_BYTES
 ) -> None:
-    """One attempt of `fetch_file`; StoreError says why it failed."""
-    # A directory per attempt: a download that was given up may still write into the last one.
+    """Make one attempt of `fetch_file`; StoreError with the reason if it fails."""
+    # A directory per attempt: a download that timed out may still write into the previous one.
     with (
         named_errors(path),
         TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory,
     ):
         arrived = Path(directory) / Path(name).name
-        with_timeout(store.patience.seconds_for(size), lambda: store.download(name, arrived, size))
-        if problem := problem_with(arrived):
+        timeout = store.retry_policy.seconds_for(size)
+        with_timeout(timeout, lambda: store.download(name, arrived, size))
+        if problem := check(arrived):
             raise StoreError(problem)
         fsync_file(arrived)
         os.replace(arrived, path)
@@ -93,71 +85,63 @@ def fetch_once(
 
 
 def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> None:
-    """Have the shard at `path`, of the manifest's size and SHA-256."""
+    """Download a shard, with the size and SHA-256 of the manifest."""
     fetch_file(store, info.path, path, scratch, lambda arrived: mismatch(arrived, info), info.size)
 
 
 def fetch_manifest(store: Store, directory: Path) -> Manifest:
-    """The manifest of the split at the store, now in `directory` too."""
+    """Download the manifest of the split at the store into `directory`, and return it."""
     directory.mkdir(parents=True, exist_ok=True)
 
-    def problem(arrived: Path) -> str | None:
+    def check(arrived: Path) -> str | None:
         try:
             read_manifest(arrived.parent)
         except DataError as error:
             return f"what arrived is not a manifest ({error})"
         return None
 
-    fetch_file(store, MANIFEST_NAME, directory / MANIFEST_NAME, directory, problem)
+    fetch_file(store, MANIFEST_NAME, directory / MANIFEST_NAME, directory, check)
     manifest = read_manifest(directory)
     for info in manifest.shards:
-        if Path(info.path).name != info.path:
+        if Path(info.path).name != info.path:  # it could name a file outside of the cache
             raise DataError(
-                f"{store.url}/{MANIFEST_NAME} names the shard {info.path!r}, expected a plain file name"
+                f"{store.url}/{MANIFEST_NAME} names the shard {info.path!r}, "
+                "expected a plain file name"
             )
     return manifest
 
 
 def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
-    """Have the tokenizer of that fingerprint in `directory`; nothing is transferred when it is there already."""
+    """Download the tokenizer of that fingerprint into `directory`, unless it is there already."""
     with contextlib.suppress(DataError):
         if Tokenizer.load(directory).fingerprint == fingerprint:
             return
     directory.mkdir(parents=True, exist_ok=True)
+
+    def check_model(path: Path) -> str | None:
+        matches = fingerprint_of(kind, path.read_bytes()) == fingerprint
+        return None if matches else "it does not match its description"
+
     with TemporaryDirectory(dir=directory, prefix=".") as name:
-        description, model = Path(name) / DESCRIPTION_NAME, Path(name) / MODEL_NAME
-        fetch_file(
-            store,
-            DESCRIPTION_NAME,
-            description,
-            Path(name),
-            lambda path: _odd_description(path, fingerprint),
-        )
-        if (kind := json.loads(description.read_bytes())["kind"]) != "bytes":
-            fetch_file(
-                store,
-                MODEL_NAME,
-                model,
-                Path(name),
-                lambda path: _odd_model(path, kind, fingerprint),
-            )
+        scratch = Path(name)
+        description, model = scratch / DESCRIPTION_NAME, scratch / MODEL_NAME
+        check = partial(_description_problem, fingerprint=fingerprint)
+        fetch_file(store, DESCRIPTION_NAME, description, scratch, check)
+        kind = json.loads(description.read_bytes())["kind"]
+        if kind != "bytes":
+            fetch_file(store, MODEL_NAME, model, scratch, check_model)
             os.replace(model, directory / MODEL_NAME)
         os.replace(description, directory / DESCRIPTION_NAME)
 
 
-def _odd_description(path: Path, fingerprint: str) -> str | None:
+def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
         found, _ = (json.loads(path.read_bytes())[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"
     if found != fingerprint:
-        return f"the tokenizer there has fingerprint {str(found)[:16]}, the corpus was built with {fingerprint[:16]}"
+        return (
+            f"the tokenizer there has fingerprint {str(found)[:16]}, "
+            f"the corpus was built with {fingerprint[:16]}"
+        )
     return None
-
-
-def _odd_model(path: Path, kind: str, fingerprint: str) -> str | None:
-    return (
-        None
-        if fingerprint_of(kind, path.read_bytes()) == fingerprint
-        else "it is not what its description says"
-    )

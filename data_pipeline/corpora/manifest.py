@@ -1,6 +1,6 @@
-"""What a split holds: its shards in order, their sizes and checksums, and the tokenizer that made the tokens.
+"""The manifest of a split: its shards in order, their sizes and checksums, and the tokenizer.
 
-The manifest is written after everything it names, so a directory with a manifest is a whole split.
+It is written after everything that it names, so a directory with a manifest is a complete split.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
-REMOTE_NAME = (
-    "remote.json"  # in the place of the shards, where those are fetched when they are read
-)
+REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard; sizes are of the file as it lies on disk, text sizes of what was tokenised."""
+    """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text."""
 
     path: str  # relative to the manifest
     documents: int
@@ -44,7 +42,7 @@ class Manifest:
 
     dtype: str  # of the tokens: uint16 or uint32
     tokenizer: str  # fingerprint
-    end_id: int  # the token that closes every document
+    end_id: int  # the token that ends every document
     vocab_size: int
     shards: tuple[ShardInfo, ...]
 
@@ -70,28 +68,27 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """Changes whenever the tokens or their order could have changed."""
+        """The corpus' identity: changes whenever the tokens or their order could have changed."""
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        names = [field.name for field in fields(ShardInfo)]
+        names = [field.name for field in fields(ShardInfo)]  # asdict is slow for 60,000 shards
         content["shards"] = [
             {name: getattr(shard, name) for name in names} for shard in self.shards
         ]
         return {**content, "format": MANIFEST_FORMAT}
 
     def write(self, directory: Path) -> None:
-        """Make the split in `directory` count as whole; everything the manifest names must be on disk already."""
+        """Mark the split in `directory` as complete; everything named must be on disk already."""
         totals = {"documents": self.documents, "tokens": self.tokens}
-        write_json(
-            directory / MANIFEST_NAME, {**self._content(), "hash": self.hash, "totals": totals}
-        )
+        tree = {**self._content(), "hash": self.hash, "totals": totals}
+        write_json(directory / MANIFEST_NAME, tree)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a split; DataError when it is absent, damaged, or was edited after it was written."""
+    """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand."""
     path = directory / MANIFEST_NAME
     try:
         tree = json.loads(path.read_bytes())
@@ -102,12 +99,12 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
+        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
     manifest = _parse(tree, path)
     if manifest.hash != tree.get("hash"):
         raise DataError(
             f"{path} was changed after it was written: its contents hash to {manifest.hash[:16]}, "
-            f"it says {str(tree.get('hash'))[:16]}; restore it or build the corpus again"
+            f"it records {str(tree.get('hash'))[:16]}; restore it or build the corpus again"
         )
     return manifest
 
@@ -116,15 +113,15 @@ def _parse(tree: Any, path: Path) -> Manifest:
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != MANIFEST_FORMAT:
         raise DataError(
-            f"{path} has format {found!r}; this version reads format {MANIFEST_FORMAT}: build it again"
+            f"{path} has format {found!r}, this version reads format {MANIFEST_FORMAT}; "
+            "build the corpus again"
         )
     try:
-        shards = tuple(ShardInfo(**shard) for shard in tree["shards"])
-        return Manifest(
-            **{f.name: tree[f.name] for f in fields(Manifest) if f.name != "shards"}, shards=shards
-        )
+        values = {field.name: tree[field.name] for field in fields(Manifest)}
+        values["shards"] = tuple(ShardInfo(**shard) for shard in tree["shards"])
+        return Manifest(**values)
     except (KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); build the corpus again") from None
+        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
 
 
 def _missing_manifest(directory: Path) -> str:
@@ -132,22 +129,44 @@ def _missing_manifest(directory: Path) -> str:
         return f"{directory} does not exist; build the corpus with `data-pipeline build`"
     splits = sorted(found.parent.name for found in directory.glob(f"*/{MANIFEST_NAME}"))
     if splits:
-        return f"{directory} holds the splits {', '.join(splits)}; give one of them, such as {directory / splits[0]}"
-    return f"{directory} has no {MANIFEST_NAME}, so it is no finished corpus; run `data-pipeline build` to its end"
+        return (
+            f"{directory} holds the splits {', '.join(splits)}; give one of them, such as "
+            f"{directory / splits[0]}"
+        )
+    return (
+        f"{directory} has no {MANIFEST_NAME}, so it is not a finished corpus; "
+        "run `data-pipeline build` to its end"
+    )
+
+
+def splits_of(path: Path) -> list[Path]:
+    """Return `path` if it is a split, else the splits in it.
+
+    DataError if there is none, or if one has lost its manifest: that is not an absent split.
+    """
+    if (path / MANIFEST_NAME).exists():
+        return [path]
+    found = [path / split for split in SPLITS if (path / split).is_dir()]
+    for directory in found or [path]:
+        if not (directory / MANIFEST_NAME).exists():
+            read_manifest(directory)  # raises with the reason
+    return found
 
 
 def check_shard(path: Path, info: ShardInfo, with_hash: bool = True) -> None:
-    """Nothing, if the file is the one the manifest describes; else DataError with its name and what differs."""
+    """Raise DataError unless the file is the one that the manifest describes."""
     if not path.exists():
         raise DataError(f"shard {path} is missing; restore it or build the corpus again")
     if problem := mismatch(path, info, with_hash):
-        raise DataError(f"shard {path} is damaged: {problem}; restore it or build the corpus again")
+        raise DataError(
+            f"shard {path} is corrupted: {problem}; restore it or build the corpus again"
+        )
 
 
 def mismatch(path: Path, info: ShardInfo, with_hash: bool = True) -> str | None:
-    """How an existing file differs from what the manifest says of the shard; None when it does not."""
+    """Return how an existing file differs from the manifest's entry, or None if it does not."""
     if (size := path.stat().st_size) != info.size:
-        return f"it has {size} bytes, the manifest says {info.size}"
+        return f"it has {size} bytes, the manifest expects {info.size}"
     if with_hash and (found := sha256_of(path)) != info.sha256:
-        return f"its SHA-256 is {found[:16]}, the manifest says {info.sha256[:16]}"
+        return f"its SHA-256 is {found[:16]}, the manifest expects {info.sha256[:16]}"
     return None

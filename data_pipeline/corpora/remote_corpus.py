@@ -1,8 +1,8 @@
-"""A corpus named by a URL, read like one on this disk: shards are fetched into the node's cache as lanes near them.
+"""A corpus named by a URL, read like a local one: lanes fetch shards into the node's cache.
 
-CACHE/corpora/ID/remote.json          the URL, and the limit of the cache
-CACHE/corpora/ID/tokenizer/           as the store has it
-CACHE/corpora/ID/SPLIT/manifest.json  as the store has it; the shards are in CACHE/shards
+CACHE/corpora/ID/remote.json          the URL, and the size limit of the cache
+CACHE/corpora/ID/tokenizer/           a copy of the store's
+CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in CACHE/shards
 """
 
 from __future__ import annotations
@@ -10,100 +10,135 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_tokenizer
 from data_pipeline.corpora.manifest import REMOTE_NAME, SPLITS, TOKENIZER_DIRECTORY, ShardInfo
-from data_pipeline.corpora.read_ahead import ReadAhead
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import write_json
-from data_pipeline.location import url_of
+from data_pipeline.files import url_of, write_json
 from data_pipeline.shards.shards import ShardReader
 
 CORPORA = "corpora"
 OPEN_SECONDS = 600.0
+PREFETCH_THREADS = 4
 
 
 def local_corpus_directory(
-    path: Path, config: CacheConfig, patience: RetryPolicy | None = None
+    path: Path, config: CacheConfig, retry_policy: RetryPolicy | None = None
 ) -> Path:
-    """The directory to read the corpus at `path` from: itself, or this node's cache of the URL that it is.
+    """Return the directory to read the corpus from: `path`, or this node's copy of a URL.
 
-    Manifests and tokenizer are there afterwards, as the store has them now.
+    Manifests and tokenizer are then in the directory, as the store has them now.
     """
     if (url := url_of(path)) is None:
         return path
-    patience = patience or RetryPolicy()
-    store = store_at(url, patience)
-    directory = (
-        config.place.absolute() / CORPORA / hashlib.sha256(store.url.encode()).hexdigest()[:16]
-    )
+    retry_policy = retry_policy or RetryPolicy()
+    store = store_at(url, retry_policy)
+    name = hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    directory = config.path.absolute() / CORPORA / name
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
         write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
         train, *others = SPLITS
-        manifest = fetch_manifest(store_at(f"{url}/{train}", patience), directory / train)
+        manifest = fetch_manifest(store_at(f"{url}/{train}", retry_policy), directory / train)
         fetch_tokenizer(
-            store_at(f"{url}/{TOKENIZER_DIRECTORY}", patience),
+            store_at(f"{url}/{TOKENIZER_DIRECTORY}", retry_policy),
             directory / TOKENIZER_DIRECTORY,
             manifest.tokenizer,
         )
         for split in others:
-            with _absent_is_fine():
-                fetch_manifest(store_at(f"{url}/{split}", patience), directory / split)
+            try:
+                fetch_manifest(store_at(f"{url}/{split}", retry_policy), directory / split)
+            except NotFetchedError as error:
+                if not error.is_final:  # final: the corpus has no such split
+                    raise
     return directory
 
 
-@contextlib.contextmanager
-def _absent_is_fine():  # type: ignore[no-untyped-def]
-    try:
-        yield
-    except NotFetchedError as error:
-        if not error.is_final:
-            raise
-
-
 def cached_shards(split: Path) -> CachedShards:
-    """Where the shards of a split that `local_corpus_directory` made come from."""
+    """Return the source of the shards of a split that `local_corpus_directory` made."""
     path = split.parent / REMOTE_NAME
     try:
         tree = json.loads(path.read_bytes())
         url, gib = str(tree["url"]), float(tree["cache_gib"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is damaged ({error!r}); remove {split.parent}, it is fetched again"
+            f"{path} is corrupted ({error!r}); remove {split.parent} to fetch it again"
         ) from None
     cache = ShardCache(CacheConfig(directory=split.parents[2], gib=gib))
     return CachedShards(store_at(f"{url}/{split.name}"), cache)
 
 
 class CachedShards:
-    """A source of shards: those of a store, by way of a cache."""
+    """Source of the shards of a store, by way of the node's cache."""
 
-    keep_open = 2  # more would keep room from others
+    keep_open = 2  # an open shard cannot be evicted, so more would fill the cache
 
     def __init__(self, store: Store, cache: ShardCache) -> None:
-        self.place = store.url
+        self.location = store.url
         self.cache = cache
         self._store = store
-        self._read_ahead = ReadAhead(partial(cache.fetch, store))
+        self._prefetcher = ShardPrefetcher(partial(cache.fetch, store))
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
-        """Waits for the store unless the shard is there already."""
-        return ShardReader(
-            Path(f"{self.place}/{info.path}"), dtype, self.cache.open(self._store, info)
-        )
+        """Open a shard; waits for the store unless the cache has it."""
+        file = self.cache.open(self._store, info)
+        return ShardReader(Path(f"{self.location}/{info.path}"), dtype, file)
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
-        """Begin to fetch what is not there."""
-        self._read_ahead.ask_for(shards)
+        """Start to fetch the shards that the cache does not have."""
+        self._prefetcher.request(shards)
 
-    def check_room(self, num_shards: int, largest: int) -> None:
-        """The cache must hold them."""
-        self.cache.check_room(num_shards, largest)
+    def check_capacity(self, num_shards: int, largest: int) -> None:
+        """Raise DataError unless the cache can hold them."""
+        self.cache.check_capacity(num_shards, largest)
+
+
+class ShardPrefetcher:
+    """Calls `fetch` in background threads for the requested shards, in the order of requests.
+
+    Failures are ignored here: opening the shard tries again and reports the error.
+    """
+
+    def __init__(
+        self, fetch: Callable[[ShardInfo], None], num_threads: int = PREFETCH_THREADS
+    ) -> None:
+        self._fetch = fetch
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._waiting: deque[ShardInfo] = deque()
+        self._pending: set[str] = set()  # requested and not done
+        self._running = 0
+
+    def request(self, shards: Iterable[ShardInfo]) -> None:
+        """Queue shards that are not pending, and return immediately."""
+        with self._lock:
+            for info in shards:
+                if info.sha256 in self._pending:
+                    continue
+                self._pending.add(info.sha256)
+                self._waiting.append(info)
+                if self._running < self._num_threads:
+                    self._running += 1
+                    threading.Thread(target=self._work, name="shard-fetch", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                info = self._waiting.popleft()
+            with contextlib.suppress(Exception):
+                self._fetch(info)
+            with self._lock:
+                self._pending.discard(info.sha256)

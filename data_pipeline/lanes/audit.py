@@ -1,4 +1,4 @@
-"""Which documents a step reads, for which lane, without reading a token: LaneStream's own walk, written down."""
+"""Which documents a step reads, for which lane: LaneStream's own walk, without reading tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from data_pipeline.config import SegmentLengths
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import DataError
-from data_pipeline.lanes.lane_check import check_lanes
-from data_pipeline.lanes.lane_plan import LanePlan, LaneWalk, Run
-from data_pipeline.lanes.lane_tokens import check_range, plan_of
-from data_pipeline.lanes.mixture import Mixture
-from data_pipeline.lanes.segment_lengths import SegmentLengths
+from data_pipeline.lanes.lane_plan import (
+    DocumentSpans,
+    LanePlan,
+    LaneWalk,
+    check_lanes,
+    check_range,
+)
+from data_pipeline.lanes.mixture import Mixture, plan_of
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadSpan:
     """Consecutive tokens of one document that one lane reads in one step."""
 
     step: int
     lane: int
     shard: str
-    index: int  # place of the document in its shard
+    index: int  # of the document in its shard
     document: str  # id
     offset: int  # of the first token in the document
     tokens: int
@@ -38,10 +42,11 @@ def audit_steps(
     lengths: SegmentLengths,
     steps: range,
     lanes: range | None = None,
-) -> Iterator[Piece]:
-    """What each of `lanes` (all) reads in each of `steps`, in the order of steps and lanes; step 0 is the lanes' first.
+) -> Iterator[ReadSpan]:
+    """Yield what each of `lanes` (all) reads in each of `steps`, by step and lane.
 
-    DataError when the lanes do not suit the corpus. Finding the first step takes a few binary searches per epoch.
+    Step 0 is the lanes' first. DataError if the lanes do not suit the corpus. Finding the first
+    step takes a few binary searches per epoch.
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_document)
@@ -51,8 +56,8 @@ def audit_steps(
     walks = [plan.walk(lane, *plan.locate(lane, first_token)) for lane in lanes]
     for step in steps:
         for walk in walks:
-            for run in walk.take(lengths.at(step)):
-                yield from _pieces(corpus, step, walk.lane, run)
+            for spans in walk.take(lengths.at(step)):
+                yield from _read_spans(corpus, step, walk.lane, spans)
 
 
 def find_document(
@@ -63,39 +68,37 @@ def find_document(
     lengths: SegmentLengths,
     epochs: int | None = None,
     steps: range | None = None,
-) -> Iterator[Piece]:
-    """Every reading of the documents with this id, in the order of epochs and places.
+) -> Iterator[ReadSpan]:
+    """Yield every reading of the documents with this id, by epoch and position.
 
-    Looks as far as `epochs` and `steps` both go; with neither, through the first epoch. DataError when no document has
-    the id. The headers of all shards are searched, no tokens are read.
+    Searches as far as both `epochs` and `steps` allow; without either, the first epoch. DataError
+    if no document has the id. Searches the headers of all shards; reads no tokens.
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_document)
-    places = [
+    found = [
         (unit, index)
         for unit in range(len(plan.unit_tokens))
         for index in _indices_of(corpus, unit, document)
     ]
-    if not places:
+    if not found:
         raise DataError(
-            f"no document of the {corpus.manifest.documents:,} has the id {document!r}; `inspect` shows some"
+            f"no document of the {corpus.manifest.documents:,} has the id {document!r}; "
+            "`inspect` shows some"
         )
-    token_begins = [0] * num_lanes  # of the epoch, in each lane's stream since the run began
+    first_tokens = [0] * num_lanes  # of the epoch, in each lane's stream since its start
     for epoch in itertools.count() if epochs is None and steps else range(epochs or 1):
-        if steps and min(token_begins) >= lengths.tokens_before(steps.stop):
+        if steps and min(first_tokens) >= lengths.tokens_before(steps.stop):
             return
-        lane_begins = [plan.lane_begin(epoch, lane) for lane in range(num_lanes + 1)]
-        for place in sorted(
-            begin for unit, index in places for begin in _stream_places(plan, epoch, unit, index)
-        ):
-            lane = int(np.searchsorted(lane_begins, place, "right")) - 1
-            walk = plan.walk(lane, epoch, place - lane_begins[lane])
-            pieces = _reading(corpus, walk, token_begins[lane] + walk.position, lengths)
-            yield from (piece for piece in pieces if steps is None or piece.step in steps)
-        token_begins = [
-            token_begins[lane] + lane_begins[lane + 1] - lane_begins[lane]
-            for lane in range(num_lanes)
-        ]
+        lane_starts = [plan.lane_start(epoch, lane) for lane in range(num_lanes + 1)]
+        offsets = (_stream_offsets(plan, epoch, unit, index) for unit, index in found)
+        for offset in sorted(itertools.chain.from_iterable(offsets)):
+            lane = int(np.searchsorted(lane_starts, offset, "right")) - 1
+            walk = plan.walk(lane, epoch, offset - lane_starts[lane])
+            reading = _reading(corpus, walk, first_tokens[lane] + walk.position, lengths)
+            yield from (span for span in reading if steps is None or span.step in steps)
+        shares = np.diff(lane_starts).tolist()
+        first_tokens = [sum(pair) for pair in zip(first_tokens, shares, strict=True)]
 
 
 def _indices_of(corpus: Corpus | Mixture, unit: int, document: str) -> list[int]:
@@ -103,35 +106,36 @@ def _indices_of(corpus: Corpus | Mixture, unit: int, document: str) -> list[int]
     return [index for index in range(len(reader)) if reader.document_id(index) == document]
 
 
-def _stream_places(plan: LanePlan, epoch: int, unit: int, index: int) -> list[int]:
-    """Where a document begins in the epoch's stream: once per copy of its unit."""
-    units, begins = plan.epoch_order(epoch)
+def _stream_offsets(plan: LanePlan, epoch: int, unit: int, index: int) -> list[int]:
+    """Return where a document starts in the epoch's stream: once per copy of its unit."""
+    units, offsets = plan.epoch_order(epoch)
     layout = plan.unit_layout(epoch, unit)
-    inside = int(layout.begins[np.flatnonzero(layout.documents == index)[0]])
-    return (begins[np.flatnonzero(units == unit)] + inside).tolist()
+    inside = int(layout.offsets[np.flatnonzero(layout.documents == index)[0]])
+    return (offsets[np.flatnonzero(units == unit)] + inside).tolist()
 
 
 def _reading(
     corpus: Corpus | Mixture, walk: LaneWalk, token: int, lengths: SegmentLengths
-) -> Iterator[Piece]:
-    """The pieces of the document that begins at the walk's place, which is token number `token` of the lane."""
+) -> Iterator[ReadSpan]:
+    """Yield the spans of the document that starts at the walk, the lane's token number `token`."""
     first = walk.take(1)[0]
     remaining = int(corpus.document_lengths(first.unit)[first.documents[0]])
     offset = 0
     while remaining:
         step = lengths.step_of(token)
         count = min(remaining, lengths.tokens_before(step + 1) - token)
-        run = replace(first, offsets=np.array([offset]), lengths=np.array([count]))
-        yield from _pieces(corpus, step, walk.lane, run)
+        spans = replace(first, offsets=np.array([offset]), lengths=np.array([count]))
+        yield from _read_spans(corpus, step, walk.lane, spans)
         token, offset, remaining = token + count, offset + count, remaining - count
 
 
-def _pieces(corpus: Corpus | Mixture, step: int, lane: int, run: Run) -> Iterator[Piece]:
-    shard = corpus.manifest.shards[run.unit]
-    reader = corpus.shard(run.unit)
+def _read_spans(
+    corpus: Corpus | Mixture, step: int, lane: int, spans: DocumentSpans
+) -> Iterator[ReadSpan]:
+    shard = corpus.manifest.shards[spans.unit].path
+    reader = corpus.shard(spans.unit)
     for index, offset, count in zip(
-        run.documents.tolist(), run.offsets.tolist(), run.lengths.tolist(), strict=True
+        spans.documents.tolist(), spans.offsets.tolist(), spans.lengths.tolist(), strict=True
     ):
-        yield Piece(
-            step, lane, shard.path, index, reader.document_id(index), offset, count, run.epoch
-        )
+        name = reader.document_id(index)
+        yield ReadSpan(step, lane, shard, index, name, offset, count, spans.epoch)

@@ -1,4 +1,4 @@
-"""A split read once, for evaluation: every token is predicted exactly once, whatever the lanes and ranks.
+"""A split read once, for evaluation: every token is predicted once, for any lanes and ranks.
 
 Shapes: B lanes of this rank, L tokens of a segment.
 """
@@ -11,28 +11,27 @@ from itertools import pairwise
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_plan import Run
-from data_pipeline.lanes.lane_tokens import check_range, plan_of, read_runs
+from data_pipeline.lanes.lane_plan import DocumentSpans, check_range
+from data_pipeline.lanes.lane_stream import read_spans
+from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.lanes.segment_batch import SegmentBatch
 
-EVALUATION_SEED = 0  # evaluations compare between runs, so their order is the same in all
-
-
-SLACK = 1.1  # how much longer an evaluation may take for half as many lanes
+EVALUATION_SEED = 0  # equal for all runs, so that their evaluations can be compared
+SLACK = 1.1  # how much longer an evaluation may take with half as many lanes
 
 
 def useful_lanes(
     corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, multiple_of: int = 1
 ) -> int:
-    """At most `num_lanes`, rounded up to a multiple of the ranks: as many as shorten the evaluation.
+    """Return how many lanes shorten the evaluation: at most `num_lanes`, rounded up to a multiple.
 
-    Lanes consist of whole documents, so where a few long ones hold most of the tokens, further lanes would wait empty.
+    Lanes consist of whole documents. If a few long documents hold most of the tokens, more lanes
+    would only be empty sooner.
     """
 
     def num_batches(per_rank: int) -> int:
-        return len(
-            EvaluationStream(corpus, per_rank * multiple_of, segment_length, range(1), max_tokens)
-        )
+        lanes = per_rank * multiple_of
+        return len(EvaluationStream(corpus, lanes, segment_length, range(1), max_tokens))
 
     per_rank = -(-min(num_lanes, corpus.num_documents) // multiple_of)
     longest = num_batches(per_rank) * SLACK
@@ -42,11 +41,11 @@ def useful_lanes(
 
 
 class EvaluationStream:
-    """The same number of SegmentBatches on every rank; `valid_BL` says which targets count.
+    """The same number of SegmentBatches on every rank; `valid_BL` marks the targets that count.
 
-    Targets are the stream itself and inputs the stream shifted by one, with an end-of-document token in front of each
-    lane, so that a document's first token is predicted too. Lanes consist of whole documents. With `max_tokens` it is
-    the first so many tokens of the split in a fixed random order of documents; the last one may be cut.
+    Targets are the stream itself, inputs the stream shifted right by one, with an end-of-document
+    token before each lane: a document's first token is predicted too. With `max_tokens`, only the
+    first tokens of the split in a fixed random order of documents are read; the last may be cut.
     """
 
     def __init__(
@@ -55,21 +54,21 @@ class EvaluationStream:
         check_range(lanes, num_lanes)
         self.lanes = lanes
         self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)  # of all lanes
+        # A plan of one lane gives the order; its first num_tokens are cut into the lanes here.
         plan = plan_of(corpus, 1, EVALUATION_SEED)
-        shares = [lane * self.num_tokens // num_lanes for lane in range(num_lanes + 1)]
-        corpus.prefetch(dict.fromkeys(plan.unit_at(0, place) for place in shares[:-1]))
-        begins = [min(plan.document_begin(0, place), self.num_tokens) for place in shares[:-1]] + [
-            self.num_tokens
-        ]
-        longest = max(end - begin for begin, end in pairwise(begins))
+        cuts = [lane * self.num_tokens // num_lanes for lane in range(num_lanes)]
+        corpus.prefetch(dict.fromkeys(plan.unit_at(0, cut) for cut in cuts))
+        starts = [min(plan.document_start(0, cut), self.num_tokens) for cut in cuts]
+        starts.append(self.num_tokens)
+        longest = max(end - start for start, end in pairwise(starts))
         self.num_batches = -(-longest // segment_length)
         self._corpus = corpus
         self._segment_length = segment_length
         self._batches_done = 0
-        self._remaining = [begins[lane + 1] - begins[lane] for lane in lanes]
-        self._walks = [plan.walk(0, 0, begins[lane]) for lane in lanes]
-        # Of each lane, what it still reads: the unit it stands in and those behind it.
-        self._units = [plan.units_between(0, begins[lane], begins[lane + 1]) for lane in lanes]
+        self._remaining = [starts[lane + 1] - starts[lane] for lane in lanes]
+        self._walks = [plan.walk(0, 0, starts[lane]) for lane in lanes]
+        # The unit that each lane is in, and those that it reads after it.
+        self._units = [plan.units_between(0, starts[lane], starts[lane + 1]) for lane in lanes]
         for units in self._units:
             corpus.prefetch(units[:2])
         self._last_B = np.full(len(lanes), corpus.manifest.end_id, np.int64)
@@ -92,11 +91,11 @@ class EvaluationStream:
         for row, walk in enumerate(self._walks):
             count = min(self._segment_length, self._remaining[row])
             self._remaining[row] -= count
-            runs = walk.take(count)
-            if runs:
-                self._ask_behind(self._units[row], runs[-1].unit)
-            stream_BL1[row, 1 : count + 1] = read_runs(self._corpus, runs)
-            starts_BL1[row, 1 : count + 1] = _starts(runs, count)
+            taken = walk.take(count)
+            if taken:
+                self._prefetch_after(self._units[row], taken[-1].unit)
+            stream_BL1[row, 1 : count + 1] = read_spans(self._corpus, taken)
+            starts_BL1[row, 1 : count + 1] = _starts(taken, count)
             valid_BL1[row, 1 : count + 1] = True
         self._last_B, self._last_starts_B = stream_BL1[:, -1], starts_BL1[:, -1]
         return SegmentBatch(
@@ -107,18 +106,19 @@ class EvaluationStream:
             valid_BL=valid_BL1[:, 1:],
         )
 
-    def _ask_behind(self, units: list[int], current: int) -> None:
-        """When a lane has entered a unit, have the next one fetched."""
+    def _prefetch_after(self, units: list[int], current: int) -> None:
+        """Prefetch the next unit of a lane when the lane has entered a new one."""
         if units[0] != current:
             del units[: units.index(current)]
             self._corpus.prefetch(units[1:2])
 
 
-def _starts(runs: list[Run], count: int) -> np.ndarray:
+def _starts(taken: list[DocumentSpans], count: int) -> np.ndarray:
+    """Return which of the `count` tokens are the first of their document: bool [count]."""
     starts = np.zeros(count, bool)
-    place = 0
-    for run in runs:
-        begins = place + np.cumsum(run.lengths) - run.lengths
-        starts[begins[run.offsets == 0]] = True
-        place += run.num_tokens
+    position = 0
+    for spans in taken:
+        span_positions = position + np.cumsum(spans.lengths) - spans.lengths
+        starts[span_positions[spans.offsets == 0]] = True
+        position += spans.num_tokens
     return starts

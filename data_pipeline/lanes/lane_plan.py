@@ -1,9 +1,16 @@
-"""Which documents each lane reads and in which order: pure arithmetic on token counts, no tokens, no files.
+"""Which documents each lane reads, in which order: arithmetic on token counts; reads no tokens.
 
-A unit is a shard. In each epoch the units are permuted, and inside each unit its documents; this gives one virtual
-stream of T tokens. Lane i of N is the documents whose first token lies in [i*T/N, (i+1)*T/N) of it. A lane that has
-read its share of an epoch goes on with its share of the next, so every token is read once per epoch and every
-document whole. Ranks are not mentioned: a lane's stream is a function of (unit tokens, seed, number of lanes, lane).
+A unit is a shard. Each epoch permutes the units, and the documents inside each unit. The result is
+one virtual stream of T tokens. Lane i of N owns the documents whose first token is in
+[i*T/N, (i+1)*T/N) of it: its share of the epoch. After its share of one epoch a lane continues
+with its share of the next, so every token is read once per epoch and every document whole.
+
+Ranks do not occur here: a lane's stream is a function of (unit tokens, seed, number of lanes,
+lane), so any number of ranks reads the same streams. Two levels of permutation keep the state
+small. A rank holds prefix sums over units; only the units that its lanes are in, or that a share's
+border is in, need the lengths of their documents.
+
+Positions: an offset counts tokens of the epoch's stream, a position tokens of a lane's share.
 """
 
 from __future__ import annotations
@@ -15,37 +22,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.permutation import key_of, permutation, sort_order
 
-EPOCHS_KEPT = 4  # lanes cross into the next epoch at different steps
+EPOCHS_KEPT = 4  # lanes enter the next epoch at different steps
 LAYOUTS_KEPT = 32
 ALWAYS_EMPTY_EPOCHS = 1000
+COMFORTABLE_RATIO = 20  # tokens of a lane per token of the longest document
 
 
 class EpochOrder(NamedTuple):
-    """The units in their order and where each begins in the epoch's virtual stream; one more begin for the end."""
+    """The units in their order, and the offset of each in the epoch's stream and of its end."""
 
     units: np.ndarray  # int32 [U]
-    begins: np.ndarray  # int64 [U + 1]
+    offsets: np.ndarray  # int64 [U + 1]
 
 
 class UnitLayout(NamedTuple):
-    """The documents of a unit in their order and where each begins inside the unit; one more begin for the end."""
+    """The documents of a unit in their order, and the offset of each in it and of its end."""
 
     documents: np.ndarray  # int64 [D]
-    begins: np.ndarray  # int64 [D + 1]
+    offsets: np.ndarray  # int64 [D + 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive pieces of one lane out of one unit: piece k is `lengths[k]` tokens of a document from an offset."""
+class DocumentSpans:
+    """Consecutive tokens of one lane in one unit: span k is part of one document."""
 
     epoch: int
     unit: int
-    documents: np.ndarray  # [pieces], place in the unit as it is stored
-    offsets: np.ndarray  # [pieces]; 0: the piece begins its document
-    lengths: np.ndarray  # [pieces]
+    documents: np.ndarray  # [spans], index in the unit as stored
+    offsets: np.ndarray  # [spans], of the first token in the document; 0: the document starts
+    lengths: np.ndarray  # [spans], tokens
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +61,7 @@ class Run:
 
 
 class LanePlan:
-    """The order of reading. Holds prefix sums of the units' tokens for a few epochs, and a few units' layouts."""
+    """The order of reading. Caches unit offsets of a few epochs and layouts of a few units."""
 
     def __init__(
         self,
@@ -63,9 +71,10 @@ class LanePlan:
         document_lengths: Callable[[int], np.ndarray],
         units_at: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        """`document_lengths(unit)` gives the tokens of each document of a unit as stored, [D].
+        """`document_lengths(unit)` returns the tokens of each document of a unit as stored, [D].
 
-        `units_at(epoch)` lists the units of an epoch, each as often as it is read there; without it, each is read once.
+        `units_at(epoch)` lists the units of an epoch, each as often as it is read; the default is
+        once.
         """
         self.unit_tokens = np.asarray(unit_tokens, np.int64)
         self.num_lanes = num_lanes
@@ -77,75 +86,81 @@ class LanePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the first epoch; the others have as many, or a shard's difference where repeats are fractions."""
+        """Tokens of the first epoch. With fractional repeats, others may differ by a shard."""
         return self.epoch_tokens(0)
 
     def epoch_tokens(self, epoch: int) -> int:
-        """Tokens that all lanes together read in that epoch."""
-        return int(self.epoch_order(epoch).begins[-1])
+        """Return the tokens that all lanes together read in that epoch."""
+        return int(self.epoch_order(epoch).offsets[-1])
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        """The epoch's permutation of the units."""
+        """Return the epoch's permutation of the units."""
         order = self._epochs.get(epoch)
         if order is None:
             listed = self._units_at(epoch)
             units = listed[permutation(len(listed), key_of(self.seed, "units", epoch))]
-            order = EpochOrder(units.astype(np.int32), _begins(self.unit_tokens[units]))
+            order = EpochOrder(units.astype(np.int32), _offsets(self.unit_tokens[units]))
         return _keep(self._epochs, epoch, order, EPOCHS_KEPT)
 
     def unit_layout(self, epoch: int, unit: int) -> UnitLayout:
-        """The epoch's permutation of a unit's documents."""
+        """Return the epoch's permutation of a unit's documents."""
         layout = self._layouts.get((epoch, unit))
         if layout is None:
             lengths = self._document_lengths(unit)
             documents = sort_order(len(lengths), key_of(self.seed, "documents", epoch, unit))
-            layout = UnitLayout(documents, _begins(lengths[documents]))
+            layout = UnitLayout(documents, _offsets(lengths[documents]))
         return _keep(self._layouts, (epoch, unit), layout, LAYOUTS_KEPT)
 
-    def lane_begin(self, epoch: int, lane: int) -> int:
-        """Where the lane's share begins in the epoch's stream; lane N begins at its end."""
-        return self.document_begin(epoch, lane * self.epoch_tokens(epoch) // self.num_lanes)
+    def lane_start(self, epoch: int, lane: int) -> int:
+        """Return the offset at which the lane's share starts; lane N starts at the stream's end.
 
-    def document_begin(self, epoch: int, place: int) -> int:
-        """The place at or after `place` in the epoch's stream where a document begins, or where the stream ends."""
-        if place >= (end := self.epoch_tokens(epoch)):
+        The even cut is moved to the next start of a document. Both neighbors of a cut compute it
+        in the same way, so no document is read twice or left out.
+        """
+        return self.document_start(epoch, lane * self.epoch_tokens(epoch) // self.num_lanes)
+
+    def document_start(self, epoch: int, offset: int) -> int:
+        """Return the first offset at or after `offset` where a document, or the end, is."""
+        if offset >= (end := self.epoch_tokens(epoch)):
             return end
-        units, begins = self.epoch_order(epoch)
-        slot = int(np.searchsorted(begins, place, "right")) - 1
-        inside = self.unit_layout(epoch, int(units[slot])).begins
-        return int(begins[slot] + inside[np.searchsorted(inside, place - begins[slot], "left")])
+        units, unit_offsets = self.epoch_order(epoch)
+        index = int(np.searchsorted(unit_offsets, offset, "right")) - 1
+        inside = self.unit_layout(epoch, int(units[index])).offsets
+        start = inside[np.searchsorted(inside, offset - unit_offsets[index], "left")]
+        return int(unit_offsets[index] + start)
 
-    def unit_at(self, epoch: int, place: int) -> int:
-        """The unit at a place in the epoch's stream; arithmetic alone."""
-        units, begins = self.epoch_order(epoch)
-        place = min(place, int(begins[-1]) - 1)
-        return int(units[np.searchsorted(begins, place, "right") - 1])
+    def unit_at(self, epoch: int, offset: int) -> int:
+        """Return the unit at an offset of the epoch's stream; needs no document lengths."""
+        units, offsets = self.epoch_order(epoch)
+        offset = min(offset, int(offsets[-1]) - 1)
+        return int(units[np.searchsorted(offsets, offset, "right") - 1])
 
-    def units_between(self, epoch: int, begin: int, end: int) -> list[int]:
-        """The units that hold the tokens from `begin` to `end` of the epoch's stream, in order; arithmetic alone."""
-        units, begins = self.epoch_order(epoch)
-        first = int(np.searchsorted(begins, begin, "right")) - 1
-        return units[first : int(np.searchsorted(begins, end, "left"))].tolist()
+    def units_between(self, epoch: int, start: int, end: int) -> list[int]:
+        """Return the units of the offsets [start, end), in order; needs no document lengths."""
+        units, offsets = self.epoch_order(epoch)
+        first = int(np.searchsorted(offsets, start, "right")) - 1
+        return units[first : int(np.searchsorted(offsets, end, "left"))].tolist()
 
     def first_units(self, lane: int, epoch: int, position: int = 0) -> list[int]:
-        """The units that tell where the lane's share of the epoch begins and ends, and the one at a position in it.
+        """Return the units at the start and the end of the lane's share, and at a position in it.
 
-        Found without a document's length, so the last may be the neighbour of the right one.
+        Computed without document lengths, so that these units can be prefetched before any is
+        opened. The last may therefore be the neighbor of the right one.
         """
         tokens = self.epoch_tokens(epoch)
-        begin, end = (number * tokens // self.num_lanes for number in (lane, lane + 1))
-        return [self.unit_at(epoch, place) for place in (begin, end, begin + position)]
+        start, end = (number * tokens // self.num_lanes for number in (lane, lane + 1))
+        return [self.unit_at(epoch, offset) for offset in (start, end, start + position)]
 
     def lane_length(self, epoch: int, lane: int) -> int:
-        """Tokens that the lane reads in that epoch."""
-        return self.lane_begin(epoch, lane + 1) - self.lane_begin(epoch, lane)
+        """Return the tokens that the lane reads in that epoch."""
+        return self.lane_start(epoch, lane + 1) - self.lane_start(epoch, lane)
 
     def lane_lengths(self, epoch: int) -> np.ndarray:
-        """Tokens that each lane reads in that epoch: int64 [N]."""
-        return np.diff([self.lane_begin(epoch, lane) for lane in range(self.num_lanes + 1)])
+        """Return the tokens that each lane reads in that epoch: int64 [N]."""
+        return np.diff([self.lane_start(epoch, lane) for lane in range(self.num_lanes + 1)])
 
     def locate(self, lane: int, token: int) -> tuple[int, int]:
-        """(epoch, position in the lane's share of that epoch) of the lane's token number `token` since the start."""
+        """Return (epoch, position) of the lane's token number `token` since its start."""
         epoch = 0
         while token >= (length := self.lane_length(epoch, lane)):
             token -= length
@@ -153,12 +168,12 @@ class LanePlan:
         return epoch, token
 
     def walk(self, lane: int, epoch: int = 0, position: int = 0) -> LaneWalk:
-        """The lane's stream from a position on; found by binary search."""
+        """Return the lane's stream from a position on, found by binary search."""
         return LaneWalk(self, lane, epoch, position)
 
 
 class LaneWalk:
-    """Goes along one lane's stream, through the epochs, without end."""
+    """One lane's endless stream of document spans. `epoch` and `position` are its cursor."""
 
     def __init__(self, plan: LanePlan, lane: int, epoch: int, position: int) -> None:
         self._plan = plan
@@ -166,8 +181,8 @@ class LaneWalk:
         self._enter(epoch)
         if not 0 <= position <= self.length:
             raise DataError(
-                f"lane {lane} has {self.length} tokens in epoch {epoch}, so position {position} does not exist; "
-                "the state belongs to another corpus, seed or number of lanes"
+                f"lane {lane} has {self.length} tokens in epoch {epoch}, so position {position} "
+                "does not exist; the state belongs to another corpus, seed or number of lanes"
             )
         self.position = position
         if position < self.length:
@@ -175,17 +190,17 @@ class LaneWalk:
 
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch
-        self._begin = self._plan.lane_begin(epoch, self.lane)
-        self.length = self._plan.lane_begin(epoch, self.lane + 1) - self._begin
+        self._start = self._plan.lane_start(epoch, self.lane)
+        self.length = self._plan.lane_start(epoch, self.lane + 1) - self._start
         self.position = 0
 
     def _seek(self) -> None:
-        units, begins = self._plan.epoch_order(self.epoch)
-        place = self._begin + self.position
-        slot = int(np.searchsorted(begins, place, "right")) - 1
-        self._unit_begin, self._unit_end = int(begins[slot]), int(begins[slot + 1])
-        self._unit = int(units[slot])
-        self._slot = slot
+        """Find the unit that holds the current position."""
+        units, offsets = self._plan.epoch_order(self.epoch)
+        index = int(np.searchsorted(offsets, self._start + self.position, "right")) - 1
+        self._unit_start, self._unit_end = int(offsets[index]), int(offsets[index + 1])
+        self._unit = int(units[index])
+        self._index = index
         self._layout = self._plan.unit_layout(self.epoch, self._unit)
 
     def _next_epoch(self) -> None:
@@ -194,57 +209,96 @@ class LaneWalk:
             if self.length:
                 return self._seek()
         raise DataError(
-            f"lane {self.lane} is empty in {ALWAYS_EMPTY_EPOCHS} epochs on end; use fewer lanes"
+            f"lane {self.lane} is empty in {ALWAYS_EMPTY_EPOCHS} epochs in a row; use fewer lanes"
         )
 
-    def take(self, count: int) -> list[Run]:
-        """The next `count` tokens of the lane, in order."""
-        runs = []
+    def take(self, count: int) -> list[DocumentSpans]:
+        """Return the next `count` tokens of the lane, in order, and advance past them."""
+        taken = []
         while count:
+            # An epoch is entered when its first token is read, not when the last one's is: at a
+            # share's end the cursor is (epoch, length), which names no token of the next epoch.
             if self.position == self.length:
                 self._next_epoch()
-            elif self._begin + self.position == self._unit_end:
+            elif self._start + self.position == self._unit_end:
                 self._seek()
-            run = self._take_from_unit(count)
-            runs.append(run)
-            count -= run.num_tokens
-        return runs
+            spans = self._take_from_unit(count)
+            taken.append(spans)
+            count -= spans.num_tokens
+        return taken
 
     def units_ahead(self, count: int) -> list[int]:
-        """What the lane reads behind its current unit: what `count` tokens need, at least a unit.
+        """Return the units after the current one that `count` tokens need, and at least one.
 
-        Where its share ends there, the units of its share in the next epoch that are known without a document's length.
+        If the lane's share ends in the current unit: those of its next share that are known
+        without document lengths.
         """
-        end = self._begin + self.length
+        end = self._start + self.length
         if self._unit_end >= end:
             return self._plan.first_units(self.lane, self.epoch + 1)
-        units, begins = self._plan.epoch_order(self.epoch)
-        last = int(np.searchsorted(begins, min(self._unit_end + count, end), "left"))
-        return units[self._slot + 1 : last].tolist()
+        units, offsets = self._plan.epoch_order(self.epoch)
+        last = int(np.searchsorted(offsets, min(self._unit_end + count, end), "left"))
+        return units[self._index + 1 : last].tolist()
 
-    def _take_from_unit(self, count: int) -> Run:
-        documents, begins = self._layout
-        first = self._begin + self.position - self._unit_begin
-        room = min(self._unit_end - self._unit_begin, first + self.length - self.position)
-        last = min(first + count, room)  # one past the last token, inside the unit
-        low = int(np.searchsorted(begins, first, "right")) - 1
-        high = int(np.searchsorted(begins, last, "left"))
-        piece_begins = np.maximum(begins[low:high], first)
-        lengths = np.minimum(begins[low + 1 : high + 1], last) - piece_begins
+    def _take_from_unit(self, count: int) -> DocumentSpans:
+        documents, offsets = self._layout
+        # From here on, offsets count from the start of the unit.
+        first = self._start + self.position - self._unit_start
+        end_of_share = first + self.length - self.position
+        last = min(first + count, self._unit_end - self._unit_start, end_of_share)
+        # Documents low to high - 1 overlap [first, last); the outer two may be cut.
+        low = int(np.searchsorted(offsets, first, "right")) - 1
+        high = int(np.searchsorted(offsets, last, "left"))
+        starts = np.maximum(offsets[low:high], first)
+        lengths = np.minimum(offsets[low + 1 : high + 1], last) - starts
         self.position += last - first
-        return Run(
-            self.epoch, self._unit, documents[low:high], piece_begins - begins[low:high], lengths
+        return DocumentSpans(
+            self.epoch, self._unit, documents[low:high], starts - offsets[low:high], lengths
         )
 
 
-def _begins(lengths: np.ndarray) -> np.ndarray:
-    begins = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=begins[1:])
-    return begins
+def check_range(lanes: range, num_lanes: int) -> None:
+    """Raise ConfigError unless `lanes` are consecutive lanes of the run."""
+    if not lanes or lanes.step != 1 or lanes.start < 0 or lanes.stop > num_lanes:
+        raise ConfigError(
+            f"lanes {lanes.start} to {lanes.stop - 1} are not among the {num_lanes} lanes "
+            "of the run"
+        )
+
+
+def check_lanes(plan: LanePlan, longest_document: int) -> str:
+    """Return advice on the number of lanes, or ""; DataError if a lane has nothing to read.
+
+    A lane is empty if one document covers its whole share. This cannot happen while T/N is at least
+    the longest document.
+    """
+    share = plan.num_tokens // plan.num_lanes
+    if share < longest_document and not (lengths := plan.lane_lengths(0)).all():
+        raise DataError(
+            f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest "
+            f"document has {longest_document} tokens and lane {int(np.argmin(lengths))} would be "
+            f"empty; use at most {max(1, plan.num_tokens // max(longest_document, 1))} lanes, "
+            "more text, or shorter documents"
+        )
+    if share < COMFORTABLE_RATIO * longest_document:
+        comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
+        fewer = f"; up to {comfortable} lanes would be even" if comfortable else ""
+        return (
+            f"{plan.num_lanes} lanes of {share} tokens are short compared with the longest "
+            f"document of {longest_document} tokens: they will differ in length and enter epochs "
+            f"at different steps{fewer}"
+        )
+    return ""
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _keep(cache: OrderedDict, key, value, limit: int):  # type: ignore[no-untyped-def]
-    """Put `value` into a cache that forgets what was used longest ago."""
+    """Put `value` into a cache that drops the least recently used entry beyond `limit`."""
     cache[key] = value
     cache.move_to_end(key)
     if len(cache) > limit:

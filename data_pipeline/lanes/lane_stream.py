@@ -1,6 +1,8 @@
-"""One rank's lanes, read in lock step: batches of segments out of a corpus, each with the lanes' state after it.
+"""LaneStream: one rank's lanes read in lockstep, as batches of segments with the lanes' cursor.
 
-Shapes: B lanes of this rank, L tokens of a segment, K segments read at a time.
+`LaneStream.__next__` returns a batch, `_BlockReader` reads its tokens and advances the lanes, and
+`LaneStream._cursor_after` makes the cursor that belongs to the batch.
+Shapes: B lanes of this rank, L tokens of a segment, S segments of a block, K = S * L + 1 tokens.
 """
 
 from __future__ import annotations
@@ -12,27 +14,24 @@ import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import DataError
-from data_pipeline.lanes.evaluation_stream import EvaluationStream
-from data_pipeline.lanes.lane_check import check_lanes
-from data_pipeline.lanes.lane_plan import LanePlan, LaneWalk, Run
-from data_pipeline.lanes.lane_tokens import check_range, copy_run, plan_of, read_runs
-from data_pipeline.lanes.mixture import Mixture, tokens_of_parts
+from data_pipeline.lanes.lane_plan import DocumentSpans, LanePlan, check_lanes, check_range
+from data_pipeline.lanes.mixture import Mixture, plan_of, tokens_of_parts
 from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch, check_value
 from data_pipeline.shards.shards import ShardReader
 
-__all__ = ["EvaluationStream", "LaneCursor", "LaneStream", "SegmentBatch"]
-
-# Pieces are copied for so many tokens of a lane at once that a step costs a few array operations for all lanes.
+# A block is read for all lanes at once: a step then costs a few array operations, not a Python
+# loop over the documents of each lane.
 BLOCK_TOKENS = 8192
-BLOCK_SEGMENTS = 64  # at most: short segments need not be read far ahead
+BLOCK_SEGMENTS = 64  # at most: short segments need no longer blocks
 
 
 class LaneStream:
-    """Endless SegmentBatches of some lanes. A lane's tokens do not depend on which other lanes are read here.
+    """Endless SegmentBatches of some lanes. A lane's tokens do not depend on the other lanes.
 
-    With a cursor it goes on exactly behind the batch that the cursor came from; the cursor may hold more lanes than
-    `lanes`, and another segment length. DataError when the lanes do not suit the corpus (see `check_lanes`) or the
-    cursor belongs to other data. `advice` is text for the user, or "".
+    With a cursor, the stream continues exactly after the batch that the cursor came from. The
+    cursor may have more lanes than `lanes`, and another segment length. DataError if the lanes do
+    not suit the corpus (see `check_lanes`) or the cursor belongs to other data. `advice` is a
+    message for the user, or "".
     """
 
     def __init__(
@@ -51,19 +50,20 @@ class LaneStream:
         self._plan = plan_of(corpus, num_lanes, seed)
         self.advice = check_lanes(self._plan, corpus.manifest.longest_document)
         state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
-        places = _places(state) if state else [(0, 0)] * len(lanes)
-        for lane, place in zip(lanes, places, strict=True):
-            corpus.prefetch(self._plan.first_units(lane, *place))
+        starts = _positions(state) if state else [(0, 0)] * len(lanes)
+        # Request the first units of all lanes before the first one is opened and waited for.
+        for lane, (epoch, position) in zip(lanes, starts, strict=True):
+            corpus.prefetch(self._plan.first_units(lane, epoch, position))
         if state:
             _check_tokens(state, self._plan, corpus)
-        self._reader = _BlockReader(corpus, self._plan, lanes, places, segment_length)
-        self._segment = self._reader.num_segments  # of the block; this one: the block is used up
+        self._reader = _BlockReader(corpus, self._plan, lanes, starts, segment_length)
+        self._segment = self._reader.num_segments  # next one of the block; here: none is left
 
     def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
-        """Tokens of each corpus that the cursor's lanes have read since the run began, by the corpus' place."""
+        """Return the tokens that the cursor's lanes have read of each corpus, by its location."""
         corpora = self._corpus.corpora if isinstance(self._corpus, Mixture) else [self._corpus]
         counts = tokens_of_parts(self._corpus, self._plan, cursor) if cursor else [0] * len(corpora)
-        return {corpus.place: count for corpus, count in zip(corpora, counts, strict=True)}
+        return {corpus.location: count for corpus, count in zip(corpora, counts, strict=True)}
 
     def __iter__(self) -> Iterator[SegmentBatch]:
         return self
@@ -73,19 +73,19 @@ class LaneStream:
             self._reader.fill()
             self._segment = 0
         length, block = self._segment_length, self._reader
-        begin = self._segment * length
+        first = self._segment * length
         self._segment += 1
-        stream_BL1 = block.tokens_BK[:, begin : begin + length + 1].astype(np.int64)
+        stream_BL1 = block.tokens_BK[:, first : first + length + 1].astype(np.int64)
         tokens_BL = stream_BL1[:, :-1]
-        # Copies: the next block will overwrite them, and the batch may be asked for its cursor after that.
-        epochs_B, positions_B = (
-            block.epochs_SB[self._segment].copy(),
-            block.positions_SB[self._segment].copy(),
-        )
+        # Copied, because the next block overwrites the arrays, possibly before the batch is asked
+        # for its cursor. The cursor is made on demand: hashing the tokens of every batch would
+        # cost more than reading them, and only a checkpoint needs it.
+        epochs_B = block.epochs_SB[self._segment].copy()
+        positions_B = block.positions_SB[self._segment].copy()
         return SegmentBatch(
             tokens_BL=tokens_BL,
             targets_BL=stream_BL1[:, 1:],
-            starts_BL=block.starts_BK[:, begin : begin + length].copy(),
+            starts_BL=block.starts_BK[:, first : first + length].copy(),
             lanes=self.lanes,
             make_cursor=partial(self._cursor_after, tokens_BL, epochs_B, positions_B),
         )
@@ -94,6 +94,7 @@ class LaneStream:
         self, tokens_BL: np.ndarray, epochs_B: np.ndarray, positions_B: np.ndarray
     ) -> LaneCursor:
         length = self._segment_length
+        # Only the tokens of the current epoch: at a position below L, the rest is the last one's.
         known_B = np.minimum(positions_B, length).tolist()
         checks = [
             check_value(tokens_L[length - known :])
@@ -112,14 +113,18 @@ class LaneStream:
 
 
 class _BlockReader:
-    """The next K segments of every lane, one token more than that, and where each lane stands after each segment."""
+    """The next S segments of every lane and one token more, and each lane's cursor in between.
+
+    The extra token is the last target of the block. It is also the first token of the next block,
+    so the walks are always one token ahead of the segments that were handed out.
+    """
 
     def __init__(
         self,
         corpus: Corpus | Mixture,
         plan: LanePlan,
         lanes: range,
-        places: list[tuple[int, int]],
+        starts: list[tuple[int, int]],
         segment_length: int,
     ) -> None:
         self.num_segments = max(1, min(BLOCK_SEGMENTS, BLOCK_TOKENS // segment_length))
@@ -129,110 +134,122 @@ class _BlockReader:
         shape = (len(lanes), self._block_tokens + 1)
         self.tokens_BK = np.zeros(shape, corpus.manifest.dtype)
         self.starts_BK = np.zeros(shape, bool)
-        self.epochs_SB = np.zeros((self.num_segments + 1, len(lanes)), np.int64)
+        self.epochs_SB = np.zeros((self.num_segments + 1, len(lanes)), np.int64)  # S + 1 boundaries
         self.positions_SB = np.zeros_like(self.epochs_SB)
-        self._walks = [plan.walk(lane, *place) for lane, place in zip(lanes, places, strict=True)]
+        self._walks = [plan.walk(lane, *start) for lane, start in zip(lanes, starts, strict=True)]
         self._readers: list[tuple[int, ShardReader | None]] = [(-1, None)] * len(lanes)
-        self._asked: list[list[int]] = [[]] * len(
-            lanes
-        )  # units that are read next, as the corpus was told
-        # Per lane: tokens since the block's begin at which an epoch began (negative: before it), and that epoch.
-        self._marks = [[(self._block_tokens - position, epoch)] for epoch, position in places]
-        self._fill_columns(
-            self._block_tokens
-        )  # the last column: the token ahead, which the first block begins with
+        self._prefetched: list[list[int]] = [[]] * len(lanes)
+        # Epoch marks of each lane: (column of the block at which an epoch starts, that epoch). A
+        # lane at position p started its epoch p columns before the block: the column is negative.
+        # Here all is shifted by one block, because the first column is filled as if it were the
+        # last of a block before.
+        self._marks = [[(self._block_tokens - position, epoch)] for epoch, position in starts]
+        self._fill_columns(self._block_tokens)
         self._shift_marks()
 
     def fill(self) -> None:
-        """Read the next block. The token ahead of the last one is the first of this one."""
+        """Read the next block. The extra token of the last one becomes its first."""
         self.tokens_BK[:, 0] = self.tokens_BK[:, -1]
         self.starts_BK[:, 0] = self.starts_BK[:, -1]
         self._fill_columns(1)
-        self._note_places()
+        self._set_cursors()
         self._shift_marks()
 
     def _fill_columns(self, first: int) -> None:
-        """Read into the columns from `first` on, for all lanes."""
+        """Read tokens of all lanes into the columns from `first` on."""
         self.starts_BK[:, first:] = False
         itemsize = self.tokens_BK.itemsize
         for row, walk in enumerate(self._walks):
             out = self.tokens_BK[row].data.cast("B")
             column = first
-            for run in walk.take(self._block_tokens + 1 - first):
-                self._mark(row, run.epoch, column)
-                self._copy(row, run, out[column * itemsize :])
-                begins = column + np.cumsum(run.lengths) - run.lengths
-                self.starts_BK[row, begins[run.offsets == 0]] = True
-                column += run.num_tokens
-            self._ask_ahead(row, walk.units_ahead(self._block_tokens))
+            for spans in walk.take(self._block_tokens + 1 - first):
+                if spans.epoch != self._marks[row][-1][1]:
+                    self._marks[row].append((column, spans.epoch))
+                copy_spans(self._reader_of(row, spans.unit), spans, out[column * itemsize :])
+                span_columns = column + np.cumsum(spans.lengths) - spans.lengths
+                self.starts_BK[row, span_columns[spans.offsets == 0]] = True
+                column += spans.num_tokens
+            units = walk.units_ahead(self._block_tokens)
+            if units != self._prefetched[row]:
+                self._prefetched[row] = units
+                self._corpus.prefetch(units)
 
-    def _ask_ahead(self, row: int, units: list[int]) -> None:
-        if units != self._asked[row]:
-            self._asked[row] = units
-            self._corpus.prefetch(units)
+    def _reader_of(self, row: int, unit: int) -> ShardReader:
+        """Return the lane's open shard, which keeps it in the cache until the lane leaves it."""
+        current, reader = self._readers[row]
+        if current != unit or reader is None:
+            reader = self._corpus.shard(unit)
+            self._readers[row] = (unit, reader)
+        return reader
 
-    def _copy(self, row: int, run: Run, out: memoryview) -> None:
-        unit, reader = self._readers[row]
-        if unit != run.unit or reader is None:
-            reader = self._corpus.shard(run.unit)
-            self._readers[row] = (run.unit, reader)
-        copy_run(reader, run, out)
-
-    def _mark(self, row: int, epoch: int, column: int) -> None:
-        if epoch != self._marks[row][-1][1]:
-            self._marks[row].append((column, epoch))
-
-    def _note_places(self) -> None:
+    def _set_cursors(self) -> None:
+        """Compute epoch and position of every lane at every boundary between segments."""
         boundaries_S = np.arange(self.num_segments + 1) * self._segment_length
         for row, marks in enumerate(self._marks):
             columns, epochs = np.array(marks).T
-            # The last epoch begun strictly before the boundary: at an epoch's end a lane stays there until it reads on.
+            # The last epoch started strictly before the boundary: at the end of its share a lane
+            # stays in the epoch until it reads on, as in LaneWalk.take.
             current_S = np.maximum(np.searchsorted(columns, boundaries_S, "left") - 1, 0)
             self.epochs_SB[:, row] = epochs[current_S]
             self.positions_SB[:, row] = boundaries_S - columns[current_S]
 
     def _shift_marks(self) -> None:
-        """Count from the begin of the next block, and forget epochs that ended before it."""
+        """Count from the start of the next block, and drop epochs that ended before it."""
         for row, marks in enumerate(self._marks):
             shifted = [(column - self._block_tokens, epoch) for column, epoch in marks]
             past = sum(column < 0 for column, _ in shifted)
-            self._marks[row] = shifted[max(past - 1, 0) :]
+            self._marks[row] = shifted[max(past - 1, 0) :]  # the last of the past is current
+
+
+def copy_spans(reader: ShardReader, spans: DocumentSpans, out: memoryview) -> None:
+    """Copy the tokens of the spans, one after the other, to the start of `out`."""
+    itemsize, shard = reader.itemsize, reader.view
+    starts = (reader.token_offsets[spans.documents] + spans.offsets * itemsize).tolist()
+    position = 0
+    for start, size in zip(starts, (spans.lengths * itemsize).tolist(), strict=True):
+        out[position : position + size] = shard[start : start + size]
+        position += size
+
+
+def read_spans(corpus: Corpus | Mixture, taken: list[DocumentSpans]) -> np.ndarray:
+    """Return the tokens that a walk has taken."""
+    parts = [np.zeros(0, corpus.manifest.dtype)]
+    for spans in taken:
+        tokens = np.empty(spans.num_tokens, corpus.manifest.dtype)
+        copy_spans(corpus.shard(spans.unit), spans, tokens.data.cast("B"))
+        parts.append(tokens)
+    return np.concatenate(parts)
 
 
 def _checked_cursor(
     cursor: LaneCursor, lanes: range, plan: LanePlan, corpus: Corpus | Mixture
 ) -> LaneCursor:
-    """The state of these lanes, after it was found to belong to this plan."""
+    """Return the cursor of these lanes; DataError if it belongs to another plan."""
     expected = {"seed": plan.seed, "num_lanes": plan.num_lanes, "manifest_hash": corpus.identity}
     for name, value in expected.items():
         if getattr(cursor, name) != value:
             raise DataError(
-                f"the state to resume from has {name}={getattr(cursor, name)}, this run has {value}; "
-                "resume with the corpus and settings the run was started with"
+                f"the state to resume from has {name}={getattr(cursor, name)}, this run has "
+                f"{value}; resume with the corpus and settings that the run was started with"
             )
     return cursor.take(lanes)
 
 
-def _places(cursor: LaneCursor) -> list[tuple[int, int]]:
-    """(epoch, position) of each lane."""
+def _positions(cursor: LaneCursor) -> list[tuple[int, int]]:
+    """Return (epoch, position) of each lane."""
     return list(zip(cursor.epochs_B.tolist(), cursor.positions_B.tolist(), strict=True))
 
 
 def _check_tokens(cursor: LaneCursor, plan: LanePlan, corpus: Corpus | Mixture) -> None:
-    """DataError unless the corpus has the tokens that the lanes have read last."""
+    """Raise DataError unless the corpus holds the tokens that the lanes read last."""
     for lane, (epoch, position), check in zip(
-        cursor.lanes, _places(cursor), cursor.checks_B.tolist(), strict=True
+        cursor.lanes, _positions(cursor), cursor.checks_B.tolist(), strict=True
     ):
-        found = check_value(
-            read_runs(corpus, _last_runs(plan, lane, epoch, position, cursor.segment_length))
-        )
-        if found != check:
+        count = min(cursor.segment_length, position)
+        taken = plan.walk(lane, epoch, position - count).take(count) if count else []
+        if (found := check_value(read_spans(corpus, taken))) != check:
             raise DataError(
-                f"lane {lane} at epoch {epoch}, position {position}: the corpus gives the check value {found:016x}, "
-                f"the state to resume from has {check:016x}; restore the corpus the run was started with"
+                f"lane {lane} at epoch {epoch}, position {position}: the corpus gives the check "
+                f"value {found:016x}, the state to resume from has {check:016x}; "
+                "restore the corpus that the run was started with"
             )
-
-
-def _last_runs(plan: LanePlan, lane: int, epoch: int, position: int, count: int) -> list[Run]:
-    count = min(count, position)
-    return LaneWalk(plan, lane, epoch, position - count).take(count) if count else []

@@ -1,4 +1,4 @@
-"""Several corpora read as one: the shards of all are the units of one lane plan, each so many times per epoch.
+"""Several corpora read as one: their shards are the units of one lane plan, repeated as configured.
 
 P corpora (parts), U units: the shards of the first part, then those of the second, and so on.
 """
@@ -9,37 +9,36 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_plan import LanePlan
-from data_pipeline.lanes.mixture_part import MixturePart
 from data_pipeline.lanes.permutation import key_of, permutation
 from data_pipeline.lanes.segment_batch import LaneCursor
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 
-FINEST_REPEAT = 10_000  # repeats are rounded to multiples of 1/10,000 at the finest
+FINEST_REPEAT = 10_000  # repeats are rounded to fractions with at most this denominator
 
 
 class Mixture:
-    """The training splits of several corpora, in the place of one `Corpus` wherever lanes are planned and read."""
+    """The training splits of several corpora; takes the place of one `Corpus` for lanes."""
 
     def __init__(self, corpora: Sequence[Corpus], repeats: Sequence[Fraction]) -> None:
-        """ConfigError or DataError when the corpora cannot be mixed."""
+        """ConfigError or DataError if the corpora cannot be mixed."""
         assert len(corpora) == len(repeats) > 0
         _check_tokenizers(corpora)
         self.corpora = list(corpora)
         self.repeats = list(repeats)
-        self.first_units = np.cumsum(
-            [0] + [len(corpus.manifest.shards) for corpus in corpora]
-        )  # [P + 1]
+        num_shards = [len(corpus.manifest.shards) for corpus in corpora]
+        self.first_units = np.cumsum([0, *num_shards])  # [P + 1]
         shards = tuple(
             replace(shard, path=str(corpus.directory / shard.path))
             for corpus in corpora
@@ -49,7 +48,7 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """Changes with the tokens of any part and with its repeats; not with the place where a part lies."""
+        """Changes with the tokens of any part and with its repeats, but not with its location."""
         parts = zip(self.repeats, self.corpora, strict=True)
         return " + ".join(f"{repeat} x {corpus.identity}" for repeat, corpus in parts)
 
@@ -58,31 +57,31 @@ class Mixture:
         return self.corpora[0].tokenizer_directory
 
     def shard(self, unit: int) -> ShardReader:
-        """Unit `unit`, opened and checked by the corpus it belongs to."""
+        """Open and check a unit."""
         part = self.part_of(unit)
         return self.corpora[part].shard(unit - int(self.first_units[part]))
 
     def document_lengths(self, unit: int) -> np.ndarray:
-        """Tokens of each document of a unit, in the order in which they are stored."""
+        """Return the tokens of each document of a unit, in the order of storage."""
         return self.shard(unit).lengths
 
     def prefetch(self, units: Iterable[int]) -> None:
-        """Say which units are read soon, so that remote ones are there in time."""
+        """Start to fetch remote units that are read soon."""
         for unit in units:
             part = self.part_of(unit)
             self.corpora[part].prefetch([unit - int(self.first_units[part])])
 
-    def check_room(self, num_shards: int) -> None:
-        """DataError unless so many shards can be open at once."""
+    def check_capacity(self, num_shards: int) -> None:
+        """Raise DataError unless that many shards can be open at the same time."""
         for corpus in self.corpora:
-            corpus.check_room(num_shards)
+            corpus.check_capacity(num_shards)
 
     def part_of(self, unit: int) -> int:
-        """The corpus that a unit belongs to."""
+        """Return the index of the corpus that a unit belongs to."""
         return int(np.searchsorted(self.first_units, unit, "right")) - 1
 
     def units_at(self, epoch: int, seed: int) -> np.ndarray:
-        """The units of an epoch, each as often as it is read there, in the order of storage."""
+        """Return the units of an epoch, each as often as it is read, in the order of storage."""
         copies = [
             _copies_at(epoch, repeat, len(corpus.manifest.shards), key_of(seed, "repeats", part))
             for part, (repeat, corpus) in enumerate(zip(self.repeats, self.corpora, strict=True))
@@ -90,18 +89,24 @@ class Mixture:
         return np.repeat(np.arange(self.first_units[-1]), np.concatenate(copies))
 
 
+def plan_of(data: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:
+    """Return the lane plan whose units are the shards of a corpus, or of all parts of a mixture."""
+    unit_tokens = [shard.tokens for shard in data.manifest.shards]
+    units_at = partial(data.units_at, seed=seed) if isinstance(data, Mixture) else None
+    return LanePlan(unit_tokens, num_lanes, seed, data.document_lengths, units_at)
+
+
 def open_mixture(
     parts: Sequence[MixturePart], split: str = "train", cache: CacheConfig | None = None
 ) -> Mixture:
-    """The mixture of the corpora that `parts` name; weights become repeats, the least of which is one."""
+    """Open the corpora of `parts`. Weights become repeats, the smallest of which is one."""
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError(
-            "some parts of the mixture have a weight and some have none; give all of them one, or none"
+            "some parts of the mixture have a weight and some have none; "
+            "give all of them one, or none"
         )
-    corpora = [
-        Corpus.open(local_corpus_directory(part.path, cache or CacheConfig()) / split)
-        for part in parts
-    ]
+    cache = cache or CacheConfig()
+    corpora = [Corpus.open(local_corpus_directory(part.path, cache) / split) for part in parts]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
@@ -110,7 +115,7 @@ def open_mixture(
 def open_training_data(
     path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None
 ) -> Corpus | Mixture:
-    """What a run trains on: the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
+    """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
     path = local_corpus_directory(path, cache or CacheConfig())
     if not parts:
         return Corpus.open(path / "train")
@@ -118,39 +123,44 @@ def open_training_data(
     directory = path / TOKENIZER_DIRECTORY
     if (found := Tokenizer.load(directory).fingerprint) != mixture.manifest.tokenizer:
         raise DataError(
-            f"the mixture was made with the tokenizer {mixture.manifest.tokenizer[:16]}, {directory} is {found[:16]}; "
-            "let data.path be the corpus whose tokenizer the mixture has: validation and generation use it"
+            f"the mixture was made with the tokenizer {mixture.manifest.tokenizer[:16]}, "
+            f"{directory} is {found[:16]}; set data.path to a corpus with the mixture's "
+            "tokenizer: validation and generation use it"
         )
     return mixture
 
 
 def tokens_of_parts(data: Corpus | Mixture, plan: LanePlan, cursor: LaneCursor) -> list[int]:
-    """How many tokens of each part the cursor's lanes have read since the run began: arithmetic, nothing is read."""
-    first_units = (
-        data.first_units if isinstance(data, Mixture) else np.array([0, len(data.manifest.shards)])
-    )
+    """Return the tokens of each part that the cursor's lanes have read since they started.
+
+    Computed from the cursor alone, so interruptions cannot make the numbers wrong.
+    """
+    num_units = len(data.manifest.shards)
+    first_units = data.first_units if isinstance(data, Mixture) else np.array([0, num_units])
     totals = np.zeros(len(first_units) - 1, np.int64)
     for epoch in range(int(cursor.epochs_B.max()) + 1):
-        units, begins = plan.epoch_order(epoch)
-        lengths_U, parts_U = np.diff(begins), np.searchsorted(first_units, units, "right") - 1
-        for lane, last, position in zip(
+        units, offsets = plan.epoch_order(epoch)
+        lengths_U, parts_U = np.diff(offsets), np.searchsorted(first_units, units, "right") - 1
+        for lane, current, position in zip(
             cursor.lanes, cursor.epochs_B, cursor.positions_B, strict=True
         ):
-            if last < epoch:
+            if current < epoch:
                 continue
-            begin = plan.lane_begin(epoch, lane)
-            end = begin + int(position) if last == epoch else plan.lane_begin(epoch, lane + 1)
-            read_U = np.clip(
-                np.minimum(begins[1:], end) - np.maximum(begins[:-1], begin), 0, lengths_U
-            )
+            start = plan.lane_start(epoch, lane)
+            is_current = current == epoch
+            end = start + int(position) if is_current else plan.lane_start(epoch, lane + 1)
+            overlap_U = np.minimum(offsets[1:], end) - np.maximum(offsets[:-1], start)
+            read_U = np.clip(overlap_U, 0, lengths_U)
             totals += np.bincount(parts_U, weights=read_U, minlength=len(totals)).astype(np.int64)
     return totals.tolist()
 
 
 def _copies_at(epoch: int, repeat: Fraction, num_units: int, key: int) -> np.ndarray:
-    """How often each unit is read in an epoch. After e epochs each was read e * repeat times, rounded up or down.
+    """Return how often each unit is read in an epoch: int64 [num_units].
 
-    Every unit has a phase of its own, evenly spread, so that the epochs are of one size but for one unit.
+    After e epochs, unit u has been read floor(e * repeat + phase_u) times. The phases are a random
+    permutation of 0, 1/n, 2/n, ..., so a different part of the units rounds up in each epoch, and
+    the sizes of epochs differ by at most one unit. Integer arithmetic keeps this exact.
     """
     phases = permutation(num_units, key)
     before, after = (
@@ -162,7 +172,7 @@ def _copies_at(epoch: int, repeat: Fraction, num_units: int, key: int) -> np.nda
 
 
 def repeats_of_weights(corpora: Sequence[Corpus], weights: Sequence[float]) -> list[Fraction]:
-    """Repeats that give the corpora these shares of the tokens; the least is one. ConfigError for a weight of none."""
+    """Return repeats that give the corpora tokens in these proportions; the smallest is one."""
     if min(weights) <= 0:
         raise ConfigError(f"found a weight of {min(weights):g}, expected positive ones")
     passes = [weight / corpus.num_tokens for weight, corpus in zip(weights, corpora, strict=True)]
@@ -170,18 +180,16 @@ def repeats_of_weights(corpora: Sequence[Corpus], weights: Sequence[float]) -> l
 
 
 def exact_repeats(repeats: Sequence[float]) -> list[Fraction]:
-    """Repeats as plans use them; ConfigError when one is none."""
-    return [_exact(repeat) for repeat in repeats]
-
-
-def _exact(repeat: float) -> Fraction:
-    exact = (
-        Fraction(repeat).limit_denominator(FINEST_REPEAT) if math.isfinite(repeat) else Fraction(0)
-    )
-    if exact <= 0:
-        raise ConfigError(
-            f"a repeat of {repeat:g} is none or too small; use at least {1 / FINEST_REPEAT:g}"
-        )
+    """Return repeats as plans use them; ConfigError unless all are positive numbers."""
+    exact = []
+    for repeat in repeats:
+        fraction = Fraction(repeat) if math.isfinite(repeat) else Fraction(0)
+        exact.append(fraction.limit_denominator(FINEST_REPEAT))
+        if exact[-1] <= 0:
+            raise ConfigError(
+                f"a repeat of {repeat:g} is not positive or too small; "
+                f"use at least {1 / FINEST_REPEAT:g}"
+            )
     return exact
 
 
@@ -190,6 +198,7 @@ def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
     for other in corpora[1:]:
         if other.manifest.tokenizer != first.manifest.tokenizer:
             raise DataError(
-                f"{other.directory} was made with the tokenizer {other.manifest.tokenizer[:16]}, {first.directory} "
-                f"with {first.manifest.tokenizer[:16]}; build one of them again with `--tokenizer` of the other"
+                f"{other.directory} was made with the tokenizer {other.manifest.tokenizer[:16]}, "
+                f"{first.directory} with {first.manifest.tokenizer[:16]}; "
+                "build one of them again with `--tokenizer` of the other"
             )

@@ -1,6 +1,6 @@
-"""Read ahead in one thread, so that a step does not wait for its data.
+"""Prefetch batches in one thread, so that a step does not wait for its data.
 
-Batches carry their own lane state, so what has been read ahead never shows in a checkpoint.
+Batches carry their own lane cursor, so prefetched ones do not affect a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ CLOSE_SECONDS = 2.0
 
 
 class Prefetcher(Generic[T]):
-    """The items of `stream` in their order, up to `depth` of them ready before they are asked for.
+    """The items of `stream` in their order, up to `depth` of them read in advance.
 
-    What the stream raises is raised by the call that would have returned the item. `wait_seconds` is the time callers
-    have spent waiting.
+    An error of the stream is raised by the call that would have returned the item. `wait_seconds`
+    is the total time that callers have waited.
     """
 
     def __init__(self, stream: Iterable[T], depth: int = 2) -> None:
@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
         while not self._stop.is_set():
             try:
                 outcome: tuple[T | None, BaseException | None] = (next(stream), None)
-            except BaseException as error:  # handed to the consumer, who decides
+            except BaseException as error:  # raised again in __next__
                 outcome = (None, error)
             self._put(outcome)
             if outcome[1] is not None:
@@ -45,7 +45,7 @@ class Prefetcher(Generic[T]):
     def _put(self, outcome: tuple[T | None, BaseException | None]) -> None:
         while not self._stop.is_set():
             try:
-                self._ready.put(outcome, timeout=0.1)  # with a limit, so that close() is noticed
+                self._ready.put(outcome, timeout=0.1)  # so that close() is noticed
                 break
             except queue.Full:
                 continue
@@ -56,18 +56,19 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         if self._ended is not None:
             raise self._ended
-        began = time.perf_counter()
+        started = time.perf_counter()
         item, error = self._ready.get()
-        self.wait_seconds += time.perf_counter() - began
+        self.wait_seconds += time.perf_counter() - started
         if error is not None:
             self._ended = error
             raise error
-        return item  # type: ignore[return-value]  (None only beside an error)
+        return item  # type: ignore[return-value]  (None only with an error)
 
     def close(self) -> None:
-        """Stop reading; asking for more afterwards ends the iteration.
+        """Stop reading; `next` then raises StopIteration.
 
-        A reader that waits for a slow store is not waited for: it ends by itself, or with the process.
+        A thread that is blocked by a slow store is not waited for: it ends later, or with the
+        process.
         """
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)

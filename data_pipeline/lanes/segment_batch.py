@@ -1,4 +1,4 @@
-"""What a step reads, and the state of its lanes after it.
+"""SegmentBatch, what a step reads, and LaneCursor, the state of its lanes after the step.
 
 Shapes: B lanes, L tokens of a segment.
 """
@@ -21,9 +21,10 @@ CURSOR_FORMAT = 1
 
 @dataclass(kw_only=True)
 class LaneCursor:
-    """Where each lane stands: all that a checkpoint needs of the data, a few numbers per lane.
+    """The position of each lane: all that a checkpoint stores of the data, a few numbers per lane.
 
-    `checks_B` are hashes of the last `min(segment_length, position)` tokens each lane has read in its epoch.
+    `checks_B` are hashes of the last `min(segment_length, position)` tokens that each lane has read
+    in its epoch.
     """
 
     seed: int
@@ -32,12 +33,12 @@ class LaneCursor:
     lanes: range
     segment_length: int
     epochs_B: np.ndarray  # int64
-    positions_B: np.ndarray  # int64, tokens read of the lane's share of its epoch
+    positions_B: np.ndarray  # int64, tokens read of the lane's share of the epoch
     checks_B: np.ndarray  # uint64
     format: int = CURSOR_FORMAT
 
     def to_tree(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values for JSON."""
         return {
             "format": self.format,
             "seed": self.seed,
@@ -52,11 +53,12 @@ class LaneCursor:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> LaneCursor:
-        """The cursor that `to_tree` described; DataError when this version cannot read it."""
+        """Return the cursor that `to_tree` described; DataError if it is invalid."""
         found = tree.get("format") if isinstance(tree, dict) else None
         if found != CURSOR_FORMAT:
             raise DataError(
-                f"the lane cursor has format {found!r}, this version reads {CURSOR_FORMAT}"
+                f"the lane cursor has format {found!r}, this version reads format {CURSOR_FORMAT}; "
+                "resume with the version that wrote it"
             )
         try:
             cursor = cls(
@@ -71,30 +73,23 @@ class LaneCursor:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"the lane cursor is damaged ({error!r}); use another checkpoint"
+                f"the lane cursor is corrupted ({error!r}); use another checkpoint"
             ) from None
-        counts = {
-            len(cursor.lanes),
-            len(cursor.epochs_B),
-            len(cursor.positions_B),
-            len(cursor.checks_B),
-        }
-        if len(counts) > 1:
+        arrays = (cursor.lanes, cursor.epochs_B, cursor.positions_B, cursor.checks_B)
+        if len(counts := set(map(len, arrays))) > 1:
             raise DataError(
-                f"the lane cursor is damaged: its lists have {sorted(counts)} entries; use another checkpoint"
+                f"the lane cursor is corrupted: its lists have {sorted(counts)} entries; "
+                "use another checkpoint"
             )
         return cursor
 
     def take(self, lanes: range) -> LaneCursor:
-        """The cursor of some of its lanes."""
-        if (
-            not lanes
-            or lanes.step != 1
-            or lanes.start < self.lanes.start
-            or lanes.stop > self.lanes.stop
-        ):
+        """Return the cursor of some of its lanes."""
+        is_inside = self.lanes.start <= lanes.start < lanes.stop <= self.lanes.stop
+        if not is_inside or lanes.step != 1:
             raise DataError(
-                f"the cursor holds lanes {_shown(self.lanes)}, expected lanes {_shown(lanes)} among them"
+                f"the cursor holds lanes {_range_text(self.lanes)}, expected lanes "
+                f"{_range_text(lanes)} among them"
             )
         rows = slice(lanes.start - self.lanes.start, lanes.stop - self.lanes.start)
         return replace(
@@ -107,13 +102,14 @@ class LaneCursor:
 
     @classmethod
     def join(cls, cursors: Sequence[LaneCursor]) -> LaneCursor:
-        """One cursor of the lanes of several, which must follow on each other; DataError when they do not fit."""
+        """Merge cursors of consecutive lanes; DataError if lanes are missing or runs differ."""
         ordered = sorted(cursors, key=lambda cursor: cursor.lanes.start)
         first = ordered[0]
         for before, after in pairwise(ordered):
             if before.lanes.stop != after.lanes.start:
                 raise DataError(
-                    f"lanes {_shown(before.lanes)} and {_shown(after.lanes)} do not follow on each other"
+                    f"lanes {_range_text(before.lanes)} and {_range_text(after.lanes)} "
+                    "are not consecutive"
                 )
             if before._identity() != after._identity():
                 raise DataError(
@@ -136,28 +132,28 @@ class LaneCursor:
 
 @dataclass(frozen=True, eq=False)
 class SegmentBatch:
-    """The next L tokens of B lanes. `targets_BL` is the same stream one token ahead."""
+    """The next L tokens of B lanes. `targets_BL` is the same stream, shifted by one token."""
 
     tokens_BL: np.ndarray  # int64
     targets_BL: np.ndarray  # int64
     starts_BL: np.ndarray  # bool: the token is the first of its document
     lanes: range
-    valid_BL: np.ndarray | None = None  # bool: the target counts; None: all do
+    valid_BL: np.ndarray | None = None  # bool: the target counts; None: all count
     make_cursor: Callable[[], LaneCursor] | None = field(default=None, repr=False)
 
     @cached_property
     def cursor(self) -> LaneCursor:
-        """The state of the lanes after this batch, whatever was read ahead since."""
-        assert self.make_cursor is not None, "batches for evaluation and slots have no cursor"
+        """The state of the lanes after this batch, regardless of what was read since."""
+        assert self.make_cursor is not None, "evaluation batches and slots have no cursor"
         return self.make_cursor()
 
     def split(self, count: int) -> list[SegmentBatch]:
-        """`count` slots of B / count consecutive lanes each."""
+        """Return `count` slots of B / count consecutive lanes each."""
         assert len(self.lanes) % count == 0, (
             f"{len(self.lanes)} lanes do not divide into {count} slots"
         )
         size = len(self.lanes) // count
-        return [self._slot(slice(begin, begin + size)) for begin in range(0, len(self.lanes), size)]
+        return [self._slot(slice(row, row + size)) for row in range(0, len(self.lanes), size)]
 
     def _slot(self, rows: slice) -> SegmentBatch:
         valid_BL = None if self.valid_BL is None else self.valid_BL[rows]
@@ -171,11 +167,10 @@ class SegmentBatch:
 
 
 def check_value(tokens: np.ndarray) -> int:
-    """A 64-bit hash of some tokens that does not depend on their type."""
-    return int.from_bytes(
-        hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little"
-    )
+    """Return a 64-bit hash of some tokens that does not depend on their dtype."""
+    content = tokens.astype("<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def _shown(lanes: range) -> str:
+def _range_text(lanes: range) -> str:
     return f"{lanes.start}-{lanes.stop - 1}"

@@ -1,6 +1,7 @@
-"""Shards of tokens in either format: MDS (`.mds`) or WebDataset (`.tar`), each written by its stock writer.
+"""Shards of tokens as MDS (`.mds`) or WebDataset (`.tar`), each written by its stock writer.
 
-Both are read by memory map: a document's tokens lie in the file as they are, so a lane's piece is one copy.
+Both are read by memory map. A document's tokens are stored uncompressed and contiguous, so reading
+a part of them is one copy.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.location import shown
+from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
-from data_pipeline.shards.shard_layout import ShardDamage, ShardLayout
+from data_pipeline.shards.mds import InvalidShard, ShardLayout
 
 ShardFormat = Literal["mds", "webdataset"]
 
@@ -24,9 +25,7 @@ ShardFormat = Literal["mds", "webdataset"]
 @dataclass(frozen=True)
 class _Format:
     suffix: str
-    sample_bytes: Callable[
-        [str, int], int
-    ]  # that a document takes up, of its id and the bytes of its tokens
+    sample_bytes: Callable[[str, int], int]  # (id, bytes of tokens) -> bytes in the shard
     write: Callable[[Path, Sequence[tuple[str, np.ndarray]], Path], dict[str, Any]]
     layout: Callable[[mmap.mmap, str], ShardLayout]
 
@@ -38,17 +37,17 @@ FORMATS = {
 
 
 def shard_name(number: int, shard_format: ShardFormat) -> str:
-    """The name of a split's shard number `number`."""
+    """Return the name of a split's shard number `number`."""
     return f"shard.{number:05d}{FORMATS[shard_format].suffix}"
 
 
 def write_shard(
     path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path
 ) -> dict[str, Any]:
-    """Write (id, tokens) pairs as a shard of the format that the name says, whole at `path` or not at all.
+    """Write (id, tokens) pairs as a shard, atomically, in the format of the name's suffix.
 
-    What comes back is its entry for `write_index`. `scratch` is a directory on the same file system that this call may
-    empty.
+    Returns its entry for `write_index`. `scratch` is a directory on the same file system that this
+    call may empty.
     """
     return _format_of(path).write(path, documents, scratch)
 
@@ -60,23 +59,23 @@ def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def read_index(directory: Path, num_shards: int) -> list[dict[str, Any]]:
-    """The entries that `write_index` was given."""
+    """Return the entries that `write_index` was given."""
     return mds.read_index(directory) or [{}] * num_shards
 
 
 def renamed(entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """The index entry of a shard that has another name now."""
+    """Return the index entry of a shard under another name."""
     return mds.renamed(entry, name) if entry else {}
 
 
 class ShardReader:
-    """One shard by memory map; opening it reads the header of every document, but no tokens.
+    """One shard, memory-mapped. Opening it reads the header of every document, but no tokens.
 
-    Raises DataError, which names the file, when it is absent, truncated, or not what its headers say.
+    Raises DataError with the file's name if it is missing, truncated, or contradicts its headers.
     """
 
     def __init__(self, path: Path, dtype: str, file: BinaryIO | None = None) -> None:
-        """`file` is the shard already opened; a lock that was taken through it lasts as long as the reader does."""
+        """`file`: the shard, already opened; a lock on it lasts as long as the memory map."""
         self.path = path
         self.itemsize = np.dtype(dtype).itemsize
         self._dtype = dtype
@@ -94,11 +93,12 @@ class ShardReader:
         self.view = memoryview(self._memory)
         try:
             layout = _format_of(path).layout(self._memory, dtype)
-        except ShardDamage as damage:
+        except InvalidShard as error:
             raise DataError(
-                f"shard {shown(path)} is damaged: {damage}; restore it or build the corpus again"
+                f"shard {path_text(path)} is corrupted: {error}; "
+                "restore it or build the corpus again"
             ) from None
-        self.token_begins = layout.token_begins
+        self.token_offsets = layout.token_offsets
         self.lengths = layout.lengths  # tokens of each document
         self.document_id = layout.document_id
 
@@ -106,10 +106,10 @@ class ShardReader:
         return len(self.lengths)
 
     def tokens(self, document: int, offset: int = 0, count: int | None = None) -> np.ndarray:
-        """Tokens of one document, without a copy."""
+        """Return `count` tokens of one document from `offset` on, without a copy."""
         count = int(self.lengths[document]) - offset if count is None else count
-        begin = int(self.token_begins[document]) + offset * self.itemsize
-        return np.frombuffer(self._memory, self._dtype, count, begin)
+        start = int(self.token_offsets[document]) + offset * self.itemsize
+        return np.frombuffer(self._memory, self._dtype, count, start)
 
 
 def _format_of(path: Path) -> _Format:
@@ -118,5 +118,6 @@ def _format_of(path: Path) -> _Format:
             return shard_format
     expected = " or ".join(shard_format.suffix for shard_format in FORMATS.values())
     raise DataError(
-        f"shard {path} has an unknown format, expected a name in {expected}; use a version that wrote it"
+        f"shard {path} has an unknown format, expected a name that ends in {expected}; "
+        "use the version that wrote it"
     )

@@ -1,7 +1,8 @@
-"""WebDataset shards: written by webdataset's own TarWriter, read by memory map. The only module that imports it.
+"""WebDataset shards: written by webdataset's own TarWriter, read by memory map.
 
-A sample is one tar member `NUMBER-ID.tokens.npy`, so stock readers give {"__key__": "NUMBER-ID", "tokens.npy": array}.
-The id is percent-encoded: WebDataset ends a key at its first dot. The tokens follow numpy's header as they are.
+A sample is one tar member `NUMBER-ID.tokens.npy`: stock readers return {"__key__": "NUMBER-ID",
+"tokens.npy": array}. The id is percent-encoded because WebDataset ends a key at its first dot. The
+tokens follow numpy's header unchanged. This is the only module that imports webdataset.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from data_pipeline.files import atomic_write
-from data_pipeline.shards.shard_layout import ShardDamage, ShardLayout
+from data_pipeline.shards.mds import InvalidShard, ShardLayout
 from data_pipeline.shards.tar import (
     BLOCK_BYTES,
     CHECKSUM_FIELD,
@@ -32,13 +33,13 @@ from data_pipeline.shards.tar import (
 FIELD = ".tokens.npy"
 NUMBER_DIGITS = 8  # every shard has far fewer documents
 NUMPY_MAGIC = b"\x93NUMPY\x01\x00"
-NUMPY_HEAD_BYTES = len(NUMPY_MAGIC) + 2  # the size of the text that follows
+NUMPY_HEAD_BYTES = len(NUMPY_MAGIC) + 2  # magic, and the size of the text that follows
 NUMPY_HEADER_BYTES = 128  # numpy pads it to a multiple of 64
-LONGEST_NAME = 100  # a longer one gets a header of its own
+LONGEST_NAME = 100  # a longer one gets an extended header
 
 
 def sample_bytes(document_id: str, token_bytes: int) -> int:
-    """How much of a shard a document takes up."""
+    """Return how many bytes of a shard a document takes up."""
     name = _key(0, document_id) + FIELD
     name_bytes = BLOCK_BYTES + padded(len(name) + 16) if len(name) > LONGEST_NAME else 0
     return name_bytes + BLOCK_BYTES + padded(NUMPY_HEADER_BYTES + token_bytes)
@@ -47,12 +48,12 @@ def sample_bytes(document_id: str, token_bytes: int) -> int:
 def write_shard(
     path: Path, documents: Sequence[tuple[str, np.ndarray]], scratch: Path
 ) -> dict[str, Any]:
-    """Write (id, tokens) pairs as one shard that is at `path` whole or not at all; it needs no entry in an index."""
+    """Write (id, tokens) pairs as one shard, atomically; it needs no entry in an index."""
     from webdataset.writer import TarWriter
 
     shutil.rmtree(scratch, ignore_errors=True)
     with atomic_write(path) as file:
-        # Constant times and names of owners: the same documents give the same bytes.
+        # Constant times and owners: the same documents give the same bytes.
         writer = TarWriter(file, mtime=0, format="PAX_FORMAT")
         for number, (document_id, tokens) in enumerate(documents):
             writer.write({"__key__": _key(number, document_id), FIELD[1:]: tokens})
@@ -65,46 +66,43 @@ def _key(number: int, document_id: str) -> str:
 
 
 def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
-    """Find every document by its headers alone; ShardDamage if they do not describe the whole file.
+    """Find every document by its headers alone; InvalidShard if they do not fit the file.
 
-    Shapes: H headers, D documents; blocks are what a tar consists of, 512 bytes each.
+    Shapes: H headers, D documents. A tar consists of blocks of 512 bytes.
     """
     if len(memory) % BLOCK_BYTES:
-        raise ShardDamage(f"its {len(memory)} bytes are no whole number of blocks")
+        raise InvalidShard(f"its {len(memory)} bytes are not a whole number of blocks")
     blocks = np.frombuffer(memory, np.uint8).reshape(-1, BLOCK_BYTES)
     headers_H, sizes_H = _find_headers(blocks)
+    # The other headers are extended ones: each holds the long name of the next member.
     is_member_H = blocks[headers_H, TYPE_OFFSET] == ord("0")
     members_D = headers_H[is_member_H]
     long_names = {
-        int(is_member_H[:place].sum()): int(headers_H[place])
-        for place in np.flatnonzero(~is_member_H)
+        int(is_member_H[:index].sum()): int(headers_H[index])
+        for index in np.flatnonzero(~is_member_H)
     }
     if not len(members_D):
-        raise ShardDamage("it holds no documents")
+        raise InvalidShard("it contains no documents")
 
     def document_id(document: int) -> str:
         if document in long_names:
             name = pax_path(memory, long_names[document] * BLOCK_BYTES)
         else:
-            name = (
-                blocks[members_D[document], NAME_FIELD]
-                .tobytes()
-                .rstrip(b"\0")
-                .decode(errors="replace")
-            )
+            field = blocks[members_D[document], NAME_FIELD].tobytes()
+            name = field.rstrip(b"\0").decode(errors="replace")
         return unquote(name.removesuffix(FIELD)[NUMBER_DIGITS + 1 :])
 
-    token_begins_D, lengths_D = _locate_tokens(
-        blocks, members_D + 1, sizes_H[is_member_H], np.dtype(dtype)
-    )
-    return ShardLayout(token_begins_D, lengths_D, document_id)
+    sizes_D = sizes_H[is_member_H]
+    token_offsets_D, lengths_D = _locate_tokens(blocks, members_D + 1, sizes_D, np.dtype(dtype))
+    return ShardLayout(token_offsets_D, lengths_D, document_id)
 
 
 def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks that are headers, and the bytes of contents each announces; ShardDamage unless they fill the file.
+    """Return the blocks that are headers and the bytes of contents that each declares.
 
-    Headers name their format at a fixed place, so all are found at once. Contents may look like a header by chance:
-    where the sizes do not lead from each to the next, they are followed one by one.
+    InvalidShard unless they fill the file. Headers have a magic string at a fixed offset, so all
+    are found by one comparison. Contents may look like a header by chance: if the sizes do not
+    lead from each header to the next, the chain of headers is followed one by one.
     """
     looks_like_header = (blocks[:, MAGIC_FIELD] == np.frombuffer(MAGIC, np.uint8)).all(1)
     headers_H = np.flatnonzero(looks_like_header)
@@ -115,21 +113,21 @@ def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         headers_H, sizes_H, next_H = headers_H[chain], sizes_H[chain], next_H[chain]
     end = int(next_H[-1]) if len(next_H) else 0
     if end + 2 > len(blocks) or blocks[end:].any():
-        raise ShardDamage(
-            f"its {blocks.size} bytes do not end as a tar does behind {len(headers_H)} headers"
+        raise InvalidShard(
+            f"its {blocks.size} bytes have no end-of-archive marker after {len(headers_H)} headers"
         )
     fields = blocks[headers_H]
     stored_H = _octal(fields[:, CHECKSUM_FIELD][:, :6])
     fields[:, CHECKSUM_FIELD] = ord(" ")
     if (wrong := np.flatnonzero(fields.sum(1, dtype=np.uint32) != stored_H)).size:
-        raise ShardDamage(
+        raise InvalidShard(
             f"the checksum of the header at byte {headers_H[wrong[0]] * BLOCK_BYTES} is wrong"
         )
     return headers_H, sizes_H
 
 
 def _follow(candidates: list[int], following: list[int]) -> list[int]:
-    """The indices of the candidates that are reached from the first block."""
+    """Return the indices of the candidates that can be reached from the first block."""
     index_of = {block: index for index, block in enumerate(candidates)}
     chain, block = [], 0
     while block in index_of:
@@ -139,31 +137,26 @@ def _follow(candidates: list[int], following: list[int]) -> list[int]:
 
 
 def _octal(digits: np.ndarray) -> np.ndarray:
-    """Numbers out of their octal digits, [N, digits]."""
-    places = 8 ** np.arange(digits.shape[1] - 1, -1, -1, dtype=np.int64)
-    return (digits.astype(np.int64) - ord("0")) @ places
+    """Return the numbers written in octal digits, [N, digits] -> [N]."""
+    powers = 8 ** np.arange(digits.shape[1] - 1, -1, -1, dtype=np.int64)
+    return (digits.astype(np.int64) - ord("0")) @ powers
 
 
 def _locate_tokens(
     blocks: np.ndarray, first_blocks_D: np.ndarray, sizes_D: np.ndarray, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offset and number of the tokens of each array."""
-    text = (
-        f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': (".encode()
-    )
+    """Return byte offset and number of the tokens of each array."""
+    little_endian = dtype.newbyteorder("<").str
+    text = f"{{'descr': '{little_endian}', 'fortran_order': False, 'shape': (".encode()
     heads = blocks[first_blocks_D, : NUMPY_HEAD_BYTES + len(text)]
     is_array = (heads[:, : len(NUMPY_MAGIC)] == np.frombuffer(NUMPY_MAGIC, np.uint8)).all(1)
     is_array &= (heads[:, NUMPY_HEAD_BYTES:] == np.frombuffer(text, np.uint8)).all(1)
     if not is_array.all():
-        place = int(first_blocks_D[np.flatnonzero(~is_array)[0]]) * BLOCK_BYTES
-        raise ShardDamage(f"what lies at byte {place} is no array of {dtype} with one dimension")
-    text_sizes_D = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64) @ np.array(
-        [1, 256]
-    )
-    value_bytes_D = sizes_D - NUMPY_HEAD_BYTES - text_sizes_D
+        offset = int(first_blocks_D[np.flatnonzero(~is_array)[0]]) * BLOCK_BYTES
+        raise InvalidShard(f"byte {offset} does not start a one-dimensional array of {dtype}")
+    text_sizes = heads[:, len(NUMPY_MAGIC) : NUMPY_HEAD_BYTES].astype(np.int64)
+    header_bytes_D = NUMPY_HEAD_BYTES + text_sizes @ np.array([1, 256])
+    value_bytes_D = sizes_D - header_bytes_D
     if (value_bytes_D <= 0).any() or (value_bytes_D % dtype.itemsize).any():
-        raise ShardDamage("the sizes of its token arrays are impossible")
-    return (
-        first_blocks_D * BLOCK_BYTES + NUMPY_HEAD_BYTES + text_sizes_D,
-        value_bytes_D // dtype.itemsize,
-    )
+        raise InvalidShard("the sizes of its token arrays are impossible")
+    return first_blocks_D * BLOCK_BYTES + header_bytes_D, value_bytes_D // dtype.itemsize

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
-from data_pipeline.files import write_text
-from data_pipeline.location import absolute
+from data_pipeline.files import absolute, write_text
 from data_pipeline.yaml_files import dump_yaml
 from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.run import MixturePart, RunConfig

@@ -132,7 +132,7 @@ def _losses(
         corpus = _corpus(arguments, trained)
         results = _evaluate_with_progress(arguments, TrainedScorer(trained, world), corpus)
         title = (
-            f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.place}, "
+            f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
             f"segments of {results[0].segment_length}; trained with a memory of "
             f"{trained.config.model.memory_length}"
         )

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.location import shown
+from data_pipeline.files import path_text
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 
@@ -29,7 +29,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer of "
-            f"{shown(config.data.path)} has {vocab_size} tokens; leave the setting out, it is "
+            f"{path_text(config.data.path)} has {vocab_size} tokens; leave the setting out, it is "
             "taken from the corpus"
         )
     return _with_vocab_size(config, vocab_size)
@@ -46,7 +46,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     if not manifest.is_file():
         raise ConfigError(
             "model.vocab_size is not set and there is no corpus at "
-            f"{shown(config.data.path)} to read it from; set it, or build the corpus"
+            f"{path_text(config.data.path)} to read it from; set it, or build the corpus"
         )
     return _with_vocab_size(config, int(json.loads(manifest.read_text())["vocab_size"]))
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.mixture_part import MixturePart
-from data_pipeline.location import url_of
+from data_pipeline.files import url_of
 from pretrain.config.changes import changeable, fixed
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig

@@ -12,9 +12,8 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from data_pipeline.builder.document_rules import DocumentRules
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.records import Document
+from data_pipeline.builder.records import Document, DocumentRules
 from data_pipeline.builder.sources import SourceFile, list_sources
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import DataError, UserError, exit_status_of

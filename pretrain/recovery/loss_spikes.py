@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.config import SegmentLengths
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.segment_lengths import SegmentLengths
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RecoveryConfig, RunConfig, lanes_of_rank
 from pretrain.rundir.ledger import events_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import TrainingError
-from data_pipeline.lanes.audit import Piece, audit_steps
+from data_pipeline.lanes.audit import ReadSpan, audit_steps
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture
 from pretrain.checkpoint import directory as files
@@ -180,7 +180,7 @@ def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
 
 
 def _add_losses(
-    sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[Piece], losses: list[float]
+    sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[ReadSpan], losses: list[float]
 ) -> None:
     """Share out one step's losses, lane after lane, among the documents they belong to."""
     place = 0

@@ -30,7 +30,7 @@ from typing import Any
 from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
-from data_pipeline.yaml_files import Tree, dump_yaml, read_tree, shown
+from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
@@ -115,12 +115,12 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         )
     if not isinstance(grid, dict) or not grid:
         raise ConfigError(
-            f"{path}: grid is {shown(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}"
+            f"{path}: grid is {abbreviated(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}"
         )
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
-                f"{path}: grid.{key} is {shown(values)}; expected a list of values, such as [1, 2]"
+                f"{path}: grid.{key} is {abbreviated(values)}; expected a list of values, such as [1, 2]"
             )
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from data_pipeline.location import shown
+from data_pipeline.files import path_text
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
@@ -80,7 +80,7 @@ def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
             f"{trained.config.model.vocab_size}; give the corpus of the run "
-            f"({shown(trained.config.data.path)}) or one built with its tokenizer (tokenizer.path)"
+            f"({path_text(trained.config.data.path)}) or one built with its tokenizer (tokenizer.path)"
         )
     own = trained.tokenizer_home / "tokenizer"
     if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():

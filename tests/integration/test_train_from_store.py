@@ -67,7 +67,7 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
     url = f"{bucket}/books"
     assert data_pipeline(["upload", str(corpus), url]) == 0
     assert (
-        f"{url} holds train and validation; every file was read back and is the same"
+        f"{url} holds train and validation; every file was read back and compared"
         in capsys.readouterr().out
     )
     shards = Corpus.open(corpus / "train").manifest.shards
@@ -108,4 +108,4 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
         == 2
     )
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "could not be fetched; attempt 1 of 5 ended with: the store answered 404" in error
+    assert "could not be fetched; attempt 1 of 5 failed: the store answered 404" in error

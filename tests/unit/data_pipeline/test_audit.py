@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from data_pipeline.cli import main
+from data_pipeline.config import MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_mixture
-from data_pipeline.lanes.mixture_part import MixturePart
 from tests.helpers.corpora import write_numbered_corpus
 
 NUM_LANES, LENGTH, STEPS = 8, 16, 60
@@ -104,7 +104,7 @@ def test_it_reads_no_tokens(corpus, tmp_path, capsys):
         reader = copy.shard(number)
         content = bytearray((tmp_path / shard.path).read_bytes())
         for begin, length in zip(
-            reader.token_begins.tolist(), reader.lengths.tolist(), strict=True
+            reader.token_offsets.tolist(), reader.lengths.tolist(), strict=True
         ):
             content[begin : begin + 4 * length] = bytes(4 * length)
         (tmp_path / shard.path).write_bytes(content)
@@ -175,7 +175,7 @@ def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
     assert (
         main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
     )
-    assert "--steps begin at 5, before the lanes did at --first-step=100" in capsys.readouterr().err
+    assert "--steps start at 5, before the lanes did at --first-step=100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [range(40, 90), range(300)])
@@ -234,7 +234,7 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert main(["audit", str(tmp_path / "a"), *arguments, "--repeat=0"]) == 2
     assert "found a weight of 0" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "a"), f"--mix={tmp_path / 'b'}=nan"]) == 2
-    assert "a repeat of nan is none or too small" in capsys.readouterr().err
+    assert "a repeat of nan is not positive or too small" in capsys.readouterr().err
 
 
 def test_segments_that_grow_on_the_way_are_those_that_the_lanes_read(corpus, capsys):

@@ -109,7 +109,7 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
         file.write(b'{"text": 3}\nnonsense\n{"text": "good"}\n')
     with pytest.raises(
         DataError,
-        match=r"more than max_rejects=1 unusable records, the last one x.jsonl:42: invalid J",
+        match=r"more than max_rejects=1 unusable records, the last one is x.jsonl:42: invalid J",
     ):
         build_corpus(replace(config, max_rejects=1))
     assert not list(config.output.rglob(MANIFEST_NAME))
@@ -131,7 +131,7 @@ def test_an_empty_corpus_is_refused(tmp_path, kind, content):
     config = config_of(tmp_path, [], tokenizer=TokenizerConfig(kind=kind, vocab_size=300))
     config.input[0].write_text(content)
     with pytest.raises(
-        DataError, match=r"no (documents|usable text) for the training split|holds no usable text"
+        DataError, match=r"no (documents|usable text) for the training split|has no usable text"
     ):
         build_corpus(config)
     assert not list(config.output.rglob(MANIFEST_NAME))
@@ -163,7 +163,7 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path):
     config = config_of(tmp_path, some_texts(10))
     config.output.mkdir()
     (config.output / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="is not empty and holds no corpus"):
+    with pytest.raises(ConfigError, match="is not empty and does not hold a corpus"):
         build_corpus(config)
     assert contents(config.output) == {"thesis.tex": b"precious"}
 

@@ -207,7 +207,7 @@ def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_p
     done = subprocess.run([*command, config.input[0], errors], capture_output=True, text=True)
     lines = [line for line in errors.read_text().splitlines() if "batch" not in line]
     assert [line for line in lines if line.startswith("error")] == lines[-1:]
-    assert "No space left on device; free some space and run the same command again" in lines[-1]
+    assert "No space left on device; free disk space and run the same command again" in lines[-1]
     first, second, checksum = [
         line for line in done.stdout.splitlines() if line.startswith("status") or " /" in line
     ]

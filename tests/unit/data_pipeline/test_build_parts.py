@@ -98,7 +98,7 @@ def test_what_is_wrong_in_one_process_ends_all_with_its_words(tmp_path):
     config = folder_config(tmp_path, max_rejects=0)
     (tmp_path / "in" / "0299.txt").write_bytes(b"\xff")
     with pytest.raises(
-        DataError, match=r"max_rejects=0 unusable records, the last one 0299.txt: invalid UTF-8"
+        DataError, match=r"max_rejects=0 unusable records, the last one is 0299.txt: invalid UTF-8"
     ):
         build_in_processes(config, 2)
     assert not multiprocessing.active_children()
@@ -133,7 +133,7 @@ def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
     config = folder_config(tmp_path)
     with pytest.raises(ConfigError, match="found part 3 of 2"):
         build_part(config, 3, 2)
-    with pytest.raises(ConfigError, match="one tokenizer"):
+    with pytest.raises(ConfigError, match="parts need an existing tokenizer"):
         build_part(replace(config, tokenizer=TokenizerConfig()), 1, 2)
     with pytest.raises(ConfigError, match=r"drop_duplicates .* use --processes"):
         build_part(replace(config, drop_duplicates=True), 1, 2)
@@ -222,7 +222,7 @@ def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_ar
         (tmp_path / "other" / "file").touch()
         with pytest.raises(ConfigError, match="is a file; give a directory"):
             build(replace(config, output=tmp_path / "other" / "file"))
-        with pytest.raises(ConfigError, match="holds no corpus; choose a new directory"):
+        with pytest.raises(ConfigError, match="does not hold a corpus; choose a new directory"):
             build(replace(config, output=tmp_path / "other"))
         begun = replace(config, output=tmp_path / "begun")
         with pytest.raises(

@@ -28,7 +28,7 @@ def test_the_example_configs_want_only_input_and_output(path):
         ({"shard_bytes": 1 << 32}, "shard_bytes=4294967296 must be between"),
         ({"max_document_bytes": 1 << 31}, "max_document_bytes=2147483648 must be between"),
         ({"max_rejects": -1}, "must be 0 or more"),
-        ({"tokenizer": {"vocab_size": 100}}, "leaves no room beside the 256 bytes"),
+        ({"tokenizer": {"vocab_size": 100}}, "is too small for the 256 bytes"),
         ({"tokenizer": {"training_bytes": 0}}, "training_bytes=0 must be positive"),
         ({"tokenizer": {"kind": "wordpiece"}}, "tokenizer.kind"),
     ],

@@ -179,7 +179,7 @@ def test_a_missing_file_suggests_a_neighbour_and_names_who_wanted_it(tmp_path):
     [
         ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:"),
         ("name: x\ncount: 1\ncount: 2\n", "a.yaml:3:1: not valid YAML: 'count' is given twice"),
-        ("- name\n", "holds ['name']; expected settings"),
+        ("- name\n", "holds ['name'], expected settings"),
         ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),
         ("name: x\ncount: yes\n", "count: found True, expected a number"),
         ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
@@ -229,7 +229,7 @@ def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
     said = error_of(path)
     assert "others.1.mod: unknown setting; did you mean 'mode'?" in said
     assert "others.2.rate: found 'x', expected" in said
-    assert "others.3: found 3, expected a section with names under it" in said
+    assert "others.3: found 3, expected a section with names in it" in said
     right = load_config(
         Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n")
     )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.commands.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
+from data_pipeline.corpora.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.corpora.stores import RetryPolicy
@@ -52,7 +52,7 @@ def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_w
     assert objects(s3_endpoint, bucket) == there
     assert main(["fetch", url, str(tmp_path / "copy"), "--splits", "train", "validation"]) == 0
     assert main(["verify", str(tmp_path / "copy")]) == 0
-    assert "every shard is what its manifest says" in capsys.readouterr().out
+    assert "every shard matches its manifest" in capsys.readouterr().out
 
 
 def test_fetch_goes_on_where_it_was_interrupted(built, tmp_path):
@@ -78,7 +78,7 @@ def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
     shutil.copytree(built, tmp_path / "copy")
     path = tmp_path / "copy" / "train" / "shard.00002.mds"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"shard\.00002\.mds is damaged"):
+    with pytest.raises(DataError, match=r"shard\.00002\.mds is corrupted"):
         upload_corpus(tmp_path / "copy", f"{bucket}/c", print)
     assert "c/train/manifest.json" not in objects(s3_endpoint, bucket)
 
@@ -86,12 +86,15 @@ def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["upload", "{built}", "http://127.0.0.1:1/c"], "expected one in an object store: s3://"),
+        (
+            ["upload", "{built}", "http://127.0.0.1:1/c"],
+            "expected a URL that starts with one of s3://",
+        ),
         (["upload", "{built}", "s3://no-such-bucket/c"], "s3://no-such-bucket/c cannot be opened"),
         (["upload", "{built}/train", "{bucket}/c"], "is one split; give the corpus"),
         (["upload", "{built}/tokenizer", "{bucket}/c"], "no manifest.json"),
-        (["fetch", "{built}", "copy"], "expected a URL that begins with one of http://"),
-        (["inspect", "ftp://host/c"], "expected a URL that begins with one of http://"),
+        (["fetch", "{built}", "copy"], "expected a URL that starts with one of http://"),
+        (["inspect", "ftp://host/c"], "expected a URL that starts with one of http://"),
     ],
 )
 def test_what_cannot_be_copied_is_one_line(built, bucket, capsys, arguments, message):
@@ -122,7 +125,7 @@ def test_verify_reads_every_byte_of_a_store(built, tmp_path, capsys):
     shutil.copytree(built, tmp_path / "copy")
     with FileServer(tmp_path / "copy") as server:
         assert main(["verify", server.url]) == 0
-        assert f"{server.url}: every shard is what its manifest says" in capsys.readouterr().out
+        assert f"{server.url}: every shard matches its manifest" in capsys.readouterr().out
         path = tmp_path / "copy" / "validation" / "shard.00000.mds"
         path.unlink()
         assert main(["verify", server.url]) == 2
@@ -142,14 +145,14 @@ def test_raw_objects_are_copied_as_they_are_named_and_only_once(
         s3.put_object(Bucket=name, Key=key, Body=body)
     for _ in range(2):
         assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 0
-        assert f"holds the 2 objects below {bucket}/text" in capsys.readouterr().out
+        assert f"holds the 2 objects under {bucket}/text" in capsys.readouterr().out
         s3.put_object(Bucket=name, Key="text/a.txt", Body=b"changed")
     assert contents(tmp_path / "copy") == {".fetch.lock": b"", "a.txt": b"a", "deep/b.txt": b"b"}
     assert main(["fetch", f"{bucket}/nothing", str(tmp_path / "copy"), "--raw"]) == 2
-    assert "there is nothing below" in capsys.readouterr().err
+    assert "there are no objects under" in capsys.readouterr().err
     s3.put_object(Bucket=name, Key="bad/../../x", Body=b"x")
     assert main(["fetch", f"{bucket}/bad", str(tmp_path / "bad"), "--raw"]) == 2
-    assert "would lie outside" in capsys.readouterr().err
+    assert "would be outside" in capsys.readouterr().err
 
 
 def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeypatch):
@@ -160,10 +163,10 @@ def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeyp
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         fetch_objects(f"{bucket}/text", tmp_path / "warm", print)  # the first client takes its time
         server.bytes_per_second = 20_000
-        patience = RetryPolicy(
+        retry_policy = RetryPolicy(
             attempts=1, timeout=0.5, bytes_per_second=1e9
         )  # a second, if it were a small file
-        fetch_objects(f"{bucket}/text", tmp_path / "copy", print, patience)
+        fetch_objects(f"{bucket}/text", tmp_path / "copy", print, retry_policy)
     assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
 
 

@@ -28,7 +28,7 @@ def test_reading_names_a_shard_in_which_one_bit_flipped(corpus):
     path.write_bytes(content)
     with pytest.raises(
         DataError,
-        match=r"shard\.00002\.mds is damaged: its SHA-256 is [0-9a-f]{16}, the manifest says",
+        match=r"shard\.00002\.mds is corrupted: its SHA-256 is [0-9a-f]{16}, the manifest expects",
     ):
         read_an_epoch(corpus)
 
@@ -37,7 +37,7 @@ def test_reading_names_a_truncated_shard(corpus):
     path = corpus.directory / "shard.00001.mds"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
-        DataError, match=r"shard\.00001\.mds is damaged: it has \d+ bytes, the manifest says"
+        DataError, match=r"shard\.00001\.mds is corrupted: it has \d+ bytes, the manifest expects"
     ):
         read_an_epoch(corpus)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.document_rules import split_text
+from data_pipeline.builder.records import split_text
 from data_pipeline.cli import main
 from data_pipeline.errors import ConfigError
 from tests.helpers.corpora import config_of, documents_of, some_texts

@@ -148,7 +148,7 @@ def test_a_damaged_archive_is_named(tmp_path, name, damage):
         packed[len(packed) // 2] ^= 0xFF
         packed[len(packed) // 2 + 1] ^= 0xFF
     (tmp_path / name).write_bytes(packed)
-    with pytest.raises(DataError, match=rf"{name} is damaged or cut off"):
+    with pytest.raises(DataError, match=rf"{name} is corrupted or truncated"):
         read_all(config_of(tmp_path, max_rejects=10**6))
 
 
@@ -189,7 +189,7 @@ def test_links_to_files_and_folders_are_followed_and_those_that_lead_nowhere_are
     (folder / "linked").symlink_to("../elsewhere")
     assert [document.id for document in read_all(config_of(folder))] == ["file.txt", "linked/a.txt"]
     (tmp_path / "elsewhere" / "back").symlink_to("../in")
-    with pytest.raises(DataError, match=r"in/linked/back is a link to a folder that it lies in"):
+    with pytest.raises(DataError, match=r"in/linked/back is a link to one of its parent folders"):
         read_all(config_of(folder))
     (tmp_path / "elsewhere" / "back").unlink()
     (folder / "lost.txt").symlink_to("gone.txt")
@@ -208,13 +208,13 @@ def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(os, "scandir", scandir)  # root may list everything
     assert exit_status_of(lambda: len(read_all(config_of(tmp_path)))) == 2
-    assert "closed: Permission denied; give this user the right to it" in capsys.readouterr().err
+    assert "closed: Permission denied; give this user the permissions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
 def test_an_archive_of_no_bytes_is_cut_off_and_one_of_nothing_is_not(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=rf"{name} is damaged or cut off \(it is empty\)"):
+    with pytest.raises(DataError, match=rf"{name} is corrupted or truncated \(it is empty\)"):
         read_all(config_of(tmp_path))
     (tmp_path / name).write_bytes(
         gzip.compress(b"") if name.endswith("gz") else zstandard.compress(b"")

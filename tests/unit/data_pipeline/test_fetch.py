@@ -58,7 +58,7 @@ def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file
     server.fault, server.faulty = fault, 100
     with pytest.raises(
         NotFetchedError,
-        match=r"shard\.00001\.mds could not be fetched; attempt (\d) of \1 ended with",
+        match=r"shard\.00001\.mds could not be fetched; attempt (\d) of \1 failed",
     ) as e:
         fetch_shard(store, corpus.manifest.shards[1], tmp_path / "x", tmp_path)
     assert "\n" not in str(e.value)
@@ -69,7 +69,7 @@ def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file
 def test_what_is_not_there_is_not_asked_for_again(faulty, tmp_path):
     store, server = faulty
     with pytest.raises(
-        NotFetchedError, match=r"attempt 1 of \d ended with: the \w+ answered 404"
+        NotFetchedError, match=r"attempt 1 of \d failed: the \w+ answered 404"
     ) as error:
         fetch_manifest(store_at(f"{store.url}/elsewhere", QUICK), tmp_path)
     assert error.value.is_final
@@ -95,10 +95,13 @@ def test_a_disk_that_is_full_is_named_at_once(faulty, corpus, tmp_path):
 def test_a_server_that_sends_steadily_but_far_too_slowly_is_given_up(corpus, tmp_path):
     with FileServer(corpus.directory) as server:
         server.bytes_per_second = 800.0
-        patience = RetryPolicy(attempts=1, timeout=0.2, bytes_per_second=1e6)
+        retry_policy = RetryPolicy(attempts=1, timeout=0.2, bytes_per_second=1e6)
         with pytest.raises(DataError, match=r"too slowly|longer than"):
             fetch_shard(
-                store_at(server.url, patience), corpus.manifest.shards[0], tmp_path / "x", tmp_path
+                store_at(server.url, retry_policy),
+                corpus.manifest.shards[0],
+                tmp_path / "x",
+                tmp_path,
             )
 
 
@@ -137,14 +140,14 @@ def test_a_tokenizer_comes_whole_or_not_at_all(tmp_path, vocabulary):
         assert not list((tmp_path / "other").iterdir())
         if vocabulary == "unigram":
             (remote / "tokenizer.model").write_bytes(b"damaged")
-            with pytest.raises(DataError, match="not what its description says"):
+            with pytest.raises(DataError, match="does not match its description"):
                 fetch_tokenizer(store, tmp_path / "third", fingerprint)
             assert sha256_of(tmp_path / "copy" / "tokenizer.model")
 
 
 def test_other_locations_are_refused():
     with pytest.raises(
-        DataError, match="expected a URL that begins with one of http://, https://, s3://"
+        DataError, match="expected a URL that starts with one of http://, https://, s3://"
     ):
         store_at("ftp://host/corpus")
 
@@ -170,5 +173,5 @@ def test_a_task_that_does_not_end_in_time_is_left_behind():
     ],
 )
 def test_what_is_no_url_is_said_at_once(tmp_path, url):
-    with pytest.raises(NotFetchedError, match=r"attempt 1 of 3 ended with: this is no URL"):
+    with pytest.raises(NotFetchedError, match=r"attempt 1 of 3 failed: not a valid URL"):
         fetch_manifest(store_at(url, QUICK), tmp_path)

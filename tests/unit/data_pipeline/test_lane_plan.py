@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.lanes.lane_check import check_lanes
-from data_pipeline.lanes.lane_plan import LanePlan
+from data_pipeline.lanes.lane_plan import LanePlan, check_lanes
 
 SHARDS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=7)
 

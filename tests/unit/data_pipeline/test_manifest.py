@@ -43,9 +43,9 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
     ("edit", "message"),
     [
         (lambda tree: tree["shards"][0].update(tokens=31), "was changed after it was written"),
-        (lambda tree: tree["shards"][0].pop("tokens"), "is damaged"),
-        (lambda tree: tree.pop("dtype"), "is damaged"),
-        (lambda tree: tree.update(format=2), "has format 2; this version reads format 1"),
+        (lambda tree: tree["shards"][0].pop("tokens"), "is corrupted"),
+        (lambda tree: tree.pop("dtype"), "is corrupted"),
+        (lambda tree: tree.update(format=2), "has format 2, this version reads format 1"),
     ],
 )
 def test_an_edited_manifest_is_refused(tmp_path, edit, message):
@@ -69,5 +69,5 @@ def test_a_torn_or_missing_manifest_says_what_to_do(tmp_path):
     with pytest.raises(DataError, match="holds the splits train; give one of them"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST_NAME).write_text('{"format": 1, "sha')
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(DataError, match="is corrupted"):
         read_manifest(tmp_path)

@@ -125,7 +125,7 @@ def test_a_shard_that_is_not_what_its_headers_say_is_named(tmp_path, kind):
     content = path.read_bytes()
     assert damaged(content, kind) != content
     path.write_bytes(damaged(content, kind))
-    with pytest.raises(DataError, match=r"shard .*shard\.00003\.mds is (damaged|empty)"):
+    with pytest.raises(DataError, match=r"shard .*shard\.00003\.mds is (corrupted|empty)"):
         ShardReader(path, "uint16")
 
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.config import MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
-from data_pipeline.lanes.lane_tokens import plan_of
-from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data
-from data_pipeline.lanes.mixture_part import MixturePart
+from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 NUM_LANES = 4
@@ -179,5 +178,5 @@ def test_what_cannot_be_mixed_is_refused(corpora, tmp_path):
     unigram = make_tiny_corpus(tmp_path / "u", vocabulary="unigram")
     with pytest.raises(DataError, match="was made with the tokenizer"):
         open_mixture([MixturePart(path=a), MixturePart(path=unigram)])
-    with pytest.raises(DataError, match=r"let data\.path be the corpus"):
+    with pytest.raises(DataError, match=r"set data\.path to a corpus"):
         open_training_data(unigram, [MixturePart(path=a)])

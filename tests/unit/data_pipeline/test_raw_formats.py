@@ -134,7 +134,7 @@ def test_a_damaged_tar_is_named_and_never_read_short(tmp_path, name, kind):
     (tmp_path / name).write_bytes(
         zstandard.ZstdCompressor().compress(content) if name.endswith(".zst") else content
     )
-    with pytest.raises(DataError, match=rf"{name} is damaged or cut off"):
+    with pytest.raises(DataError, match=rf"{name} is corrupted or truncated"):
         read_all(tmp_path / name)
 
 
@@ -163,7 +163,7 @@ def test_bad_rows_of_parquet_are_rejected_with_place_and_reason(tmp_path):
     assert (good.id, good.text) == ("x.parquet:1", "good")
     assert [record.source for record in bad] == [f"x.parquet:{row}" for row in range(2, 6)]
     reasons = [
-        "holds nothing",
+        "is null",
         "invalid UTF-8 at byte 3",
         "empty",
         "longer than max_document_bytes=100",
@@ -180,7 +180,7 @@ def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="holds int, expected text"):
         read_all(path, text_field="n")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"x.parquet is damaged or cut off"):
+    with pytest.raises(DataError, match=r"x.parquet is corrupted or truncated"):
         read_all(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="needs pyarrow, which is not installed"):

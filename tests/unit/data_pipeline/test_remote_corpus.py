@@ -8,19 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.config_loader import parse_config, to_tree
-from data_pipeline.corpora.cache_config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.read_ahead import ReadAhead
-from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
+from data_pipeline.corpora.remote_corpus import (
+    CachedShards,
+    ShardPrefetcher,
+    local_corpus_directory,
+)
 from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import DataError
+from data_pipeline.files import absolute, url_of
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
-from data_pipeline.lanes.mixture_part import MixturePart
-from data_pipeline.location import absolute, url_of
 from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, FileServer, put_directory
@@ -170,7 +172,7 @@ def test_parts_of_a_mixture_may_lie_in_stores(built, tmp_path):
             tokens_of(LaneStream(data, LANES, SEED, LENGTH, range(LANES)), 60)
             == tokens_of(expected, 60)
         ).all()
-        data.check_room(3)
+        data.check_capacity(3)
         assert any(name.startswith("shard") for name in server.asked)
 
 
@@ -212,9 +214,9 @@ def test_reading_ahead_asks_once_and_outlives_errors(numbered):
         asked.append(info.path)
         raise DataError("no")
 
-    ahead = ReadAhead(fetch, num_threads=2)
-    ahead.ask_for(numbered.manifest.shards[:3])
-    ahead.ask_for(numbered.manifest.shards[:5])
+    ahead = ShardPrefetcher(fetch, num_threads=2)
+    ahead.request(numbered.manifest.shards[:3])
+    ahead.request(numbered.manifest.shards[:5])
     first.set()
     deadline = time.monotonic() + 10
     while len(asked) < 5 and time.monotonic() < deadline:

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from data_pipeline.config import SegmentLengths
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.segment_lengths import SegmentLengths
 
 
 def test_steps_and_tokens_agree_with_a_count_one_by_one():

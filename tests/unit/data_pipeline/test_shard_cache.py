@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import ConfigError, DataError
@@ -22,7 +22,7 @@ NUM_SHARDS = 8
 FETCH = """
 import sys
 from pathlib import Path
-from data_pipeline.corpora.cache_config import CacheConfig
+from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
@@ -98,7 +98,7 @@ def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(
     first, second = (cache.open(store, info) for info in shards[:2])
     other = cache_of(tmp_path, 2 * largest(shards))
     with pytest.raises(
-        CacheFullError, match=r"no room for shard\.00002\.mds .* set data\.cache\.gib to more"
+        CacheFullError, match=r"no space for shard\.00002\.mds .* raise data\.cache\.gib"
     ):
         other.open(store, shards[2])
     other.fetch(store, shards[2])  # reading ahead asks for nothing that is not there
@@ -192,12 +192,12 @@ def test_files_of_others_in_the_cache_directory_stay(server, shards, tmp_path):
 
 def test_a_cache_that_cannot_hold_the_open_shards_is_refused(tmp_path):
     cache = cache_of(tmp_path, 1 << 20)
-    cache.check_room(10, 100_000)
+    cache.check_capacity(10, 100_000)
     with pytest.raises(
         DataError,
-        match=r"up to 20 shards of 100,000 bytes open at once; set it to 0\.00196 or more",
+        match=r"up to 20 shards of 100,000 bytes open at the same time; set it to 0\.00196 or more",
     ):
-        cache.check_room(20, 100_000)
+        cache.check_capacity(20, 100_000)
 
 
 def test_a_limit_must_be_positive():

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer
 from tests.helpers.corpora import make_text
 
 KINDS = ["bytes", "bpe", "unigram"]
@@ -100,7 +101,7 @@ def test_a_sentencepiece_model_from_elsewhere_is_used_as_it_is(tokenizers, tmp_p
         == tokenizers["bpe"].encode("the river").tolist()
     )
     path.write_bytes(b"not a model")
-    with pytest.raises(DataError, match="is no SentencePiece model"):
+    with pytest.raises(DataError, match="is not a SentencePiece model"):
         Tokenizer.load(path)
 
 
@@ -109,12 +110,12 @@ def test_an_altered_model_is_refused(tokenizers, tmp_path):
     content = bytearray((tmp_path / "tokenizer.model").read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(DataError, match="is damaged: its model has fingerprint"):
+    with pytest.raises(DataError, match="is corrupted: its model has fingerprint"):
         Tokenizer.load(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         Tokenizer.load(tmp_path)
 
 
@@ -150,7 +151,7 @@ def test_what_reading_the_texts_raises_is_not_hidden_behind_the_vocabulary():
 TRAINING = """
 import random, sys, time
 from data_pipeline.errors import exit_status_of
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.builder.train_tokenizer import train_tokenizer
 
 def texts():
     for number in range(1000):

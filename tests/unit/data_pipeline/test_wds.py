@@ -143,17 +143,17 @@ def tar_of(data: bytes) -> bytes:
     ("kind", "message"),
     [
         ("empty", "is empty"),
-        ("cut", "do not end as a tar does"),
-        ("no end", "do not end as a tar does"),
-        ("other file", "do not end as a tar does behind 0 headers"),
-        ("only end", "holds no documents"),
-        ("more behind", "no whole number of blocks"),
-        ("block behind", "do not end as a tar does"),
+        ("cut", "have no end-of-archive marker"),
+        ("no end", "have no end-of-archive marker"),
+        ("other file", "have no end-of-archive marker after 0 headers"),
+        ("only end", "contains no documents"),
+        ("more behind", "not a whole number of blocks"),
+        ("block behind", "have no end-of-archive marker"),
         ("checksum", "checksum of the header at byte 0"),
-        ("size", "do not end as a tar does"),
-        ("text", "no array of uint16"),
-        ("short", "no array of uint16"),
-        ("other type", "no array of uint16"),
+        ("size", "have no end-of-archive marker"),
+        ("text", "does not start a one-dimensional array of uint16"),
+        ("short", "does not start a one-dimensional array of uint16"),
+        ("other type", "does not start a one-dimensional array of uint16"),
         ("no tokens", "impossible"),
     ],
 )
@@ -167,5 +167,7 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, kind, message):
 
 def test_a_shard_of_an_unknown_format_is_refused(tmp_path):
     (tmp_path / "shard.00000.zip").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"unknown format, expected a name in \.mds or \.tar"):
+    with pytest.raises(
+        DataError, match=r"unknown format, expected a name that ends in \.mds or \.tar"
+    ):
         ShardReader(tmp_path / "shard.00000.zip", "uint16")

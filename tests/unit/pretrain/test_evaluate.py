@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows

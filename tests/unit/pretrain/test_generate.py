@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.errors import ConfigError
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import ModelConfig
 from pretrain.evaluation.sampling import (
     Sampling,

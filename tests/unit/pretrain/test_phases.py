@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config import MixturePart, SegmentLengths
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.mixture_part import MixturePart
-from data_pipeline.lanes.segment_lengths import SegmentLengths
 from pretrain.cli import main
 from pretrain.config.phases import (
     advice_on_phases,
