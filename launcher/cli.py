@@ -47,6 +47,9 @@ PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. Supervisors set up logging again, under their own name."""
+    """Run one command.
+
+    Returns its exit status. Supervisors set up logging again, under their own name.
+    """
     set_up_logging("launcher")
     return PROGRAM.main(arguments)

@@ -1,7 +1,8 @@
 """The logic of a preflight: which ranks measure together, and which nodes are slow or broken.
 
-The launcher and the ranks exchange files in a directory that all nodes see; `pretrain/processes/node_check.py` is the
-other side. The rating compares nodes with each other and is pure.
+The launcher and the ranks exchange files in a directory that all nodes see;
+`pretrain/processes/node_check.py` is the other side. The rating compares nodes with each other and
+is pure.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[Ra
 def pair_up(
     out: Path, found: Sequence[RankMeasurement], is_running: Callable[[], bool]
 ) -> list[PairResult]:
-    """Measure every pair of nodes once. A node that does not respond in a round is left out of later ones."""
+    """Measure every pair of nodes once.
+
+    A node that does not respond in a round is left out of later ones.
+    """
     ranks = {
         node: [one.rank for one in found if one.node == node]
         for node in dict.fromkeys(one.node for one in found)
@@ -134,7 +138,10 @@ class NodeReport:
 
 
 def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
-    """Every pair once, in rounds in which no node is in two pairs; a node without others is measured alone."""
+    """Every pair once, in rounds in which no node is in two pairs.
+
+    A node without others is measured alone.
+    """
     if len(nodes) < 2:
         return [[tuple(nodes)]] if nodes else []
     circle: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]

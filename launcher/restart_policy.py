@@ -1,4 +1,5 @@
-"""The restart decision: what follows an attempt, and which node to leave out. Pure, without processes or clocks."""
+"""The restart decision: what follows an attempt, and which node to leave out. Pure, without
+processes or clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before th
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how fast to restart a run that crashes. Progress is a newer checkpoint, not time."""
+    """How often and how fast to restart a run that crashes.
+
+    Progress is a newer checkpoint, not time.
+    """
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
@@ -53,7 +57,8 @@ def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptResult:
-    """How an attempt ended: exit statuses in rank order, and the latest checkpoint's step before and after it."""
+    """How an attempt ended: exit statuses in rank order, and the latest checkpoint's step before
+    and after it."""
 
     statuses: tuple[int, ...]
     step_before: int
@@ -101,7 +106,8 @@ def decide(
 def attempts_without_progress(attempts: Sequence[AttemptResult]) -> int:
     """How many of the last attempts in a row brought no newer checkpoint.
 
-    Attempts that ran out of memory do not count: the micro-batch halves until it is one lane, where the run is refused.
+    Attempts that ran out of memory do not count: the micro-batch halves until it is one lane, where
+    the run is refused.
     """
     count = 0
     for attempt in reversed(attempts):
@@ -112,7 +118,8 @@ def attempts_without_progress(attempts: Sequence[AttemptResult]) -> int:
 
 
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
-    """Which rank made an attempt hang: the only one that had to be killed; None if there are several or none.
+    """Which rank made an attempt hang: the only one that had to be killed; None if there are
+    several or none.
 
     The rank whose watchdog fires first is not it: that rank was waiting for another one.
     """
@@ -120,11 +127,12 @@ def unresponsive_rank(statuses: Sequence[int]) -> int | None:
     return killed[0] if len(killed) == 1 else None
 
 
-# ------------------------------------------------------------------- what former starts of a job say
+# ------------------------------------------------------------------- former starts of a job
 
 
 def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
-    """How the attempts of all former starts of this job ended, also those lost together with their supervisor.
+    """How the attempts of all former starts of this job ended, also those lost together with their
+    supervisor.
 
     Attempts that were asked to stop say nothing about the run and are left out.
     """
@@ -147,9 +155,11 @@ def _result(statuses: tuple[int, ...], step_before: int, step_after: int) -> Att
 
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
-    """The node whose ranks failed first in the last two attempts of this start of the job, both without progress.
+    """The node whose ranks failed first in the last two attempts of this start of the job, both
+    without progress.
 
-    `node_of` maps a rank to its node; that mapping holds for one start only, so earlier starts do not count.
+    `node_of` maps a rank to its node; that mapping holds for one start only, so earlier starts do
+    not count.
     """
     attempts: list[AttemptEnded] = []
     for event in ledger:

@@ -1,4 +1,5 @@
-"""The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or hopeless.
+"""The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or
+hopeless.
 
 The caller provides how ranks are started: on this machine, or as a step of a Slurm job.
 """
@@ -28,7 +29,8 @@ from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded, NextAction
 from pretrain.rundir.run_dir import RunDir
 
-# The watchdog of a rank (pretrain/rundir/heartbeat.py) is faulthandler's; its stacks start with this line.
+# The watchdog of a rank (pretrain/rundir/heartbeat.py) is faulthandler's; its stacks start with
+# this line.
 _WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
@@ -46,7 +48,10 @@ class Ranks(Protocol):
     first_failure: int | None  # the rank that failed first, known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
-        """Exit statuses in rank order when all have exited; calls `meanwhile` many times a second until then."""
+        """Exit statuses in rank order when all have exited.
+
+        Calls `meanwhile` many times a second until then.
+        """
         ...
 
     def terminate(self) -> None:
@@ -65,10 +70,11 @@ class Ranks(Protocol):
 class StopSignals:
     """Counts the signals that ask to stop, instead of dying of them.
 
-    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they ended. So:
-    SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills them. A second SIGTERM does not:
-    Slurm sends several while a job ends. SIGUSR1, which `sbatch --signal` sends ahead of the time limit, asks too.
-    SIGUSR2 goes to the ranks alone (see srun.py). `received` has all signals in order.
+    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
+    ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
+    them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
+    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
+    srun.py). `received` has all signals in order.
     """
 
     def __init__(self) -> None:
@@ -104,10 +110,12 @@ def supervise(
     meanwhile: Callable[[], None] = lambda: None,
     job: str | None = None,
 ) -> int:
-    """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit status.
+    """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit
+    status.
 
-    `start(number)` starts attempt `number` and returns its ranks; `past` are attempts before this call that count;
-    `meanwhile` is called many times a second while ranks run; `job` is the Slurm job that the attempts belong to.
+    `start(number)` starts attempt `number` and returns its ranks; `past` are attempts before this
+    call that count; `meanwhile` is called many times a second while ranks run; `job` is the Slurm
+    job that the attempts belong to.
     """
     attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):

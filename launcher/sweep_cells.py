@@ -1,4 +1,5 @@
-"""The cells of a sweep: their states, their order, and the tables of what is planned and what came out."""
+"""The cells of a sweep: their states, their order, and the tables of what is planned and what came
+out."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from pretrain.terminal.text import si
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """A cell, its run's directory, and how that stands."""
+    """A cell, its run directory and its state."""
 
     index: int  # in the sweep file, and in arrays
     cell: Cell
@@ -34,20 +35,20 @@ class CellRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether it made all steps that the sweep file asks for now."""
+        """Whether it has made all steps that the sweep file has now."""
         return self.state.state is State.DONE and self.state.step >= self.config.optim.steps
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has to be started: neither done nor on its way."""
+        """Whether it has to be started: it is neither done nor active."""
         return not self.is_done and not self.state.is_active
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
-    """All cells in the order of the file; Slurm is asked once for all that it has."""
+    """All cells in the order of the file; Slurm is queried once for all of them."""
     paths = [runs / cell.name for cell in sweep.cells]
-    begun = [path for path in paths if is_run(path)]
-    known = {Path(state.path): state for state in read_states(begun)}
+    started = [path for path in paths if is_run(path)]
+    known = {Path(state.path): state for state in read_states(started)}
     cells = []
     for index, (cell, path) in enumerate(zip(sweep.cells, paths, strict=True)):
         config = config_of(cell, sweep_path)
@@ -59,9 +60,10 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
 
 
 def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
-    """The cells that have most training FLOPs left first; in the order of the file where that is equal or unknown.
+    """The cells with the most training FLOPs left first; in the order of the file if that is equal
+    or unknown.
 
-    With several cells at a time, a long one that is begun last would be left to run alone.
+    With several cells at a time, a long one that starts last would run alone in the end.
     """
     return sorted(cells, key=_flops_left, reverse=True)
 
@@ -71,17 +73,17 @@ def _flops_left(cell: CellRun) -> float:
         config = with_vocabulary(cell.config)
     except (
         UserError
-    ):  # the corpus, and with it the vocabulary, is not there; the cell itself will say so
+    ):  # the corpus, and with it the vocabulary size, is missing; the cell itself will report that
         return 0.0
     return cost_of(config).flops - cost_of(config, min(cell.state.step, config.optim.steps)).flops
 
 
 def describe(cells: Sequence[CellRun]) -> str:
-    """How many are done and on their way."""
+    """How many cells are done and how many are active."""
     done, waiting = sum(cell.is_done for cell in cells), sum(cell.is_waiting for cell in cells)
-    on_their_way = len(cells) - done - waiting
+    num_active = len(cells) - done - waiting
     return f"{done} of {len(cells)} cells are done" + (
-        f", {on_their_way} on their way" if on_their_way else ""
+        f", {num_active} active" if num_active else ""
     )
 
 
@@ -99,13 +101,13 @@ def planned(cell: CellRun) -> dict[str, str]:
     try:
         cost = cost_of(with_vocabulary(cell.config))
         row |= {"parameters": si(cost.parameters), "FLOPs": f"{cost.flops:.3g}"}
-    except ConfigError:  # the corpus, and with it the vocabulary, is not there yet
+    except ConfigError:  # the corpus, and with it the vocabulary size, is missing
         pass
     return {**row, "settings": " ".join(f"{key}={value}" for key, value in _settings(cell).items())}
 
 
 def result_of(cell: CellRun) -> dict[str, Any]:
-    """A row of `launcher sweep collect`: the cell's own settings, how it stands, and its last evaluation."""
+    """A row of `launcher sweep collect`: the cell's settings, state and last evaluation."""
     state = cell.state
     evaluations = [
         line for line in RunDir(cell.path).read_metrics() if line.get("kind") == "evaluation"
@@ -123,7 +125,7 @@ def result_of(cell: CellRun) -> dict[str, Any]:
 
 
 def write_results(path: Path, cells: Sequence[CellRun]) -> None:
-    """One CSV row per cell, whole or not at all; what a cell does not have stays empty."""
+    """Write one CSV row per cell, atomically; values that a cell does not have are empty."""
     rows = [result_of(cell) for cell in cells]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO()

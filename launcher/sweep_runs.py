@@ -35,7 +35,10 @@ def run_cells(
     ranks: int,
     stop: StopSignals,
 ) -> list[str]:
-    """Run the cells; the names of those that failed. A request to stop lets those that run save and end."""
+    """Run the cells.
+
+    Returns the names of those that failed. On a request to stop, the running ones save and stop.
+    """
     waiting, failed = list(cells), []
     running: dict[str, RankGroup] = {}
     passed_on = 0
@@ -71,13 +74,14 @@ def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int) -> RankGro
     return RankGroup(command, 1, runs / "logs" / cell.cell.name)
 
 
-ARRAYS = ".arrays"  # below the cells' directories; no cell's name begins with a dot
+ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot
 
 
 def classes(
     cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange
 ) -> dict[int, list[CellRun]]:
-    """How many nodes -> the cells that need so many: each gets the fewest within `nodes` that hold it."""
+    """Number of nodes -> the cells that need as many: each gets the fewest within `nodes` that can
+    run it."""
     found: dict[int, list[CellRun]] = {}
     for cell in cells:
         found.setdefault(_fewest_nodes(cell, cluster, nodes), []).append(cell)
@@ -94,8 +98,8 @@ def array_of(
 ) -> tuple[Job, str]:
     """The job of cells that need equally many nodes, and its script.
 
-    The job's name follows from what these cells were submitted as before, so that a job whose number was lost on the
-    way is found by it, while cells that are tried again get a new one.
+    The job's name is derived from the cells' former jobs. So a job whose number was lost is found
+    by its name, while cells that are submitted again get a new one.
     """
     before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
     name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"
@@ -113,7 +117,10 @@ def array_of(
 
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
-    """Keep what the cells run, submit them once, note it in their journals; the array's id."""
+    """Save what the cells run, submit them once, record it in their ledgers.
+
+    Returns the array's id.
+    """
     check_request(job.cluster, job.nodes, slurm.partitions())
     for cell in cells:
         config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)

@@ -1,4 +1,4 @@
 """One module per command of `launcher`.
 
-Only `launcher/cli.py` and the supervisor's batch script import them; uses everything below.
+Only `launcher/cli.py` imports them; they may use every other module of the launcher.
 """

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     (state,) = read_states([arguments.run])
     run_dir = RunDir(arguments.run)
     if state.job and any(job.is_live for job in slurm.jobs([state.job])):
-        # First the ledger, then Slurm: what the job's ranks write while they end comes after this event.
+        # First the ledger, then Slurm: what the job's ranks write while they end comes after this
+        # event.
         run_dir.ledger.append(Canceled(job=state.job, step=state.step))
         slurm.cancel(state.job)
         print(f"job {state.job} is canceled; {_way_back(arguments.run, state)}")

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train until the run is finished; 0 then, 75 when stopped on request, 2 when refused or given up."""
+    """Train until the run is finished.
+
+    Returns 0 then, 75 if stopped on request, 2 if the run was refused or given up.
+    """
     set_up_logging("supervisor", getattr(arguments, "log_level", None))
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks={arguments.ranks} must be 1 or more")
@@ -91,7 +94,8 @@ def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable
 
 
 def _remove_refused(run_dir: RunDir) -> None:
-    """Delete the directory of a run that was refused before it started: it holds only our lock and the logs."""
+    """Delete the directory of a run that was refused before it started: it holds only our lock and
+    the logs."""
     for path in (*run_dir.logs.glob("attempt-*-rank-*.log"), *run_dir.path.glob("*.lock")):
         path.unlink()
     for directory in (run_dir.logs, run_dir.path):

@@ -1,4 +1,5 @@
-"""`launcher logs`: the log of one of a run's ranks, also while it is written, or only the errors of all of them."""
+"""`launcher logs`: the log of one of a run's ranks, also while it is written, or only the errors of
+all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pretrain.terminal.log import LINE_START
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _RANK_LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
-# Starts a block that lasts as long as lines are indented: a traceback, or the stacks of a rank that hung or crashed.
+# Starts a block that lasts as long as lines are indented: a traceback, or the stacks of a rank that
+# hung or crashed.
 _BLOCK = re.compile(
     r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first"
     r"|Fatal Python"
@@ -109,7 +111,8 @@ def latest_attempt(logs: Path) -> RankLogs | None:
 
 
 def error_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Whole tracebacks and stacks, lines logged as errors, and lines of others that look like errors."""
+    """Whole tracebacks and stacks, lines logged as errors, and lines of others that look like
+    errors."""
     in_block = False
     for raw in lines:
         level = LINE_START.match(raw)
@@ -148,7 +151,8 @@ def _print_errors(arguments: argparse.Namespace, logs: Path, latest: RankLogs | 
 
 
 def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
-    """Print what the rank writes, in this attempt and the next ones, until the run is not active any more."""
+    """Print what the rank writes, in this attempt and the next ones, until the run is not active
+    any more."""
     tail: _Tail | None = None
     checked, ending = time.monotonic(), ""
     while True:

@@ -1,4 +1,4 @@
-"""`launcher resume`: continue a run the way it was started: in a new Slurm job, or on this machine."""
+"""`launcher resume`: continue a run the way it was started, in a new Slurm job or here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launcher status`: how runs stand, told from their directories."""
+"""`launcher status`: the states of runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _WATCH_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher status`."""
     parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="directories of runs (default: --all)"
+        "runs", nargs="*", type=Path, metavar="RUN", help="run directories (default: --all)"
     )
-    parser.add_argument("--all", action="store_true", help="every run below --runs-dir")
+    parser.add_argument("--all", action="store_true", help="every run under --runs-dir")
     parser.add_argument(
         "--runs-dir",
         type=Path,
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="one JSON object per run and line, for scripts"
     )
     form.add_argument(
-        "--watch", action="store_true", help=f"again every {_WATCH_SECONDS:g} s, until Ctrl-C"
+        "--watch", action="store_true", help=f"update every {_WATCH_SECONDS:g} s, until Ctrl-C"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print how the runs stand; 0."""
+    """Print the states of the runs; 0."""
     if arguments.all and arguments.runs:
         raise ConfigError("--all and the names of runs contradict each other; give one of them")
     if arguments.watch:
@@ -57,19 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Path]:
-    """The directories asked for; ConfigError if there is none."""
+    """The run directories to show; ConfigError if there are none."""
     if arguments.runs:
         return arguments.runs
     found = sorted(find_runs(arguments.runs_dir))
     if not found:
-        raise ConfigError(
-            f"{arguments.runs_dir} holds no runs; name one, or say with --runs-dir where they are"
-        )
+        raise ConfigError(f"{arguments.runs_dir} contains no runs; name one, or set --runs-dir")
     return found
 
 
 def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Directories of runs at or below `root`; nothing is looked for inside of one."""
+    """Run directories at or under `root`; runs are not searched for other runs."""
     if is_run(root):
         yield root
     elif depth and root.is_dir():
@@ -80,21 +78,19 @@ def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not sys.stdout.isatty():
-        raise ConfigError(
-            "--watch draws on a terminal and this is none; leave it out, or use --json"
-        )
+        raise ConfigError("--watch needs a terminal; leave it out, or use --json")
     from rich.console import RenderableType
     from rich.live import Live
 
     from launcher.commands.tables import console, render
 
-    def picture() -> RenderableType:
+    def table() -> RenderableType:
         return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
 
     try:
-        with Live(picture(), console=console(), auto_refresh=False) as live:
+        with Live(table(), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_SECONDS)
-                live.update(picture(), refresh=True)
+                live.update(table(), refresh=True)
     except KeyboardInterrupt:
         return 0

@@ -1,4 +1,5 @@
-"""`launcher submit`: checks a run against a cluster, saves its code and settings, submits it to Slurm once."""
+"""`launcher submit`: checks a run against a cluster, saves its code and settings, submits it to
+Slurm once."""
 
 from __future__ import annotations
 

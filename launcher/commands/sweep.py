@@ -1,4 +1,7 @@
-"""`launcher sweep`: the cells of a sweep file, on this machine or as array jobs; what is done is never done again."""
+"""`launcher sweep`: run the cells of a sweep file, on this machine or as array jobs.
+
+Finished cells are never repeated.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from pretrain.terminal.text import counted
 
 _ACTIONS = (
     "plan: show the cells",
-    "submit: start what is neither done nor on its way",
-    "status: how each cell stands",
+    "submit: start the cells that are neither done nor active",
+    "status: show the state of each cell",
     "collect: settings and results as CSV",
 )
 
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them"
     )
     parser.add_argument(
-        "--runs-dir", type=Path, help="where the cells' directories are (default runs/SWEEP)"
+        "--runs-dir", type=Path, help="parent of the cells' run directories (default runs/SWEEP)"
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
@@ -49,22 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
     )
     parser.add_argument(
-        "-j", "--jobs", type=int, help="cells at a time (default: 1 here, on a cluster all)"
+        "-j",
+        "--jobs",
+        type=int,
+        help="cells at a time (default: 1 on this machine, all on a cluster)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, help="ranks of each cell here (default %(default)s)"
+        "--ranks",
+        type=int,
+        default=1,
+        help="with --local: ranks of each cell (default %(default)s)",
     )
     parser.add_argument(
         "--nodes",
         default="1",
         metavar="N|A:B",
-        help="hosts of each cell; 1:4 gives each the fewest",
+        help="nodes of each cell; 1:4 gives each the fewest that it needs",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="CSV",
-        help="what 'collect' writes (default RUNS/results.csv)",
+        help="output file of 'collect' (default RUNS/results.csv)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch scripts; write and submit nothing"
@@ -72,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when every cell is done or in the queue (or for `status`), 2 when one failed, 75 when stopped on request."""
+    """0 if every cell is done or in the queue (or for `status`), 2 if one failed, 75 if stopped on
+    request."""
     sweep = read_sweep(arguments.sweep)
     runs = arguments.runs_dir or Path("runs") / sweep.name
     if arguments.action != "submit":
@@ -81,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name}={value} must be 1 or more")
     if not arguments.local and not arguments.cluster:
-        raise ConfigError("neither --local nor --cluster is given; say where the cells should run")
+        raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
     if arguments.dry_run and arguments.local:
         raise ConfigError(
             "--dry-run prints batch scripts and --local has none; use 'launcher sweep status'"
@@ -129,7 +139,7 @@ def _submit(
             flush=True,
         )
     if waiting and not arguments.dry_run:
-        print(f"how they stand: launcher sweep status {arguments.sweep} --runs-dir {runs}")
+        print(f"Status: launcher sweep status {arguments.sweep} --runs-dir {runs}")
     return 0
 
 
@@ -140,15 +150,16 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
         order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
         failed = run_cells(order, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
         if stop.requests:
-            print("stopped on request; the same command goes on")
+            print("stopped on request; rerun the same command to continue")
             return EXIT_STOPPED
     if failed:
         count, names = counted(len(failed), "cell"), ", ".join(failed)
-        print(f"{count} failed: {names}; the same command tries them again, and only them")
+        print(f"{count} failed: {names}; rerun the same command to start only these again")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
         print(
-            f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} --runs-dir {runs}"
+            f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} "
+            f"--runs-dir {runs}"
         )
         print(
             f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}"

@@ -1,4 +1,7 @@
-"""Runs' states and nodes' reports for people. The only module of the launcher that draws with rich."""
+"""Tables of runs' states and of preflight reports.
+
+The only module of the launcher that imports rich.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,17 @@ NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tr
 
 
 def console() -> Console:
-    """Where tables go; a pipe gets whole lines, whatever the terminal's width."""
+    """Where tables go; lines in a pipe are not wrapped at the terminal's width."""
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
 
 
 def render(states: Sequence[RunState], in_full: bool) -> Group | Table:
-    """One run in full if that was asked for, several as a table."""
+    """One run in full if requested, else a table."""
     return one_run(states[0]) if in_full and len(states) == 1 else many_runs(states)
 
 
 def many_runs(states: Sequence[RunState]) -> Table:
-    """A row per run, named by its path below what all paths have in common."""
+    """A row per run, named by its path under the common parent of all runs."""
     names = _short_names([state.path for state in states])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "state", *NUMBERS):
@@ -76,7 +79,7 @@ def many_runs(states: Sequence[RunState]) -> Table:
 
 
 def one_run(state: RunState) -> Group:
-    """Everything known of a run, a line each."""
+    """Everything known about a run, a line each."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -107,7 +110,7 @@ def nodes_table(reports: Sequence[NodeReport]) -> Table:
 
 
 def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """A row each, under the names that the first one has."""
+    """A row each; the columns are named by the first one."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     *columns, last = rows[0]
     for name in columns:

@@ -1,4 +1,5 @@
-"""`launcher batch`: the supervisor inside a Slurm job. The batch script that `launcher submit` writes runs it."""
+"""`launcher batch`: the supervisor inside a Slurm job. The batch script that `launcher submit`
+writes runs it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train inside this job; after a stop that Slurm announced, the job is requeued unless it was canceled."""
+    """Train inside this job.
+
+    After a stop that Slurm announced, the job is requeued unless it was canceled.
+    """
     set_up_logging("supervisor", arguments.log_level)
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
     policy = policy_of(arguments)
@@ -70,10 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class AttemptFences:
-    """This supervisor's fences, one for each attempt: ranks of earlier attempts cannot write any more.
+    """This supervisor's fences, one for each attempt: ranks of earlier attempts cannot write any
+    more.
 
-    A node that was cut off from the network may have ranks and a supervisor that still run while Slurm has restarted
-    the job elsewhere. Whoever claimed the run last owns it; all others find another token and exit without writing.
+    A node that was cut off from the network may have ranks and a supervisor that still run while
+    Slurm has restarted the job elsewhere. Whoever claimed the run last owns it; all others find
+    another token and exit without writing.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -117,7 +123,8 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
         )
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
-    # Each job writes its start before it looks for others, so of two jobs at least one sees the other.
+    # Each job writes its start before it looks for others, so of two jobs at least one sees the
+    # other.
     for other in slurm.jobs(other_jobs(run_dir.ledger.read(), job.id)):
         if other.is_live:
             run_dir.ledger.append(
@@ -146,7 +153,8 @@ def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
 
 
 def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
-    """Other jobs that started before this one and whose end nothing was written about, latest first."""
+    """Other jobs that started before this one and whose end nothing was written about, latest
+    first."""
     open_jobs: dict[str, None] = {}
     for event in ledger:
         if isinstance(event, JobStarted):
@@ -179,7 +187,8 @@ def starter(
     command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
     if blind := nodes_that_miss(step, run_dir.path):
         raise ConfigError(
-            f"{', '.join(blind)} cannot see {run_dir.path}; put the run on a disk that all nodes share"
+            f"{', '.join(blind)} cannot see {run_dir.path}; "
+            "put the run on a disk that all nodes share"
         )
 
     def start(number: int) -> SlurmRanks:

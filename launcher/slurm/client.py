@@ -32,7 +32,8 @@ _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
 _COMMAND_SECONDS = 120.0
-# A controller that comes back answers queries before it has processed the submissions in its sockets.
+# A controller that comes back answers queries before it has processed the submissions in its
+# sockets.
 _SETTLE_SECONDS = 2.0
 _JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
 _RECORD_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,Start,End,NodeList"
@@ -118,7 +119,8 @@ def retry_unreachable(ask: Callable[[], T], timeout: float = 300.0) -> T:
 def submit(script: Path, name: str) -> str:
     """Submit a batch script whose job is called `name`; returns the job's id.
 
-    Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a live job of that name.
+    Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a live
+    job of that name.
     """
 
     def find_or_submit() -> str:
@@ -133,7 +135,10 @@ def submit(script: Path, name: str) -> str:
 
 
 def own_job() -> str:
-    """The address of the surrounding job. For tasks SLURM_JOB_ID will not do: one of them has the id of the array."""
+    """The address of the surrounding job.
+
+    For tasks SLURM_JOB_ID will not do: one of them has the id of the array.
+    """
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
     if "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -147,19 +152,28 @@ def live_jobs(name: str) -> list[QueuedJob]:
 
 
 def jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """What squeue reports about these jobs. One that is missing ended minutes ago, or never existed."""
+    """What squeue reports about these jobs.
+
+    One that is missing ended minutes ago, or never existed.
+    """
     return _squeue("-j", ",".join(ids)) if ids else []
 
 
 def details(job: str) -> dict[str, str]:
-    """The fields of `scontrol show job`, such as JobState, Reason, NodeList; empty for a job unknown to Slurm."""
+    """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
+
+    Empty for a job unknown to Slurm.
+    """
     result = _run(["scontrol", "show", "job", "-o", job])
     fields = re.findall(r"(\w+)=(\S*)", result.stdout) if result.returncode == 0 else []
     return {name: value for name, value in fields if value != "(null)"}
 
 
 def records(ids: Sequence[str]) -> list[JobRecord]:
-    """Accounting's records of these jobs, oldest first; none without accounting, or in a job's first second."""
+    """Accounting's records of these jobs, oldest first.
+
+    None without accounting, or in a job's first second.
+    """
     if not ids:
         return []
     result = _run(["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)])
@@ -198,14 +212,17 @@ def cancel(job: str) -> None:
 
 
 def requeue(job: str, exclude: Sequence[str] = ()) -> None:
-    """Requeue a job, which ends all its processes, possibly this one; its next start avoids the nodes `exclude`.
+    """Requeue a job, which ends all its processes, possibly this one; its next start avoids the
+    nodes `exclude`.
 
-    Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go into ExcNodeList because
-    that is what Slurm lets a user change of a waiting job without asking for its nodes by name.
+    Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go into
+    ExcNodeList because that is what Slurm lets a user change of a waiting job without asking for
+    its nodes by name.
     """
     before = details(job).get("ExcNodeList")
-    # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued. The commands inherit
-    # the blocked signal, so that neither they nor this process die before the update.
+    # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued. The
+    # commands inherit the blocked signal, so that neither they nor this process die before the
+    # update.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         _checked(["scontrol", "requeue", job])

@@ -1,4 +1,4 @@
-"""A cluster as its users see it: where jobs go, what a node has, what ranks need around them."""
+"""The settings of a cluster: where jobs go, what a node has, what the ranks' environment is."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.costs.devices import NodeConfig
 
-# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+# days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-_LONGEST_SHARE_OF_WARNING = 0.5
+_LARGEST_SIGNAL_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(NodeConfig):
-    """One file of configs/clusters. Empty text: the cluster's own default."""
+    """A file of configs/clusters. Empty text stands for the cluster's default."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
     cpus_per_rank: int = 1
-    time_limit: str = "24:00:00"  # of one job; the run goes on in the next
+    time_limit: str = "24:00:00"  # of one job; the run continues in the next one
     signal_seconds: int = (
-        180  # notice before the time limit: one step and one checkpoint have to fit
+        180  # signal before the time limit: one step and one checkpoint have to fit
     )
     options: dict[str, str] = field(
         default_factory=dict
-    )  # more of sbatch's, such as 'mem: 0' or 'constraint: nvlink'
+    )  # other options of sbatch, such as 'mem: 0' or 'constraint: nvlink'
     modules: tuple[str, ...] = ()  # 'module load' of each
     setup: tuple[
         str, ...
-    ] = ()  # shell lines run once on the first host, such as 'source /opt/site.sh'
+    ] = ()  # shell lines run once on the first node, such as 'source /opt/site.sh'
     environment: dict[str, str] = field(default_factory=dict)  # of every rank
-    container_image: str = ""  # the ranks run in it; it has to bring this project's dependencies
+    container_image: str = ""  # the ranks run in it; it has to contain this project's dependencies
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     container_mounts: tuple[
         str, ...
-    ] = ()  # host directories seen inside under the same path, such as the corpus'
+    ] = ()  # host directories mounted under the same path, such as the corpus'
     container_python: str = "python3"
 
     def __post_init__(self) -> None:
@@ -51,16 +52,17 @@ class ClusterConfig(NodeConfig):
             self.time_limit.isdecimal()
         ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
             raise ConfigError(
-                f"time_limit={self.time_limit} is a mere number; write '24:00:00', in quotes"
+                f"time_limit={self.time_limit} is a number; write '24:00:00', in quotes"
             )
-        if not 0 < self.signal_seconds <= _LONGEST_SHARE_OF_WARNING * seconds_of(self.time_limit):
+        if not 0 < self.signal_seconds <= _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
             raise ConfigError(
-                f"signal_seconds={self.signal_seconds} must be above 0 and at most half of time_limit={self.time_limit}"
+                f"signal_seconds={self.signal_seconds} must be above 0 and at most half of "
+                f"time_limit={self.time_limit}"
             )
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """The cluster a file describes; ConfigError lists all that is wrong with it."""
+    """Read a cluster file; ConfigError lists all its errors."""
     return load_config(ClusterConfig, path)
 
 
@@ -71,7 +73,7 @@ def seconds_of(time_limit: str) -> float:
     found = _TIME.fullmatch(time_limit)
     if not found:
         raise ConfigError(
-            f"time_limit={time_limit!r} is no time; write it as '24:00:00' or '2-00:00:00'"
+            f"time_limit={time_limit!r} is not a time; write it as '24:00:00' or '2-00:00:00'"
         )
     days, *parts = (None if part is None else int(part) for part in found.groups())
     numbers = [part for part in parts if part is not None]

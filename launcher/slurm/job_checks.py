@@ -1,4 +1,4 @@
-"""Whether a run and a cluster fit each other, told before anything is queued."""
+"""Checks that a run and a cluster fit each other, before anything is queued."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from pretrain.costs.flops import flops_of_step
 def check_run(
     config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path
 ) -> list[str]:
-    """Raise ConfigError for what can not work; returns warnings, a line each. `config` knows its vocabulary."""
+    """Raise ConfigError if the run cannot work there.
+
+    Returns warnings, a line each. `config` has its vocabulary size.
+    """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
     if cluster.gpu:
@@ -38,7 +41,7 @@ def check_run(
 def check_request(
     cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
 ) -> None:
-    """ConfigError if the partition is unknown or its nodes can never hold the job."""
+    """Raise ConfigError if the partition is unknown or can never run the job."""
     names = {partition.name: partition for partition in partitions}
     chosen = names.get(cluster.partition) or next(
         (each for each in partitions if each.is_default), None
@@ -47,7 +50,7 @@ def check_request(
         raise ConfigError(
             f"partition {cluster.partition!r} is unknown here; this cluster has {', '.join(names)}"
         )
-    if chosen is None:  # sbatch knows a default that sinfo does not show
+    if chosen is None:  # sbatch may have a default that sinfo does not show
         return
     wanted = {
         "nodes": (nodes.least, chosen.num_nodes),
@@ -57,19 +60,23 @@ def check_request(
     for what, (asked, there) in wanted.items():
         if asked > there:
             raise ConfigError(
-                f"{asked} {what} asked for, partition {chosen.name!r} has {there}; ask for fewer"
+                f"found {asked} {what}, partition {chosen.name!r} has {there}; request fewer"
             )
     if chosen.time_limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(
         chosen.time_limit
     ):
         raise ConfigError(
-            f"time_limit={cluster.time_limit} is beyond the {chosen.time_limit} of partition {chosen.name!r}; "
-            "ask for less, a run goes on in the next job"
+            f"time_limit={cluster.time_limit} is beyond the {chosen.time_limit} of "
+            f"partition {chosen.name!r}; "
+            "request less: a run continues in the next job"
         )
 
 
 def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
-    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly; 0 if there is none."""
+    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly.
+
+    0 if there is none.
+    """
     for count in range(nodes, 0, -1):
         try:
             for phase in runs_of_phases(config):
@@ -81,31 +88,33 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
-    room = USABLE * DEVICES[cluster.gpu].memory
+    capacity = USABLE * DEVICES[cluster.gpu].memory
     config = largest_phase(config, ranks, on_gpu=True)
     needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
-    if needed > room:
-        micro = largest_micro_batch(config, ranks, room, on_gpu=True)
+    if needed > capacity:
+        micro = largest_micro_batch(config, ranks, capacity, on_gpu=True)
         advice = (
             f"set engine.micro_batch_lanes={micro}"
             if micro
             else "use more nodes or a higher engine.zero_stage"
         )
         raise ConfigError(
-            f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves {room / GIB:.1f} GiB; {advice} "
+            f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves "
+            f"{capacity / GIB:.1f} GiB; {advice} "
             "('pretrain describe' shows the parts)"
         )
 
 
 def _check_disk(config: RunConfig, run_dir: Path) -> None:
-    place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     kept = config.checkpoint.keep_last + 1
     needed = kept * checkpoint_bytes(config)
     if needed > free:
         raise ConfigError(
-            f"{place} has {free / GIB:.1f} GiB free, {kept} checkpoints need {needed / GIB:.1f} GiB; "
-            "free some space, choose another --run-dir or lower checkpoint.keep_last"
+            f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
+            f"{needed / GIB:.1f} GiB; "
+            "free disk space, choose another --run-dir or lower checkpoint.keep_last"
         )
 
 
@@ -114,7 +123,8 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
     if used == nodes.most:
         return []
     return [
-        f"note: on {nodes.most} nodes only {used} would be used, for data.lanes={config.data.lanes} to divide evenly"
+        f"note: of {nodes.most} nodes only {used} would be used, so that "
+        f"data.lanes={config.data.lanes} divides evenly"
     ]
 
 
@@ -130,6 +140,7 @@ def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> 
     if between <= seconds_of(cluster.time_limit) - cluster.signal_seconds:
         return []
     return [
-        f"note: a checkpoint comes about every {between / 3600:.1f} hours, a job lasts {cluster.time_limit}; after a "
-        f"failure all of a job may be done again: lower checkpoint.interval={config.checkpoint.interval}"
+        f"note: a checkpoint is saved about every {between / 3600:.1f} hours, a job lasts "
+        f"{cluster.time_limit}; a "
+        f"failure may lose all steps of a job: lower checkpoint.interval={config.checkpoint.interval}"
     ]

@@ -1,7 +1,8 @@
 """The end of the surrounding Slurm job: why it ends, the ledger entry, and whether to requeue it.
 
-Slurm requeues a job by itself after a node failure or a preemption with requeue. After a time limit, or when the job
-was asked to stop, nobody does; then the supervisor requeues it, and says so in the ledger.
+Slurm requeues a job by itself after a node failure or a preemption with requeue. After a time
+limit, or when the job was asked to stop, nobody does; then the supervisor requeues it, and says so
+in the ledger.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class ThisJob:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a start of a job ends. `requeue`: the supervisor has to requeue it, for nobody else does."""
+    """Why a start of a job ends.
+
+    `requeue`: the supervisor has to requeue it, for nobody else does.
+    """
 
     reason: JobEndReason
     requeue: bool
@@ -69,9 +73,10 @@ class Ending:
 def ending_of(job: Mapping[str, str], restart: int, log: str, was_warned: bool = False) -> Ending:
     """Why the job's start number `restart`, which was asked to stop, ends.
 
-    `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log. `was_warned`: the signal
-    ahead of the time limit has come. There are four cases: Slurm has requeued the job already, and the fields describe
-    the next start; the time limit has passed; the job is being canceled; the job may run on for a while.
+    `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
+    `was_warned`: the signal ahead of the time limit has come. There are four cases: Slurm has
+    requeued the job already, and the fields describe the next start; the time limit has passed; the
+    job is being canceled; the job may run on for a while.
     """
     if int(job.get("Restarts", "0")) > restart:
         reason = _announced(log)
@@ -103,7 +108,8 @@ def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
 class JobExit:
     """Writes why the job ends, once, and requeues it where that is left to the supervisor.
 
-    `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not write any more.
+    `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not
+    write any more.
     """
 
     def __init__(
@@ -117,7 +123,8 @@ class JobExit:
         self._is_written = False
 
     def poll(self) -> None:
-        """Call this often: after a cancellation or a time limit, Slurm kills this process within seconds."""
+        """Call this often: after a cancellation or a time limit, Slurm kills this process within
+        seconds."""
         received = self._stop.received[self._num_seen :]
         self._num_seen += len(received)
         if signal.SIGTERM in received and not self._is_written:
@@ -145,7 +152,8 @@ class JobExit:
         self._end(Ending(JobEndReason.NODE_EXCLUDED, requeue=True, node=node))
 
     def can_exclude(self, node: str) -> bool:
-        """Whether the job can run without this node: not requested by name, and the partition has enough others."""
+        """Whether the job can run without this node: not requested by name, and the partition has
+        enough others."""
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         if node in _names(fields.get("ReqNodeList")):
             return False

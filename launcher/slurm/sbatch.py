@@ -1,4 +1,5 @@
-"""The batch script of a run: pure text, readable, runnable by hand with `sbatch`."""
+"""Renders the batch script of a run or a sweep: pure text, readable, can be submitted by hand with
+`sbatch`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from launcher.slurm.cluster import ClusterConfig
 
 @dataclass(frozen=True)
 class NodeRange:
-    """How many nodes a run takes: as many as are free, from `least` to `most`."""
+    """How many nodes a run uses: as many as are free, from `least` to `most`."""
 
     least: int
     most: int
@@ -27,7 +28,7 @@ def parse_nodes(text: str) -> NodeRange:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise ConfigError(
-            f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 up to 16"
+            f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 to 16"
         )
     nodes = NodeRange(int(parts[0]), int(parts[-1]))
     if not 1 <= nodes.least <= nodes.most:
@@ -37,7 +38,10 @@ def parse_nodes(text: str) -> NodeRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted. `name` is unique to the run, or to the cells, so that the job is found again by it."""
+    """What is submitted.
+
+    `name` is unique to the run, or to the cells, so that it finds the job again.
+    """
 
     name: str
     run_dir: Path
@@ -49,8 +53,11 @@ class Job:
 
 
 def render(job: Job) -> str:
-    """The script. The job's log, and all that it writes, is in the run directory."""
-    head = "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; the run goes on from its newest checkpoint."
+    """The script. The job writes its log, and everything else, into the run directory."""
+    head = (
+        "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; "
+        "the run resumes from its latest checkpoint."
+    )
     return _script(
         job,
         head,
@@ -61,19 +68,20 @@ def render(job: Job) -> str:
 
 
 def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> str:
-    """The script of an array job whose task `index` is the run in the directory runs[index].
+    """The script of an array job whose task `index` runs the run directory runs[index].
 
-    Each run's directory has a link to its task's log, which is in `job.run_dir`.
+    Each run directory gets a link to its task's log, which is in `job.run_dir`.
     """
     limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
     options = [f"array={','.join(map(str, runs))}{limit}", f"output={logs / 'slurm-%A_%a.log'}"]
+    task = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
     lines = [
         "",
         "runs=(",
         *(f"  [{index}]={shlex.quote(str(path))}" for index, path in runs.items()),
         ")",
         'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
-        f'ln -sf {shlex.quote(str(logs))}/slurm-"${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log" "$run/logs/"',
+        f'ln -sf {shlex.quote(str(logs))}/slurm-"{task}.log" "$run/logs/"',
     ]
     return _script(
         job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"'
@@ -94,7 +102,7 @@ def _script(job: Job, head: str, options: Sequence[str], lines: Sequence[str], r
         *(f"export {name}={shlex.quote(value)}" for name, value in job.cluster.environment.items()),
         *lines,
         "",
-        "# exec: Slurm's notice goes to this process alone, which is then the supervisor.",
+        "# exec: Slurm signals this process only (--signal=B:), so it becomes the supervisor.",
         f"exec {command} {run} --attempts-without-progress={job.attempts_without_progress}",
     ]
     return "\n".join(text) + "\n"
@@ -108,23 +116,26 @@ def _options(job: Job) -> list[str]:
         "account": cluster.account,
         "qos": cluster.qos,
         "nodes": job.nodes,
-        **_room_on_a_node(job),
+        **_resources_of_a_node(job),
         "gpus-per-node": cluster.gpus_per_node,
         "time": cluster.time_limit,
         "signal": f"B:USR1@{cluster.signal_seconds}",
-        "open-mode": "append",  # a requeued job goes on in the same log
+        "open-mode": "append",  # a requeued job continues in the same log
         "chdir": job.code,
     }
     if taken := sorted((derived.keys() | {"output", "array"}) & cluster.options.keys()):
         raise ConfigError(
-            f"options.{taken[0]} of the cluster file is for the launcher to set; use a setting of its own"
+            f"options.{taken[0]} of the cluster file is set by the launcher; "
+            "use the cluster's own setting for it"
         )
     own = [f"{name}={value}" for name, value in derived.items() if value]
     return own + [f"{name}={value}" if value else name for name, value in cluster.options.items()]
 
 
-def _room_on_a_node(job: Job) -> dict[str, object]:
-    """For a range of nodes CPUs alone: Slurm keeps the number of tasks of the first start, and so that of nodes."""
+def _resources_of_a_node(job: Job) -> dict[str, object]:
+    """Tasks and CPUs; for a range of nodes only CPUs, because a requeued job keeps the task number
+    of its first start
+    and with it the number of nodes, while the range lets every start take what is free."""
     ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
     if job.nodes.least == job.nodes.most:
         return {"ntasks-per-node": ranks, "cpus-per-task": cpus}

@@ -1,4 +1,5 @@
-"""What a job runs, kept in its run directory, so that later edits do not reach a job that waits.
+"""A snapshot of code and settings in the run directory, so that later edits do not change a job
+that waits.
 
 RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.diff}
 """
@@ -21,7 +22,7 @@ _PACKAGES = ("data_pipeline", "launcher", "pretrain")
 
 
 class Snapshot:
-    """Paths below RUN/slurm. The constructor touches nothing."""
+    """Paths under RUN/slurm. The constructor touches nothing."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "slurm"
@@ -31,18 +32,21 @@ class Snapshot:
         self.code = self.path / "code"
 
     def take(self, config: RunConfig, cluster: ClusterConfig, script: str) -> None:
-        """Keep the settings, this project's code with its git state, and the script. An older snapshot goes."""
+        """Save the settings, this project's code with its git state, and the script.
+
+        Replaces an older snapshot.
+        """
         self.take_settings(config, cluster)
         self.take_code(script)
 
     def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
-        """Keep what is trained and where: all that a cell of a sweep has of its own."""
+        """Save experiment and cluster settings: all that differs between the cells of a sweep."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.experiment, dump_yaml(to_tree(config)))
         write_text(self.cluster, dump_yaml(to_tree(cluster)))
 
     def take_code(self, script: str) -> None:
-        """Keep this project's code with its git state, and the script that runs it."""
+        """Save this project's code with its git state, and the script that runs it."""
         self.path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
@@ -58,7 +62,10 @@ class Snapshot:
 
 
 def _git(*command: str) -> str:
-    """What git says about the source; empty where it is no work tree, as after an installation."""
+    """The output of git for the source.
+
+    Empty if it is not a work tree, as after an installation.
+    """
     try:
         result = subprocess.run(
             ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
@@ -69,7 +76,7 @@ def _git(*command: str) -> str:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The ranks run elsewhere: paths relative to the user's directory would lead nowhere."""
+    """The settings with absolute paths: the ranks run in another directory."""
     data = config.data
     data = replace(
         data,

@@ -46,7 +46,8 @@ class Step:
 
 
 def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
-    """The srun command line. A task that fails ends the others (--kill-on-bad-exit), but one that ends well does not:
+    """The srun command line. A task that fails ends the others (--kill-on-bad-exit), but one that
+    ends well does not:
     the others may still be saving (--wait=0)."""
     cluster = step.cluster
     command = [
@@ -123,11 +124,15 @@ class SlurmRanks:
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
-        """Exit statuses in rank order, from the files the tasks wrote; raises what the fence check raises."""
+        """Exit statuses in rank order, from the files the tasks wrote.
+
+        Raises what the fence check raises.
+        """
         while self._srun.poll() is None:
             try:
-                # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is left over here
-                # signals its step by number, and the next start's steps have the same numbers: kill it silently.
+                # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
+                # left over here signals its step by number, and the next start's steps have the
+                # same numbers: kill it silently.
                 self._check_fence()
                 meanwhile()
             except UserError:
@@ -151,7 +156,8 @@ class SlurmRanks:
         return statuses
 
     def terminate(self) -> None:
-        """srun forwards SIGUSR2 to every rank, where it means: save and stop. (srun itself ends on SIGTERM.)"""
+        """srun forwards SIGUSR2 to every rank, where it means: save and stop. (srun itself ends on
+        SIGTERM.)"""
         self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
@@ -162,7 +168,8 @@ class SlurmRanks:
 
 
 def _kill_silently(srun: int) -> None:
-    """Kill srun, and before it the helper process that would end the step by its number when srun dies."""
+    """Kill srun, and before it the helper process that would end the step by its number when srun
+    dies."""
     helpers = Path(f"/proc/{srun}/task/{srun}/children")
     for pid in [*map(int, helpers.read_text().split()), srun]:
         with contextlib.suppress(ProcessLookupError):
@@ -197,15 +204,17 @@ def free_port_near(number: int) -> int:
                 continue
             return port
     raise ConfigError(
-        f"found no free port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS}; end some processes on this node"
+        f"found no free port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS}; "
+        "end some processes on this node"
     )
 
 
 def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
-    """The rank whose failure made the others fail: one that was killed by a signal, else the first that failed.
+    """The rank whose failure made the others fail: one that was killed by a signal, else the first
+    that failed.
 
-    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status, because its task
-    could not even start, it is the first rank that srun names.
+    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
+    because its task could not even start, it is the first rank that srun names.
     """
     failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED, -signal.SIGTERM)]
     killed = [rank for rank in failed if statuses[rank] < 0]

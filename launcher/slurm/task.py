@@ -1,6 +1,8 @@
-"""What each srun task runs: the trainer with its rank variables; then it writes the exit status into a file.
+"""What each srun task runs: the trainer with its rank variables; then it writes the exit status
+into a file.
 
-srun mixes up the statuses of ranks that it kills because of another one's failure; the files do not.
+srun mixes up the statuses of ranks that it kills because of another one's failure; the files do
+not.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ GRACE_SECONDS = 2.0
 
 
 def main() -> int:
-    """`python -m launcher.slurm.task LOG COMMAND...`; LOG contains `{rank}`; the status file is next to it."""
+    """`python -m launcher.slurm.task LOG COMMAND...`.
+
+    LOG contains `{rank}`; the status file is next to it.
+    """
     log, *command = sys.argv[1:]
     rank = os.environ["SLURM_PROCID"]
     log = Path(log.replace("{rank}", rank))
@@ -30,7 +35,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    # Slurm signals every process of the step. This one has to outlive the trainer, to write its exit status.
+    # Slurm signals every process of the step. This one has to outlive the trainer, to write its
+    # exit status.
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     with open(log, "ab") as file:

@@ -1,4 +1,4 @@
-"""What state a run is in, inferred from its directory and from Slurm's queue.
+"""The state of a run, inferred from its directory and from Slurm's queue.
 
-Imported by commands and sweep; reads only.
+Imported by commands and sweeps; reads only.
 """

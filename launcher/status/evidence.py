@@ -1,4 +1,7 @@
-"""What a run directory shows at one moment: ledger, metrics, heartbeats, locks, checkpoints. Reads; changes nothing."""
+"""What a run directory shows at one moment: ledger, metrics, heartbeats, locks, checkpoints. Reads.
+
+Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,8 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
 
 
 def summarize_metrics(path: Path) -> MetricsSummary:
-    """Sums over a file that may have a million lines: only the ends of intervals and the last lines are parsed."""
+    """Sums over a file that may have a million lines: only the ends of intervals and the last lines
+    are parsed."""
     seconds, speeds = 0.0, deque[float](maxlen=RECENT_INTERVALS)
     trained: deque[bytes] = deque(maxlen=_LAST_LINES)
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:

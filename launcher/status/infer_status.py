@@ -23,7 +23,8 @@ from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stop
 from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBegan
 from pretrain.terminal.text import duration
 
-# A rank on another host without a heartbeat for longer may be gone; one on this host is looked up by process id.
+# A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
+# by process id.
 UNRESPONSIVE_SECONDS = 300.0
 _ACTIVITIES = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}
 
@@ -84,8 +85,8 @@ def infer_status(evidence: Evidence) -> Status:
 def last_turn(ledger: Sequence[Event]) -> Event | None:
     """The last event at which an attempt, or a job that makes attempts, began or ended.
 
-    When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last events afterwards;
-    those are not turns of the run any more.
+    When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
+    events afterwards; those are not turns of the run any more.
     """
     ended = last_of(ledger, JobEnded)
     start = f"{ended.job}.{ended.restart}" if ended is not None else ""
@@ -158,7 +159,10 @@ def _continues_after(turn: Event) -> bool:
 def _seconds_since_remote_heartbeat(
     evidence: Evidence, heartbeats: Sequence[HeartbeatRecord]
 ) -> float | None:
-    """Seconds since another host last showed that it works on the run; None if no other host does."""
+    """Seconds since another host last showed that it works on the run.
+
+    None if no other host does.
+    """
     times = [each.time for each in heartbeats if each.is_alive is None]
     times += [lock.since for lock in evidence.locks if lock.is_held is None]
     return evidence.now - max(times) if times else None

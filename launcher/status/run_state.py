@@ -1,4 +1,7 @@
-"""The state of a run, a row of `launcher status`, read from its directory. `slurm_queue.py` adds what Slurm knows."""
+"""The state of a run, a row of `launcher status`, read from its directory.
+
+`slurm_queue.py` adds what Slurm knows.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ class RunState:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this directory holds a run, or one that was submitted and waits for its first attempt."""
+    """Whether this directory holds a run, or one that was submitted and waits for its first
+    attempt."""
     return RunDir(path).exists() or Snapshot(path).experiment.is_file()
 
 
@@ -98,7 +102,10 @@ def read_state(path: Path) -> RunState:
 
 
 def config_of_run(path: Path) -> RunConfig:
-    """A run's settings, or those it was submitted with if it has not started; ConfigError if there is no run."""
+    """A run's settings, or those it was submitted with if it has not started.
+
+    ConfigError if there is no run.
+    """
     submitted = Snapshot(path).experiment
     if submitted.is_file() and not RunDir(path).exists():
         return load_config(RunConfig, submitted)

@@ -55,7 +55,10 @@ class Queue:
 
 
 def read_states(paths: Sequence[Path]) -> list[RunState]:
-    """A state for each directory, in their order. Of several, one that cannot be read has the state `damaged`."""
+    """A state for each directory, in their order.
+
+    Of several, one that cannot be read has the state `damaged`.
+    """
     states = []
     for path in paths:
         try:
@@ -71,7 +74,10 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
 
 
 def with_queue(states: Sequence[RunState]) -> list[RunState]:
-    """The states with what Slurm knows about each run's last job; if Slurm does not respond, a warning says so."""
+    """The states with what Slurm knows about each run's last job.
+
+    If Slurm does not respond, a warning says so.
+    """
     jobs = [state.job for state in states if state.job and state.state is not State.DONE]
     if not jobs:
         return list(states)
@@ -86,7 +92,8 @@ def with_queue(states: Sequence[RunState]) -> list[RunState]:
 def ask(jobs: Sequence[str]) -> Queue:
     """Ask Slurm about all these jobs; UserError if there is no Slurm here or it does not respond.
 
-    Accounting is asked only about jobs that the controller has forgotten, or that may have run before.
+    Accounting is asked only about jobs that the controller has forgotten, or that may have run
+    before.
     """
     queued = {job.address: job for job in slurm.jobs(jobs)}
     unclear = [job for job in jobs if job not in queued or queued[job].state == "PENDING"]
@@ -97,7 +104,10 @@ def ask(jobs: Sequence[str]) -> Queue:
 
 
 def joined(state: RunState, job: str, queue: Queue) -> RunState:
-    """The state of a run whose last job is `job`. What Slurm says about the job wins over heartbeats and locks."""
+    """The state of a run whose last job is `job`.
+
+    What Slurm says about the job wins over heartbeats and locks.
+    """
     queued = queue.jobs.get(job)
     records = queue.records.get(job, ())
     if queued is not None and queued.is_live:

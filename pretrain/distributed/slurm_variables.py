@@ -1,4 +1,7 @@
-"""The variables of a rank from those of a Slurm task; the only module that maps them. Torch-free."""
+"""The variables of a rank from those of a Slurm task.
+
+The only module that maps them. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this task; KeyError if srun did not start it."""
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this task.
+
+    KeyError if srun did not start it.
+    """
     num_tasks = environment["SLURM_STEP_NUM_TASKS"]
     return {
         "RANK": environment["SLURM_PROCID"],

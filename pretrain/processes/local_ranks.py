@@ -1,4 +1,4 @@
-"""The ranks of one attempt as processes of this machine: started together, ended together. Torch-free."""
+"""The ranks of one attempt as processes of this machine, started and ended together. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
 from pretrain.terminal.live_bar import echo
 
-# How long the others may go on after one rank ended badly: enough to report, too short to wait in a collective for it.
+# How long the others may run after one rank failed: enough to report errors, too short to wait in a
+# collective for it.
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -29,11 +30,12 @@ _LIBC = ctypes.CDLL(
 
 
 class RankGroup:
-    """`command` as `num_ranks` processes, each in a process group of its own; they die with this process at the latest.
+    """`command` as `num_ranks` processes, each in its own process group; they die with this process
+    at the latest.
 
-    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` shows rank 0's lines here too. Use as a context manager:
-    whatever happens in the block, Ctrl-C included, no rank outlives it. Make it in a thread that stays: to the kernel
-    "the parent died" means that thread.
+    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` repeats rank 0's lines here. Use it
+    as a context manager: no rank outlives the block, also after Ctrl-C. Create it in a thread that
+    stays: to the kernel, the death of that thread is the death of the parent.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class RankGroup:
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(num_ranks)]
-        self.first_failure: int | None = None  # the rank that ended badly before any other did
+        self.first_failure: int | None = None  # the rank that failed before any other did
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
@@ -74,11 +76,11 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in rank order; each is its process group's id too."""
+        """Process ids in rank order; each is also the id of its process group."""
         return [process.pid for process in self._processes]
 
     def poll(self) -> list[int | None]:
-        """The exit status of each rank, None for one that runs; -N when signal N ended it."""
+        """The exit status of each rank, None while it runs; -N if signal N killed it."""
         return [_reap(process) for process in self._processes]
 
     def wait(
@@ -87,14 +89,14 @@ class RankGroup:
         grace: float = GRACE_SECONDS,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[int]:
-        """Exit statuses in rank order, when all have ended.
+        """Exit statuses in rank order, when all have exited.
 
-        If one ends badly, the others get `grace` seconds to follow before they are killed. `meanwhile` is called many
-        times a second and may ask the ranks to stop, or kill them.
-        Raises TimeoutError after `timeout` seconds, with the ranks still running.
+        If one fails, the others get `grace` seconds to exit before they are killed. `meanwhile` is
+        called many times a second and may ask the ranks to stop, or kill them. Raises TimeoutError
+        after `timeout` seconds, with the ranks still running.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        bad_since: float | None = None
+        failed_since: float | None = None
         while None in (statuses := self.poll()):
             now = time.monotonic()
             failed = [
@@ -102,10 +104,10 @@ class RankGroup:
                 for rank, status in enumerate(statuses)
                 if status not in (None, 0, EXIT_STOPPED)
             ]
-            if failed and bad_since is None:
-                bad_since = now
+            if failed and failed_since is None:
+                failed_since = now
                 self.first_failure = _first_hand(failed, statuses)
-            if bad_since is not None and now - bad_since >= grace:
+            if failed_since is not None and now - failed_since >= grace:
                 self.kill()
             elif deadline is not None and now >= deadline:
                 raise TimeoutError(f"ranks still run after {timeout:g} s: {statuses}")
@@ -119,13 +121,14 @@ class RankGroup:
         return [process.returncode for process in self._processes]
 
     def terminate(self) -> None:
-        """Ask every rank to stop at its next step boundary (SIGTERM to the ranks, not to what they started)."""
+        """Ask every rank to stop at its next step boundary (SIGTERM to the ranks, not to what they
+        started)."""
         for process in self._processes:
             if _reap(process) is None:
                 process.terminate()
 
     def kill(self) -> None:
-        """End every rank and everything it started, at once, and wait until they are gone."""
+        """Kill every rank and everything it started, and wait until they are gone."""
         for process in self._processes:
             if process.returncode is None:
                 os.killpg(
@@ -162,14 +165,14 @@ class RankGroup:
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """In a process just forked: be killed as soon as its parent is gone."""
+    """In a process just forked: let the kernel kill it as soon as its parent is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(1)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status, once ended; what the process started and left behind ends with it."""
+    """The exit status, or None while it runs; kills what the process started and left behind."""
     if process.returncode is None:
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -181,10 +184,11 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks of one machine share: how many they are, where they meet, how many threads each may use.
+    """The environment that all ranks of one machine share: their number, where they meet, how many
+    threads each may use.
 
-    A thread per core in every rank would make the ranks wait for each other, so the cores are divided unless
-    OMP_NUM_THREADS is set. The rank variables of a surrounding job do not go through.
+    A thread per core in every rank would make the ranks wait for each other, so the cores are
+    divided unless OMP_NUM_THREADS is set. The rank variables of a surrounding job are removed.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return {
@@ -212,9 +216,10 @@ def free_port() -> int:
 def describe_failure(
     statuses: Sequence[int], logs: Sequence[Path], lines: int = 15, first_failure: int | None = None
 ) -> str:
-    """Which rank failed first-hand and the last lines it wrote; empty if none did.
+    """Which rank failed first and the last lines of its log; empty if none failed.
 
-    Where nobody saw which was first, one that ended by itself says more than those that were ended after it.
+    If the first failure is unknown, a rank that exited by itself tells more than those that were
+    killed after it.
     """
     failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
     if not failed:
@@ -230,7 +235,8 @@ def describe_failure(
 
 
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
-    """Of ranks seen to fail together: one killed from outside, for its death is what makes the others end."""
+    """Of ranks seen to fail together: one killed from outside, because its death makes the others
+    fail."""
     return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
 
 

@@ -1,10 +1,11 @@
-"""One rank of `launcher preflight`: measures its device, its disk and its links, and looks for stray processes.
+"""One rank of `launcher preflight`: measures its device, its disk and its links, and looks for
+stray processes.
 
-The launcher directs it through files in a directory that all nodes see, so that a node that hangs or is cut off delays
-only itself:
+The launcher directs it through files in a directory that all nodes see, so that a node that hangs
+or is cut off delays only itself:
 
     OUT/rank-00003.json             written by the rank: what it measured alone (RankMeasurement)
-    OUT/round-002.json              written by the launcher: {"groups": [[0, 1, 4, 5], ...]}: who measures together
+    OUT/round-002.json              written by the launcher: {"groups": [[0, 1, 4, 5], ...]}
     OUT/round-002-rank-00003.json   written by the rank: what its group measured (LinkMeasurement)
     OUT/end                         written by the launcher: exit
 """
@@ -92,7 +93,8 @@ def main() -> int:
 def in_child(work: Callable[[], None], seconds: float) -> bool:
     """Do `work` in its own process; whether it succeeded in time. A process that hangs is killed.
 
-    Every child starts without a process group and with an untouched GPU, whatever happened to the previous one.
+    Every child starts without a process group and with an untouched GPU, whatever happened to the
+    previous one.
     """
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
@@ -129,7 +131,10 @@ def _silence_output() -> None:
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:
-    """Measure what needs no other rank; strays are looked for before this process makes the node busy."""
+    """Measure what needs no other rank.
+
+    Strays are looked for before this process makes the node busy.
+    """
     is_first = world.local_rank == 0
     strays = find_strays(on_gpus=world.device.type == "cuda") if is_first else None
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -159,7 +164,8 @@ def disk_rate(path: Path) -> float:
 
 
 def measure_link(world: World, group: Sequence[int], port_file: Path) -> LinkMeasurement:
-    """All-reduce within `group`, whose first rank listens: the rate as NCCL's own tests count it, and the sums."""
+    """All-reduce within `group`, whose first rank listens: the rate as NCCL's own tests count it,
+    and the sums."""
     rank, size = list(group).index(world.rank), len(group)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)

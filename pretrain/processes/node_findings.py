@@ -1,16 +1,23 @@
-"""What the ranks of a preflight write, and into which files. Torch-free, because the launcher reads it."""
+"""What the ranks of a preflight write, and into which files.
+
+Torch-free, because the launcher reads it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TOKEN = "PRETRAIN_PREFLIGHT"  # in the environment of all processes of a check; those without it are strays
+# In the environment of all processes of a check; busy processes without it are strays.
+TOKEN = "PRETRAIN_PREFLIGHT"
 END = "end"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What a rank measured alone; rates per second. Disk and strays are None except on a node's first rank."""
+    """What a rank measured alone.
+
+    Rates per second. Disk and strays are None except on a node's first rank.
+    """
 
     rank: int
     node: str
@@ -22,7 +29,10 @@ class RankMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement:
-    """What a rank measured in its group; `problem` says why there is no rate, or that sums were wrong."""
+    """What a rank measured in its group.
+
+    `problem` says why there is no rate, or that sums were wrong.
+    """
 
     bytes_per_second: float | None
     problem: str = ""

@@ -1,4 +1,4 @@
-"""Which code a run was trained with. Torch-free."""
+"""The version of the code that a run was trained with. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
 
 
 def code_version() -> str:
-    """`VERSION+DIGEST`; the digest of all source files is equal where the code is, committed or not, copied or not."""
+    """Return `VERSION+DIGEST`.
+
+    Equal digests mean equal source files, whether committed, copied or installed.
+    """
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in PACKAGES:

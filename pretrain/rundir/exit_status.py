@@ -7,7 +7,8 @@ import signal
 
 # A rank that was asked to stop and saved a checkpoint exits with this (EX_TEMPFAIL of sysexits.h).
 EXIT_STOPPED = 75
-# A forward or backward pass ran out of memory: all ranks have to restart with a smaller micro-batch.
+# A forward or backward pass ran out of memory: all ranks have to restart with a smaller
+# micro-batch.
 EXIT_OUT_OF_MEMORY = 76
 
 

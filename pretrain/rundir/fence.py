@@ -1,7 +1,8 @@
-"""Which start of a run may write: RUN/attempt holds the token of the newest one.
+"""Fencing: only the latest attempt of a run may write. RUN/attempt contains its token.
 
-Ranks on a host that was cut off from the others may live on while the run has long gone on elsewhere. They find another
-token there, and end before they write a measurement or publish a checkpoint.
+Ranks on a node that was cut off from the network may still run after the run has restarted
+elsewhere. They find another token there, and exit before they write a measurement or publish a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_text
 
-# A supervisor claims the run for the ranks it starts and tells them their token here; ranks without one claim it.
+# A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
+# one claim the run.
 VARIABLE = "PRETRAIN_ATTEMPT"
 
 
@@ -20,14 +22,14 @@ class StaleAttempt(UserError):
 
 
 class Fence:
-    """The right of one attempt to write into a run's directory."""
+    """The right of one attempt to write into a run directory."""
 
     def __init__(self, run_dir: Path, token: str) -> None:
         self.token = token
         self._path = run_dir / "attempt"
 
     def claim(self) -> None:
-        """Be the newest attempt; every older one is fenced off from now on."""
+        """Become the latest attempt; every older one is fenced off from now on."""
         write_text(self._path, self.token + "\n")
 
     def check(self) -> None:
@@ -35,5 +37,5 @@ class Fence:
         newest = self._path.read_text().strip()
         if newest != self.token:
             raise StaleAttempt(
-                f"attempt {self.token} ends here: {newest} has taken over {self._path.parent}"
+                f"attempt {self.token} exits: attempt {newest} has claimed {self._path.parent}"
             )

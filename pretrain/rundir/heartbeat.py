@@ -1,8 +1,10 @@
-"""Heartbeats of ranks: a small file with step and phase, and the Python stacks when a step takes too long.
+"""Heartbeats of ranks: a small file with step and phase, and the Python stacks when a step takes
+too long.
 
     RUN/heartbeats/rank-00003.json    the fields of HeartbeatRecord, replaced at most once a second
 
-The file is removed when a rank exits cleanly. A killed rank leaves it behind; `pid` tells whether the rank lives.
+The file is removed when a rank exits cleanly. A killed rank leaves it behind; `pid` tells whether
+the rank lives.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ STACKS_SIGNAL = signal.SIGQUIT  # not one of those that ask for a stop
 class HeartbeatRecord:
     """The content of the file."""
 
-    time: float  # when the rank last made progress, in seconds since 1970; not when the file was written
+    time: float  # when the rank last made progress, not when the file was written
     step: int
     phase: str  # one of Phase
     hostname: str
@@ -50,7 +52,10 @@ class HeartbeatRecord:
 
 
 def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
-    """The ranks' heartbeats in rank order; a file that is being replaced or is damaged is skipped."""
+    """The ranks' heartbeats in rank order.
+
+    A file that is being replaced or is damaged is skipped.
+    """
     records = []
     for path in sorted(directory.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -61,9 +66,10 @@ def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
 class Heartbeat:
     """Use as a context manager.
 
-    While it is open, SIGQUIT writes every thread's Python stack to stderr and the process continues. After
-    `watchdog_timeout_seconds` without a beat the stacks are also written and the process exits with status 1. A native
-    thread does this, so a blocked interpreter cannot prevent it. 0: no timeout.
+    While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
+    continues. After `watchdog_timeout_seconds` without a beat the stacks are also written and the
+    process exits with status 1. A native thread does this, so a blocked interpreter cannot prevent
+    it. 0: no timeout.
     """
 
     def __init__(self, directory: Path, rank: int, watchdog_timeout_seconds: float) -> None:
@@ -74,7 +80,10 @@ class Heartbeat:
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Report that `step` updates are done and what comes next. Cheap: another thread writes the file."""
+        """Report that `step` updates are done and what comes next.
+
+        Cheap: another thread writes the file.
+        """
         self._beat = (time.time(), step, phase)
 
     def __enter__(self) -> Heartbeat:
@@ -82,7 +91,8 @@ class Heartbeat:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{self._path.parent}: cannot be made ({error.strerror}); make the run directory writable"
+                f"{self._path.parent}: cannot be created ({error.strerror}); "
+                "make the run directory writable"
             ) from None
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         self._writer.start()

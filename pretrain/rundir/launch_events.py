@@ -1,7 +1,8 @@
-"""What can happen to a run, as data: the events of supervisors, Slurm jobs and commands. Torch-free.
+"""What can happen to a run, as data: the events of supervisors, Slurm jobs and commands.
+Torch-free.
 
-`training_events.py` has those of the ranks. Reasons and next actions are enums; `cause` and `description` render them
-for people and are never parsed.
+`training_events.py` has those of the ranks. Reasons and next actions are enums; `cause` and
+`description` render them for people and are never parsed.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class JobEnded(Event):
     node: str | None = None  # that failed, or is excluded
     other_job: str | None = None  # that has the run
     message: str = ""
-    # With FIRST_NODE_LOST, of the latest checkpoint: when the lost start began, and when that was noticed.
+    # With FIRST_NODE_LOST, of the latest checkpoint: when the lost start began, and when that was
+    # noticed.
     step_before: int | None = None
     step: int | None = None
 

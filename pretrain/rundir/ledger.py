@@ -1,7 +1,8 @@
-"""A run's history, RUN/ledger.jsonl: the only module that writes it, reads it and answers questions about it.
+"""A run's history, RUN/ledger.jsonl: the only module that writes it, reads it and answers questions
+about it.
 
-A line is {"time": "2026-11-22T04:12:31.250+00:00", "event": "attempt_ended", FIELDS OF THE EVENT}; a field that is None
-is left out. Questions are functions of the events, oldest first. Torch-free.
+A line is {"time": "2026-11-22T04:12:31.250+00:00", "event": "attempt_ended", FIELDS OF THE EVENT};
+a field that is None is left out. Questions are functions of the events, oldest first. Torch-free.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Ledger:
             os.close(descriptor)
 
     def read(self) -> list[Event]:
-        """All events, oldest first; lines that are damaged or unknown are skipped with one warning."""
+        """All events, oldest first.
+
+        Lines that are damaged or unknown are skipped with one warning.
+        """
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -126,7 +130,10 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _decoded(hint: Any, value: Any) -> Any:
-    """What JSON made of a field, as a value of the field's type; TypeError or ValueError if it is none."""
+    """What JSON made of a field, as a value of the field's type.
+
+    TypeError or ValueError if it is none.
+    """
     if isinstance(hint, UnionType):  # X | None
         return None if value is None else _decoded(get_args(hint)[0], value)
     outer = get_origin(hint)
@@ -167,7 +174,8 @@ def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
 def began_in(event: Event, start: str) -> bool:
     """Whether ranks of this job (17), or of this start of a job (17.2), began to train.
 
-    They may write that after the end of their job, which its supervisor writes as soon as Slurm announces it.
+    They may write that after the end of their job, which its supervisor writes as soon as Slurm
+    announces it.
     """
     return isinstance(event, TrainingBegan) and event.attempt.startswith(f"{start}.")
 
@@ -185,7 +193,10 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
 
 @dataclass(frozen=True)
 class Interruption:
-    """An unplanned end of an attempt, or one that Slurm imposed; the latter is no failure of the run."""
+    """An unplanned end of an attempt, or one that Slurm imposed.
+
+    The latter is no failure of the run.
+    """
 
     time: float
     step: int
@@ -196,8 +207,9 @@ class Interruption:
 def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruption]:
     """What interrupted the run, once for each attempt or job.
 
-    A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an end is one that was
-    lost: when the next one begins, or when nothing of the run is running any more.
+    A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an
+    end is one that was lost: when the next one begins, or when nothing of the run is running any
+    more.
     """
     found: list[Interruption] = []
     open_attempt: TrainingBegan | None = None
@@ -240,7 +252,8 @@ def _lost(when: float, step: int) -> Interruption:
 
 
 def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
-    """Seconds from the first start to `end` in which the run was neither finished, stopped nor in Slurm's queue."""
+    """Seconds from the first start to `end` in which the run was neither finished, stopped nor in
+    Slurm's queue."""
     elapsed, since, has_begun = 0.0, None, False
     for event in ledger:
         has_begun = has_begun or isinstance(event, TrainingBegan)
@@ -254,9 +267,11 @@ def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
 
 
 def goodput(productive_seconds: float, elapsed: float) -> float | None:
-    """The fraction of the elapsed time spent in productive steps, at most 1; None before there are any.
+    """The fraction of the elapsed time spent in productive steps, at most 1; None before there are
+    any.
 
-    Start-up, saves, evaluations, waiting after a failure and repeated steps are elapsed time, but not productive.
+    Start-up, saves, evaluations, waiting after a failure and repeated steps are elapsed time, but
+    not productive.
     """
     return min(1.0, productive_seconds / elapsed) if elapsed > 0 and productive_seconds else None
 

@@ -34,10 +34,11 @@ class Lock:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]:
-    """Hold the lock `path`, at the latest until this process ends; ConfigError names another holder.
+    """Hold the lock `path`, at the latest until this process ends; ConfigError names another
+    holder.
 
-    A fenced process continues next to a holder on another host: that host may be cut off from the network, and then
-    nobody can release its lock; the token of its attempt keeps it from writing.
+    A fenced process continues next to a holder on another host: that host may be cut off from the
+    network, and then nobody can release its lock; the token of its attempt keeps it from writing.
     """
     with open(path, "a+b") as file:
         if not try_lock(file):
@@ -51,7 +52,8 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
                 else "another process"
             )
             raise ConfigError(
-                f"{path.parent} is in use by {who}; wait for it, stop it, or choose another --run-dir"
+                f"{path.parent} is in use by {who}; "
+                "wait for it, stop it, or choose another --run-dir"
             )
         file.truncate(0)
         owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
@@ -63,7 +65,8 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
 def read_lock(path: Path) -> Lock | None:
     """Who took the lock last, and whether it is still held; None if it was never taken.
 
-    Looks into the kernel's table instead of trying the lock: a run that starts at that moment would find it taken.
+    Looks into the kernel's table instead of trying the lock: a run that starts at that moment would
+    find it taken.
     """
     try:
         with open(path, "rb") as file:

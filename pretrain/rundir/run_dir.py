@@ -1,6 +1,6 @@
 """The directory of one run: its identity, settings, metrics, ledger and locks. Torch-free.
 
-RUN/run.json          identity; written last when the directory is made, so with it the rest is there
+RUN/run.json          identity; written last, so that the rest exists if it does
 RUN/config.yaml       every setting, resolved
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
 RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
@@ -48,7 +48,10 @@ class RunIdentity:
 
 
 class RunDir:
-    """Paths of a run and what is written there. The constructor touches nothing; `create` and `open` do."""
+    """Paths of a run and what is written there.
+
+    The constructor touches nothing; `create` and `open` do.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -65,16 +68,21 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
-    # ---------------------------------------------------------------------------------- making and opening
+    # ---------------------------------------------------------------------------------- making and
+    # opening
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """Create the directory of a new run; ConfigError if it contains a run or anything else already."""
+        """Create the directory of a new run.
+
+        ConfigError if it contains a run or anything else already.
+        """
         run_dir = cls(path)
         if run_dir.exists():
             name = run_dir.identity.name
             raise ConfigError(
-                f"{path} already holds the run {name!r}; choose another --run-dir or resume that run"
+                f"{path} already holds the run {name!r}; "
+                "choose another --run-dir or resume that run"
             )
         run_dir._refuse_strangers()
         for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
@@ -88,7 +96,10 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the directory of an existing run; ConfigError if it is not one, or has another format."""
+        """Open the directory of an existing run.
+
+        ConfigError if it is not one, or has another format.
+        """
         run_dir = cls(path)
         if not run_dir.exists():
             raise ConfigError(
@@ -96,7 +107,8 @@ class RunDir:
             )
         if run_dir.identity.format != FORMAT:
             raise ConfigError(
-                f"{run_dir._identity_file} has format {run_dir.identity.format}, this version reads format {FORMAT}; "
+                f"{run_dir._identity_file} has format {run_dir.identity.format}, this version "
+                f"reads format {FORMAT}; "
                 "resume with the version that started the run"
             )
         return run_dir
@@ -105,7 +117,8 @@ class RunDir:
     def create_or_resume(cls, path: Path, config: RunConfig) -> RunDir:
         """The directory of the run that `config` describes, created unless it exists.
 
-        Logs settings that differ from the run's as `old -> new`; ConfigError unless each may change.
+        Logs settings that differ from the run's as `old -> new`; ConfigError unless each may
+        change.
         """
         if not cls(path).exists():
             return cls.create(path, config)
@@ -117,7 +130,8 @@ class RunDir:
         """Whether the directory holds a run."""
         return self._identity_file.is_file()
 
-    # ------------------------------------------------------------------------------------------- contents
+    # -------------------------------------------------------------------------------------------
+    # contents
 
     @property
     def identity(self) -> RunIdentity:
@@ -136,7 +150,8 @@ class RunDir:
         return load_config(RunConfig, self.config_file)
 
     def cut_metrics_after(self, step: int) -> int:
-        """Remove every measurement after `step`, and a line that a crash cut short; returns how many.
+        """Remove every measurement after `step`, and a line that a crash cut short; returns how
+        many.
 
         A resumed run repeats and measures those steps, so that each is measured once in the end.
         """
@@ -161,7 +176,8 @@ class RunDir:
     ) -> contextlib.AbstractContextManager[None]:
         """Keep a second `holder` out of this directory; see `exclusive_lock`.
 
-        `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started holds the other.
+        `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started
+        holds the other.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return exclusive_lock(self.path / f"{holder}.lock", holder, is_fenced)
@@ -171,7 +187,8 @@ class RunDir:
         paths = (self.path / f"{holder}.lock" for holder in ("launcher", "train"))
         return [lock for path in paths if (lock := read_lock(path))]
 
-    # --------------------------------------------------------------------------------------------- checks
+    # ---------------------------------------------------------------------------------------------
+    # checks
 
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may resume with the settings of `config`."""
@@ -208,7 +225,8 @@ class RunDir:
         ]
         if strangers:
             raise ConfigError(
-                f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); choose an empty --run-dir"
+                f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); "
+                "choose an empty --run-dir"
             )
 
     def _accept(self, config: RunConfig) -> None:
@@ -227,14 +245,16 @@ def _refusal(key: str, old: Any, new: Any, step: int) -> str:
     if not may_change(RunConfig, key):
         return f"{key}: {old} -> {new}"
     if key == "optim.steps" and new < old:
-        # More steps stretch the schedule; fewer would need a learning rate that was never scheduled.
+        # More steps stretch the schedule; fewer would need a learning rate that was never
+        # scheduled.
         return f"{key}: {old} -> {new} (may only grow)"
     if key == "data.phases":
         started = [
             [phase for phase in phases if phase["from_step"] < step] for phases in (old, new)
         ]
         if started[0] != started[1]:
-            return f"{key}: {started[0]} -> {started[1]} (before step {step}; only later phases may change)"
+            change = f"{started[0]} -> {started[1]}"
+            return f"{key}: {change} (before step {step}; only later phases may change)"
     return ""
 
 

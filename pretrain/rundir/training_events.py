@@ -1,6 +1,7 @@
 """What can happen to a run, as data: the events that its ranks write. Torch-free.
 
-A frozen dataclass per kind of event; `launch_events.py` has those of the launcher. `ledger.py` stores them in
+A frozen dataclass per kind of event; `launch_events.py` has those of the launcher. `ledger.py`
+stores them in
 RUN/ledger.jsonl and reads them back. `description` renders an event for people; no code parses it.
 """
 
@@ -30,7 +31,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBegan(Event):
-    """Base of Started and Resumed. `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm."""
+    """Base of Started and Resumed.
+
+    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm.
+    """
 
     step: int
     world_size: int
@@ -60,7 +64,8 @@ class Resumed(TrainingBegan):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """Base of Stopped, Finished and PhaseFinished: where training ended, and what its lanes had read by then."""
+    """Base of Stopped, Finished and PhaseFinished: where training ended, and what its lanes had
+    read by then."""
 
     step: int
     world_size: int = 0
@@ -103,7 +108,10 @@ class SettingsChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
-    """Written by the rank that ran out of memory; `settings` are those that a rank's need depends on."""
+    """Written by the rank that ran out of memory.
+
+    `settings` are those that a rank's need depends on.
+    """
 
     rank: int
     micro_batch_lanes: int
@@ -177,7 +185,8 @@ class GaveUp(SpikeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectDocument:
-    """A document of the skipped segments, with its mean loss under the weights from before the spike."""
+    """A document of the skipped segments, with its mean loss under the weights from before the
+    spike."""
 
     document: str
     lane: int

@@ -41,6 +41,6 @@ def test_an_overtaken_start_writes_neither_measurements_nor_checkpoints(
     environment = {**os.environ, VARIABLE: "older"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "attempt older ends here: newer has taken over" in result.stderr
+    assert "attempt older exits: attempt newer has claimed" in result.stderr
     assert run_dir.read_metrics() == []
     assert steps_on_disk(run_dir.checkpoints) == []

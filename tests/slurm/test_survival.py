@@ -114,8 +114,8 @@ def test_a_second_job_on_the_same_run_is_refused(
             "partition 'nowhere' is unknown here; this cluster has main, urgent",
         ),
         ({}, "8", "does not divide over 16 ranks"),
-        ({"ranks_per_node": 1}, "8", "8 nodes asked for, partition 'main' has 4"),
-        ({"cpus_per_rank": 5}, "2", "10 CPUs per node asked for, partition 'main' has 8"),
+        ({"ranks_per_node": 1}, "8", "8 nodes, partition 'main' has 4"),
+        ({"cpus_per_rank": 5}, "2", "10 CPUs per node, partition 'main' has 8"),
         ({"account": "nobody", "options": {"constraint": "gold"}}, "2", "sbatch rejected"),
     ],
 )

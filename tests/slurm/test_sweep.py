@@ -75,7 +75,7 @@ def submit(lab: SlurmLab, folder: Path) -> str:
 
 def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: SlurmLab, folder: Path):
     assert "6 cells on 1 node each, 3 at a time" in submit(lab, folder)
-    assert "6 on their way" in submit(lab, folder)  # nothing is submitted twice
+    assert "6 active" in submit(lab, folder)  # nothing is submitted twice
     waiting = set(KILLED)
     while waiting:
         for cell in [cell for cell in waiting if len(losses(folder, cell)) >= 20]:
@@ -85,7 +85,7 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
             lab.run("kill", "-9", *supervisor)
             waiting.remove(cell)
         time.sleep(0.05)
-    until(lambda: "on their way" not in sweep(lab, folder, "status"))
+    until(lambda: " active" not in sweep(lab, folder, "status"))
     assert "4 of 6 cells are done" in sweep(lab, folder, "status")
 
     assert "2 cells on 1 node each" in submit(lab, folder)

@@ -70,7 +70,7 @@ def test_the_example_clusters_are_valid(path):
         ("gpus_per_node: 0\n", "leave nothing to run on"),
         ("gpus_per_node: 8\nranks_per_node: 4\n", "use one rank per GPU"),
         ("ranks_per_node: 1\ngpu: H100\n", "set the GPUs of a node"),
-        ("ranks_per_node: 1\ntime_limit: soon\n", "is no time"),
+        ("ranks_per_node: 1\ntime_limit: soon\n", "is not a time"),
         ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
         (
             "ranks_per_node: 1\ntime_limit: 24:00:00\n",
@@ -239,13 +239,13 @@ PARTITIONS = [
             1,
             "'nowhere' is unknown here; this cluster has main, short",
         ),
-        (CPU, 5, "5 nodes asked for, partition 'main' has 4"),
+        (CPU, 5, "5 nodes, partition 'main' has 4"),
         (
             dataclasses.replace(CPU, cpus_per_rank=5),
             1,
-            "10 CPUs per node asked for, partition 'main' has 8",
+            "10 CPUs per node, partition 'main' has 8",
         ),
-        (GPU, 1, "32 CPUs per node asked for|8 GPUs per node asked for"),
+        (GPU, 1, "32 CPUs per node|8 GPUs per node"),
         (
             dataclasses.replace(GPU, partition="short"),
             1,

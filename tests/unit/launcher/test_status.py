@@ -56,9 +56,9 @@ def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys
     ("arguments", "message"),
     [
         (["{runs}"], "holds no run"),
-        (["--runs-dir={runs}/nowhere"], "holds no runs; name one"),
+        (["--runs-dir={runs}/nowhere"], "contains no runs; name one"),
         (["{runs}/alone", "--all"], "contradict each other"),
-        (["{runs}/alone", "--watch"], "draws on a terminal"),
+        (["{runs}/alone", "--watch"], "needs a terminal"),
     ],
 )
 def test_bad_input_gets_one_line(runs, capsys, arguments, message):

@@ -106,7 +106,7 @@ def test_cells_on_their_way_are_neither_done_nor_started_again(sweep):
     with run_dir.locked("launcher"):
         cells = cells_of(sweep)
     assert [cell.is_waiting for cell in cells] == [True, True, False]
-    assert describe(cells) == "0 of 3 cells are done, 1 on their way"
+    assert describe(cells) == "0 of 3 cells are done, 1 active"
 
 
 def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_order(sweep):

@@ -12,5 +12,5 @@ def test_only_the_newest_attempt_may_write(tmp_path):
     old.check()
     new.claim()
     new.check()
-    with pytest.raises(UserError, match=r"attempt 7\.0\.1 ends here: 7\.1\.2 has taken over"):
+    with pytest.raises(UserError, match=r"attempt 7\.0\.1 exits: attempt 7\.1\.2 has claimed"):
         old.check()
