@@ -41,8 +41,10 @@ class EncodingSize:
 
 def encoding_costs(directory: Path, size: EncodingSize) -> Iterator[Measurement]:
     """Yield both rates, and the time of the build over that of the baseline."""
-    texts = list(_texts(size.megabytes * 1e6))
-    tokenizer = train_tokenizer("unigram", size.vocab_size, _texts(size.training_megabytes * 1e6))
+    texts = list(library_texts(size.megabytes * 1e6))
+    tokenizer = train_tokenizer(
+        "unigram", size.vocab_size, library_texts(size.training_megabytes * 1e6)
+    )
     tokenizer.save(directory / "tokenizer")
     parts = [texts[number :: size.processes] for number in range(size.processes)]
     for number, part in enumerate(parts):
@@ -64,7 +66,7 @@ def encoding_costs(directory: Path, size: EncodingSize) -> Iterator[Measurement]
     yield Measurement("time of the build over SentencePiece alone", ratios, at_most=BUILD_GOAL)
 
 
-def _texts(num_bytes: float) -> Iterator[str]:
+def library_texts(num_bytes: float) -> Iterator[str]:
     """Yield files of the standard library, from the first again after the last."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)

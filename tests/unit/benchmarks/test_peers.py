@@ -1,0 +1,147 @@
+"""The comparison with other code, without that code: arguments, processes, arithmetic, patches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.peer_sides import Case, OurSide, TheirSide, Worker
+from benchmarks.peers import (
+    LOSS_MODEL,
+    LOSS_VARIANTS,
+    NVIDIA_FILES,
+    NVIDIA_FOLDER,
+    ORIGINAL_FILES,
+    OURS,
+    SideProcess,
+    checkouts_of,
+    largest_difference,
+    patch_list,
+    speed_measurements,
+)
+from data_pipeline.errors import UserError
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.original import config_of_original
+from tests.helpers.reference_training import ReferenceTransformerXL, original_state
+
+CASE = Case("case", {**LOSS_MODEL, "n_layer": 2}, segment_length=8, lanes=2, learning_rate=1e-2)
+TEXT = b"to be or not to be, " * 20
+
+
+def checkout(root: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def test_a_checkout_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peers"]) == 2
+    assert "give one checkout or both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--original", "--nvidia"])
+def test_a_directory_that_is_not_a_checkout_is_an_error_in_one_line(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peers", option, str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{option} {tmp_path} is not a checkout of" in line
+
+
+def test_swapped_checkouts_are_an_error(tmp_path: Path) -> None:
+    original = checkout(tmp_path / "original", ORIGINAL_FILES)
+    nvidia = checkout(tmp_path / "nvidia" / NVIDIA_FOLDER, NVIDIA_FILES)
+    found = checkouts_of(original, tmp_path / "nvidia")
+    assert found == {"original": original, "NVIDIA": nvidia, OURS: None}
+    with pytest.raises(UserError, match="kimiyoung"):
+        checkouts_of(nvidia, None)
+    with pytest.raises(UserError, match="DeepLearningExamples"):
+        checkouts_of(None, original)
+
+
+def test_the_folder_of_nvidias_model_is_enough(tmp_path: Path) -> None:
+    folder = checkout(tmp_path, NVIDIA_FILES)
+    assert checkouts_of(None, folder) == {"NVIDIA": folder, OURS: None}
+
+
+def test_code_that_cannot_be_imported_is_an_error_that_names_its_side(tmp_path: Path) -> None:
+    checkout(tmp_path, ("pytorch/mem_transformer.py",))
+    with pytest.raises(UserError, match="the code of 'original' failed: AttributeError"):
+        SideProcess("original", tmp_path, threads=1)
+
+
+def test_speeds_are_ratios_of_cpu_seconds_with_the_rates_of_both_sides() -> None:
+    seconds = {"original": [6.0, 8.0, 20.0], "NVIDIA": [3.0, 4.0, 4.0], OURS: [2.0, 2.0, 4.0]}
+    over_original, over_nvidia = speed_measurements("training", 1000, seconds)
+    assert over_original.name == "training: ours over original"
+    assert over_original.values == [3.0, 4.0, 5.0]
+    assert over_original.detail == "125 -> 500 tokens per CPU second"
+    assert over_nvidia.values == [1.5, 2.0, 1.0]
+
+
+def test_the_largest_difference_does_not_lose_a_nan() -> None:
+    assert largest_difference([1.0, 3.0], [1.5, 2.0]) == 1.0
+    assert math.isnan(largest_difference([math.nan, 3.0], [1.0, 2.0]))
+
+
+def test_patches_are_listed_by_side() -> None:
+    listed = patch_list({"original": ["a mask", "a path"], "NVIDIA": ["another path"], OURS: []})
+    assert listed.splitlines()[2:] == [
+        "* original: a mask",
+        "* original: a path",
+        "* NVIDIA: another path",
+    ]
+
+
+@pytest.mark.parametrize("name", LOSS_VARIANTS)
+def test_every_variant_is_a_model_of_ours(name: str) -> None:
+    TransformerXL(config_of_original({**LOSS_MODEL, **LOSS_VARIANTS[name]}))
+
+
+def test_nvidias_names_of_weights_are_the_originals() -> None:
+    class Renamed(torch.nn.Module):
+        def __init__(self, **_: object) -> None:
+            super().__init__()
+            self.crit = torch.nn.Module()
+            self.crit.out_layers_weights = torch.nn.ParameterList([torch.zeros(2, 3)])
+            self.crit.out_layers_biases = torch.nn.ParameterList([torch.zeros(2)])
+            self.word_emb = torch.nn.Linear(2, 2, bias=False)
+
+    side = TheirSide(Renamed, is_nvidia=True)
+    side.load(CASE, None)
+    weights = side.weights()
+    assert sorted(weights) == [
+        "crit.out_layers.0.bias",
+        "crit.out_layers.0.weight",
+        "word_emb.weight",
+    ]
+    side.load(CASE, {name: 0 * values + 7 for name, values in weights.items()})
+    assert all((values == 7).all() for values in side.weights().values())
+
+
+def test_our_side_trains_and_evaluates_the_imported_weights_on_the_same_text() -> None:
+    torch.manual_seed(0)
+    model = CASE.model
+    reference = ReferenceTransformerXL(
+        model["n_token"],
+        model["n_layer"],
+        model["n_head"],
+        model["d_model"],
+        model["d_inner"],
+        dropout=0.0,
+    )
+    weights = {name: values.numpy() for name, values in original_state(reference).items()}
+    worker = Worker(OurSide(), [])
+    worker.load(CASE, TEXT, weights)
+    seconds, evaluated = worker.evaluate(2)
+    assert seconds > 0
+    worker.load(replace(CASE, dtype="float64"), TEXT, weights)
+    _, trained = worker.train(6)
+    assert evaluated[0] == pytest.approx(trained[0], abs=1e-5)
+    assert trained[-1] < trained[0]
