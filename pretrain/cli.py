@@ -54,7 +54,10 @@ COMMANDS = {
         "pretrain.commands.scale",
         "scaling-law experiments: plan, collect, fit, predict, report, context",
     ),
-    "demo": ("pretrain.demo.command", "the whole story on this machine in minutes"),
+    "demo": (
+        "pretrain.demo.command",
+        "build, train, kill, resume, compare, evaluate and sample on this machine, in minutes",
+    ),
 }
 PROGRAM = Program(
     "pretrain",

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help=text)
     text = "training steps (default: about a minute of training)"
     add("--steps", type=int, default=0, metavar="N", help=text)
-    add("--fresh", action="store_true", help="start from scratch, even if stages are finished")
+    add("--fresh", action="store_true", help="start from scratch, as with other text or steps")
 
 
 def run(arguments: argparse.Namespace) -> int:
