@@ -1,8 +1,9 @@
-"""What plans, tables and `describe` count: against published numbers, the built model, and PyTorch's own counter."""
+"""Parameters and FLOPs against published numbers, the built model, and PyTorch's own counter."""
 
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +50,32 @@ VARIANTS = {
 }
 
 
+def comments_of(path: Path) -> str:
+    """The file's comments as one line."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_configurations_have_their_published_sizes(name):
     model = load_config(RunConfig, MODELS / f"{name}.yaml").model
     assert parameters_of(model).total == PUBLISHED[name]
+
+
+COUNT = re.compile(r"([\d,]+) parameters")
+STATED = [
+    path for path in sorted((MODELS.parent).glob("[em]*/*.yaml")) if COUNT.search(comments_of(path))
+]
+
+
+@pytest.mark.parametrize("path", STATED, ids=lambda path: path.name)
+def test_a_configuration_has_the_parameters_that_its_comment_states(path):
+    parameters = parameters_of(load_config(RunConfig, path).model).total
+    assert COUNT.findall(comments_of(path)) == [f"{parameters:,}"]
+
+
+def test_all_models_of_the_paper_and_of_the_ladder_state_their_parameters():
+    assert {path.stem for path in STATED} >= {*PUBLISHED, *(f"xl_modern_{rung}" for rung in LADDER)}
 
 
 def test_every_published_configuration_is_counted():
