@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory of a run before it starts.
+"""What a run costs before it starts: parameters, FLOPs, device memory; devices and their measured speed.
 
 Imported by commands, scaling, reporting and `launcher`; uses config.
 """

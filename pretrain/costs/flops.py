@@ -1,4 +1,4 @@
-"""What one run costs, exactly: parameters and training FLOPs of its configuration. Torch-free.
+"""Parameters and training FLOPs of a run, exactly, from its settings. Torch-free.
 
 T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward pass, d d_model,
 w heads times head width, k key heads times head width, f inner width, c compression rate, V vocabulary. One
@@ -18,7 +18,7 @@ from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lane
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many numbers a model learns, by part."""
+    """The number of learned parameters, by part."""
 
     embedding: int  # input vectors and their projections
     head: int  # output layer, without what it shares with the embedding
@@ -40,19 +40,17 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs per token, by part; the backward pass costs twice the forward one, less what needs no gradient."""
+    """FLOPs per token, by part. The backward pass costs twice the forward pass, less what needs no gradient."""
 
-    projections: (
-        float  # queries, keys, values, output; memory's keys and values again in every segment
-    )
+    # Queries, keys, values, output; memory's keys and values again in every segment.
+    projections: float
     positions: float  # W_R R, once per segment for all lanes of a forward pass
     attention: float  # content scores, position scores, weighted values
     feed_forward: float
     head: float
-    compression: (
-        float  # of the rows that leave the memory, and what attention would have read from them
-    )
-    without_gradient: float  # products whose input is no result of a parameter
+    # Of the rows that leave the memory, and of what attention would have read from them.
+    compression: float
+    without_gradient: float  # products whose input does not depend on a parameter
 
     @property
     def forward(self) -> float:
@@ -73,7 +71,7 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """Parameters; tokens and FLOPs of training (forward and backward): of a run's first phase, and of all its steps."""
+    """Parameters; tokens and FLOPs (forward and backward) of a run's first phase, and of all its steps."""
 
     parameters: int
     body_parameters: int  # without the embedding and output matrices
@@ -85,9 +83,9 @@ class RunCost:
 
 
 def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
-    """The cost of a run, or of its first `steps`, on one rank without accumulation.
+    """Return the cost of a run, or of its first `steps`, on one rank without accumulation.
 
-    ConfigError when the vocabulary is not known.
+    Raises ConfigError if the vocabulary is unknown.
     """
     parameters = parameters_of(run.model)
     counted = range(run.optim.steps if steps is None else steps)
@@ -122,7 +120,7 @@ def lanes_of_pass(run: RunConfig, world_size: int) -> int:
 
 
 def parameters_of(model: ModelConfig) -> Parameters:
-    """Every parameter of the model, exactly; ConfigError when the vocabulary is not known."""
+    """Return the exact number of parameters; ConfigError if the vocabulary is unknown."""
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_layers
     w, k = _attention_widths(model)
@@ -143,7 +141,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
 
 
 def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
-    """Per token of a training step whose forward passes take `lanes` lanes and find the memory full."""
+    """Return the FLOPs per token of a training step with `lanes` lanes per forward pass and full memories."""
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_layers
     w, k = _attention_widths(model)
@@ -159,7 +157,7 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
         feed_forward=layers * (6 if model.feed_forward == "swiglu" else 4) * d * model.inner_width,
         head=_head_flops(model),
         compression=layers * compression,
-        # Memory rows have no gradient; with pre-norm their norm's parameters have.
+        # Memory rows have no gradient. With pre-norm, the parameters of their norm have.
         without_gradient=positions
         + (layers * 4 * d * k * remembered if model.norm_position == "post" else 0.0)
         + layers * still,
@@ -167,7 +165,7 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
 
 
 def _attention_widths(model: ModelConfig) -> tuple[int, int]:
-    """Of queries, and of keys or values."""
+    """Return the width of queries, and of keys or values."""
     return model.num_heads * model.head_width, model.key_heads * model.head_width
 
 
@@ -191,7 +189,7 @@ def _learns_to_compress(model: ModelConfig) -> bool:
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
-    """Of one layer, forward; and the products its backward pass does without (see `model.compression`)."""
+    """Return a layer's forward FLOPs, and those that have no gradient (see `model/compression.py`)."""
     if not _learns_to_compress(model):
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length
@@ -203,7 +201,7 @@ def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, 
 
 
 def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
-    """(tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
+    """Return (tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
     sizes = [last - first for first, last in pairwise((0, *model.cutoffs, model.vocab_size))]
     return [
         (size, model.embedding_width // model.div_val**index) for index, size in enumerate(sizes)
@@ -211,7 +209,7 @@ def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def tail_shares(model: ModelConfig) -> list[float]:
-    """The part of all tokens that falls into each bin, by Zipf's law, the vocabulary being sorted by frequency."""
+    """Return the fraction of tokens in each bin by Zipf's law, for a vocabulary sorted by frequency."""
     bounds = (0, *model.cutoffs, model.vocab_size)
     return [
         (_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size)
@@ -235,13 +233,13 @@ def _vocabulary_parameters(model: ModelConfig) -> tuple[int, int]:
 def _head_flops(model: ModelConfig) -> float:
     bins, d = bins_of(model), model.d_model
     projected = model.div_val > 1 or model.embedding_width != d
-    looked_up = 0.0
-    if projected:  # the embedding projects every token, for each bin where they differ
-        looked_up = (
-            sum(2 * width * d for _, width in bins) if model.div_val > 1 else 2 * bins[0][1] * d
-        )
-    shares = [1.0, *tail_shares(model)[1:]]
-    total = looked_up
+    total = 0.0
+    if (
+        projected
+    ):  # the embedding projects every token; with div_val > 1, through every bin's projection
+        widths = [width for _, width in bins] if model.div_val > 1 else [bins[0][1]]
+        total = 2.0 * d * sum(widths)
+    shares = [1.0, *tail_shares(model)[1:]]  # every token reads the shortlist
     for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
         columns = size + (0 if index else len(bins) - 1)
         total += share * (2 * width * columns + (2 * width * d if projected else 0))
@@ -251,10 +249,10 @@ def _head_flops(model: ModelConfig) -> float:
 def _need_vocabulary(model: ModelConfig) -> None:
     if not model.vocab_size:
         raise ConfigError(
-            "model.vocab_size is not set; set it, or build the corpus so that it can be read from there"
+            "model.vocab_size is not set; set it, or build the corpus so that it can be read from it"
         )
 
 
 def _harmonic(count: int) -> float:
-    """1 + 1/2 + ... + 1/count, to 1e-4 of it."""
+    """Return 1 + 1/2 + ... + 1/count, to a relative error of 1e-4."""
     return math.log(count) + 0.5772156649 + 0.5 / count if count else 0.0

@@ -1,4 +1,4 @@
-"""What the machine can do and what a run takes of it."""
+"""Measured speed and memory of this process' device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ MATRIX_WIDTHS = {"cpu": 768, "cuda": 8192}
 def measured_matmul_peak(
     device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS
 ) -> float:
-    """Floating-point operations per second that a large matrix product reaches now, with this process' threads.
+    """Return the FLOPs per second that a large matrix product reaches now, with this process' threads.
 
-    Data sheets promise more and know nothing of other processes on the machine; ranks that measure at the same time
-    measure what they will share.
+    Data sheets promise more and ignore other processes on the machine. Ranks that measure at the same time measure
+    what they will share.
     """
     width = MATRIX_WIDTHS.get(device.type, 1024)
-    generator = torch.Generator(device).manual_seed(
-        0
-    )  # a resumed run must not draw from its own random numbers here
+    # A separate generator: measuring must not change a run's random-number state.
+    generator = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2)
     )
@@ -29,15 +28,15 @@ def measured_matmul_peak(
     _wait_for(device)
     best, deadline = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < deadline:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         torch.matmul(left, right, out=product)
         _wait_for(device)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.perf_counter() - start)
     return 2.0 * width**3 / best
 
 
 def memory_in_use_gib(device: torch.device) -> float:
-    """What this rank holds: the most the device has held, or the resident memory of the process where it is the CPU."""
+    """Return the peak of the device's allocated memory, or on a CPU the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import psutil

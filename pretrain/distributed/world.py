@@ -1,4 +1,4 @@
-"""The ranks of a run and the few collectives the loop itself needs. Rank variables are read here and nowhere else."""
+"""The ranks of a run, and the few collectives that the loop needs. Rank variables are read here and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `device` is the accelerator of `local_rank`, or the CPU where there is none."""
+    """This process among the ranks. `device` is the accelerator of `local_rank`, or the CPU if there is none."""
 
     rank: int
     world_size: int
@@ -35,12 +35,13 @@ class World:
 
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
-    """Read the rank variables: RANK, WORLD_SIZE, LOCAL_RANK, else Slurm's, else one process alone."""
+    """Read the rank variables: RANK, WORLD_SIZE, LOCAL_RANK, else Slurm's, else one process."""
     try:
         if "RANK" in environment:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank = int(environment.get("LOCAL_RANK", "0"))
         elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
+            # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
             return world_from_environment(rank_variables(environment))
         else:
             rank, world_size, local_rank = 0, 1, 0
@@ -52,17 +53,18 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
     return World(rank, world_size, local_rank, device)
 
 
+# Rank variables that `init_world` set for DeepSpeed, for `destroy_process_group` to remove.
 _ADDED_VARIABLES: set[str] = set()
 
 
 def init_world() -> World:
-    """Join the other ranks; collectives on CPU tensors go over gloo, those on a GPU over NCCL."""
+    """Join the other ranks. Collectives on CPU tensors use gloo, those on GPU tensors NCCL."""
     world = world_from_environment(os.environ)
     if world.world_size > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; start ranks with 'launcher local'"
         )
-    # DeepSpeed reads these even for one process; `destroy_process_group` takes away what was not there before.
+    # DeepSpeed reads these even for one process.
     own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank}
     _ADDED_VARIABLES.update(own.keys() - os.environ.keys())
     os.environ.update({name: str(value) for name, value in own.items()})
@@ -84,7 +86,7 @@ def init_world() -> World:
 
 
 def destroy_process_group() -> None:
-    """Close the process group, so that no rank is left waiting for one that ended."""
+    """Close the process group, so that no rank keeps waiting for one that ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
     while _ADDED_VARIABLES:
@@ -92,12 +94,12 @@ def destroy_process_group() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank as soon as it is true on one. A few bytes over gloo: the accelerator does not wait."""
+    """Whether `flag` is true on any rank. A few bytes over gloo, so the accelerator does not wait."""
     return on_any_rank([flag])[0]
 
 
 def on_any_rank(flags: Sequence[bool]) -> list[bool]:
-    """As `any_rank`, of several flags in one exchange."""
+    """Return `any_rank` of several flags, in one collective."""
     if dist.get_world_size() == 1:
         return list(flags)
     values = torch.tensor(flags, dtype=torch.int32)
@@ -106,7 +108,7 @@ def on_any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, on every rank; `tensor` itself is left as it is."""
+    """Return the sum over all ranks, on every rank; `tensor` itself is not changed."""
     total = tensor.clone()
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -114,7 +116,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(value: T) -> T:
-    """What rank 0 passes, on every rank; a small picklable value."""
+    """Return, on every rank, the small picklable value that rank 0 passes."""
     if dist.get_world_size() == 1:
         return value
     holder: list[Any] = [value]
@@ -124,25 +126,25 @@ def broadcast_object(value: T) -> T:
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Run the block on every rank; if a UserError ended it on any, every rank raises the first one."""
+    """Run the block on every rank; if any raises a UserError, every rank raises the first one."""
     problem: UserError | None = None
     try:
         yield
     except UserError as error:
         problem = error
-    problems: list[Any] = [problem]
-    if dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for found in problems:
+    for found in _gather(problem):
         if found is not None:
             raise found
 
 
 def gather_errors(error: str) -> list[str]:
-    """The non-empty texts of all ranks, in rank order, on every rank: how ranks agree that something failed."""
-    texts: list[Any] = [error]
-    if dist.get_world_size() > 1:
-        texts = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, error)
-    return [text for text in texts if text]
+    """Return the non-empty texts of all ranks, in rank order, on every rank: so ranks agree on a failure."""
+    return [text for text in _gather(error) if text]
+
+
+def _gather(value: T) -> list[T]:
+    if dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
