@@ -1,15 +1,17 @@
-"""One rank's part of one save, in a thread: copy to host memory, write and hash, and on rank 0 publish.
+"""One rank's part of a save, in a thread: copy to host memory, write and hash; rank 0 publishes.
 
-    loop     save() | forward, backward, ... | wait_for_copy | update | forward ...          | finish()
-    thread            copy ................. | write, hash, fsync ........ | publish (rank 0) |
+    loop     save() | forward, backward, ... | wait_for_copy | update | forward ...       | finish()
+    thread          | copy ................. | write, hash, fsync ..... | publish (rank 0) |
 
-While the thread copies, weights, moments, EMA and the tensors of lane memories must not change. The loop needs no lock
-for that: forward and backward passes change none of them (gradients are not saved, and a memory is replaced by a new
-tensor), so it only has to wait before the update. Counters, cursors and settings are read before the thread starts.
-On a GPU the copy runs on a separate stream, into pinned memory.
+While the thread copies, weights, moments, EMA and the tensors of lane memories must not change. The
+loop needs no lock for that: forward and backward passes change none of them (gradients are not
+saved, and a memory is replaced by a new tensor), so it only has to wait before the update.
+Counters, cursors and settings are read before the thread starts. On a GPU the copy runs on a
+separate stream, into pinned memory.
 
-It is a thread rather than a process because hashing and writing release the interpreter lock, and nothing has to be
-shared. It uses no collectives: those of the loop would be interleaved with them in another order on each rank.
+It is a thread rather than a process because hashing and writing release the interpreter lock, and
+nothing has to be shared. It uses no collectives: those of the loop would be interleaved with them
+in another order on each rank.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
-# After all ranks have written: how long their files may take to become visible to rank 0 (network file systems).
+# After all ranks have written: how long their files may take to become visible to rank 0 (network
+# file systems).
 PUBLISH_SECONDS = 600.0
 
 
@@ -41,14 +44,14 @@ class SaveCanceled(Exception):
 
 
 class HostBuffers:
-    """Host memory that is reused from save to save: to allocate and pin it takes longer than to fill it."""
+    """Host memory that saves reuse: to allocate and pin it takes longer than to fill it."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._buffers: dict[str, Tensor] = {}
 
     def bytes_for(self, name: str, num_bytes: int) -> Tensor:
-        """Return a buffer of at least `num_bytes`, the same one for every call with this name if it is large enough."""
+        """Return at least `num_bytes`: the buffer of the last call with this name if it fits."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(name, None)  # free it first: both may not fit
@@ -67,7 +70,7 @@ class RankFile:
 
 
 def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
-    """Return what this rank saves: its fragments; the memories of its slots in lane order; its random-number state."""
+    """Return what this rank saves: fragments, memories in lane order, random-number state."""
     fragments: Pieces = {
         f"{fragment.name}|{fragment.start}|{kind}": [value]
         for fragment in engine.fragments()
@@ -89,7 +92,7 @@ def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
 
 
 class Save(threading.Thread):
-    """Writes `rank_files` and the rank's `report`; on rank 0 then calls `publish`, which waits for the other ranks."""
+    """Writes `rank_files` and the rank's `report`; rank 0 then waits for all ranks in `publish`."""
 
     def __init__(
         self,
@@ -119,16 +122,16 @@ class Save(threading.Thread):
         self._copied.wait()
 
     def wait_for_files(self) -> str:
-        """Return when this rank's files are on disk, with the error or an empty text."""
+        """Return when this rank's files are on disk, with the error or ''."""
         self._written.wait()
         return self._error_text()
 
     def wait_for_publication(self) -> str:
-        """Return when the checkpoint is published (rank 0; immediately on others), with the error or an empty text."""
+        """Return when rank 0 has published (on other ranks at once), with the error or ''."""
         self.join(PUBLISH_SECONDS)
         if self.is_alive():
             self.cancel()
-            return f"{self.partial}: the files of some ranks did not appear within {PUBLISH_SECONDS:.0f} s"
+            return f"{self.partial}: files of some ranks are missing after {PUBLISH_SECONDS:.0f} s"
         return self._error_text()
 
     @property
@@ -190,7 +193,7 @@ class Save(threading.Thread):
 
 
 def _event_on(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event of the loop's stream: everything that will be saved has been computed when it is reached."""
+    """Return an event of the loop's stream, after which all that will be saved is computed."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -200,7 +203,7 @@ def _event_on(device: torch.device) -> torch.cuda.Event | None:
 
 @contextlib.contextmanager
 def _separate_stream(device: torch.device, computed: torch.cuda.Event | None) -> Iterator[None]:
-    """Run the block's copies alongside the loop's work, after `computed`; they are done when the block ends."""
+    """Run the block's copies after `computed`, alongside the loop's work, and wait for them."""
     if computed is None:
         yield
         return

@@ -1,7 +1,8 @@
-"""Saving and restoring a run: engine state by fragments, lane memories by lane, at any world size and ZeRO stage.
+"""Saving a run and restoring it at any world size and ZeRO stage.
 
-Each rank writes its own files in a background thread (`background_save`), without collectives; rank 0 publishes them
-(`marker`). On resume each rank reads the slices that it needs (`elastic_reader`). There is no pickle.
+Each rank writes its own files in a background thread (`background_save`), without collectives; rank
+0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
+There is no pickle.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ INDEX_BYTES_PER_RANK = 1 << 16
 class Checkpointer:
     """Saves and restores one run. All ranks call `save`, `finish` and `restore_latest` together.
 
-    `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a run with another
-    `run_id` are rejected. `may_write` is called before anything is published; it raises UserError if a newer attempt
-    has claimed the run. A context manager: leaving it cancels a save in progress, so call `finish` before.
+    `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a
+    run with another `run_id` are rejected. `may_write` is called before anything is published; it
+    raises UserError if a newer attempt has claimed the run. A context manager: leaving it cancels a
+    save in progress, so call `finish` before.
     """
 
     def __init__(
@@ -72,10 +74,11 @@ class Checkpointer:
             self._save.cancel()
 
     def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
-        """Start a checkpoint of `state.step` once the one before is published; without `asynchronous`, also finish it.
+        """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        Call `wait_for_copy` before the engine's next update. Raises on every rank if the disk is too full, or if any
-        rank could not write its part of the checkpoint before.
+        The one before is finished first.         Call `wait_for_copy` before the engine's next
+        update. Raises on every rank if the disk is too full, or if any rank could not write its
+        part of the checkpoint before.
         """
         self.finish()
         rank_files = files_of_rank(engine, state)
@@ -91,25 +94,25 @@ class Checkpointer:
             self.finish()
 
     def wait_for_copy(self) -> None:
-        """Return when the engine and the memories may change: what is being saved has been copied."""
+        """Return when engine and memories may change: what is being saved has been copied."""
         if self._save is not None:
             self._save.wait_for_copy()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write its part of the save in progress, as far as it knows by now.
+        """Whether this rank has failed to write its part of the save in progress.
 
         Ranks can differ. If it is True on any, `finish` raises on all of them.
         """
         return self._save is not None and self._save.has_failed
 
     def finish(self) -> None:
-        """Return when the save in progress, if any, is published; raises on every rank if any could not write."""
+        """Return when the save in progress is published; raises on every rank if any failed."""
         if self._save is None:
             return
         save, self._save = self._save, None
-        # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks first exchange
-        # whether theirs are written. Only then does anyone wait for the publication.
+        # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks
+        # first exchange whether theirs are written. Only then does anyone wait for the publication.
         problems = gather_errors(save.wait_for_files())
         problems = problems or gather_errors(save.wait_for_publication())
         if not problems:
@@ -165,7 +168,8 @@ class Checkpointer:
     ) -> Callable[[Callable[[], None]], None]:
         """Return what rank 0's thread calls after writing its files.
 
-        The index is built here, on the loop's thread: engine and state will have changed when it is written.
+        The index is built here, on the loop's thread: engine and state will have changed when it is
+        written.
         """
         index = {
             "run": self._run_id,
@@ -190,8 +194,8 @@ class Checkpointer:
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
         if found.index["world_size"] == self._world.world_size:
-            # Nothing that a run computes draws from it (dropout is a function of step and lane), so with another
-            # number of ranks it can start from the seed.
+            # Nothing that a run computes draws from it (dropout is a function of step and lane), so
+            # with another number of ranks it can start from the seed.
             restore_random_state(found.directory / files.rank_file("state", self._world.rank))
         cursor = None
         if not begins_lanes(self._run, found.index["step"]):
@@ -207,7 +211,7 @@ class Checkpointer:
     def _restore_memories(
         self, engine: Engine, found: marker.Checkpoint, lanes: range
     ) -> list[Memory | None]:
-        """Return the memory of each slot. All are empty if a phase with another number of lanes starts here."""
+        """Return each slot's memory; empty if a phase with another number of lanes starts."""
         num_slots = accumulation_steps(self._run, self._world.world_size)
         lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
         memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
@@ -226,6 +230,6 @@ class Checkpointer:
 
 def _could_not_save(step: int, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"could not save step {step}: {problem}; older checkpoints are untouched, free disk space and rerun the "
-        "command to resume from the latest"
+        f"could not save step {step}: {problem}; older checkpoints are untouched, free disk space "
+        "and rerun the command to resume from the latest"
     )

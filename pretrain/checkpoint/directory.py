@@ -32,7 +32,8 @@ def step_directory(root: Path, step: int) -> Path:
 def partial_directory(root: Path, step: int, attempt: str) -> Path:
     """Return the path of an unpublished checkpoint.
 
-    The attempt is part of the name, so that a surviving rank of an earlier attempt cannot add files to this one.
+    The attempt is part of the name, so that a surviving rank of an earlier attempt cannot add files
+    to this one.
     """
     return root / f".partial-{step:08d}-{attempt}"
 
@@ -75,7 +76,7 @@ def steps_to_prune(
 
 
 def best_steps(root: Path, count: int) -> list[int]:
-    """Return the steps of the `count` lowest validation losses, best first; of equal losses the later step."""
+    """Return the steps of the `count` lowest validation losses, best first; ties: later first."""
     if not count:
         return []
     losses = {step: validation_loss(step_directory(root, step)) for step in steps_on_disk(root)}
@@ -86,7 +87,7 @@ def best_steps(root: Path, count: int) -> list[int]:
 
 
 def validation_loss(directory: Path) -> float | None:
-    """Return the validation loss in the index, which is not verified; None without one or without an index."""
+    """Return the validation loss in the index, without verifying it; None if there is none."""
     try:
         return json.loads((directory / INDEX).read_text())["validation_loss"]
     except (OSError, ValueError, KeyError):
@@ -112,7 +113,7 @@ def discard_from(root: Path, step: int) -> None:
 
 
 def remove_partial(root: Path) -> None:
-    """Remove what interrupted saves and removals left (rank 0, before the first save of an attempt)."""
+    """Remove what interrupted saves and removals left (rank 0, before an attempt's first save)."""
     for entry in root.glob(".partial-*"):
         shutil.rmtree(entry, ignore_errors=True)
 
@@ -120,7 +121,8 @@ def remove_partial(root: Path) -> None:
 def remove(directory: Path) -> None:
     """Remove a published checkpoint.
 
-    The rename comes first: a removal that is interrupted must not leave what looks like a corrupted checkpoint.
+    The rename comes first: a removal that is interrupted must not leave what looks like a corrupted
+    checkpoint.
     """
     renamed = directory.with_name(f".partial-{directory.name}-removed")
     shutil.rmtree(renamed, ignore_errors=True)

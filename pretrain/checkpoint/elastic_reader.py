@@ -1,12 +1,12 @@
-"""Reading a checkpoint at any world size and ZeRO stage: fragments by element, lane memories by lane.
+"""Reading a checkpoint at any world size and ZeRO stage: fragments by element, memories by lane.
 
 A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
 
     in the files    engine-00000: "w|0|weight" [0, 6)      engine-00001: "w|6|weight" [6, 12)
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
-A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's world size nor its
-stage matters. Each rank opens all files but reads only the slices that it needs.
+A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's
+world size nor its stage matters. Each rank opens all files but reads only the slices that it needs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FragmentReader:
         return start + piece.get_shape()[0]
 
     def copy_into(self, view: Tensor, parameter: str, start: int, kind: str) -> None:
-        """Fill the 1-D `view` with elements [start, start + len(view)) of a parameter's weight, moment or EMA."""
+        """Fill the 1-D `view` with a parameter's elements from `start`, of the given kind."""
         copied = 0
         for piece_start, piece in self._pieces.get((parameter, kind), []):
             low = max(start, piece_start)
@@ -87,8 +87,8 @@ class FragmentReader:
                 copied += high - low
         if copied != view.numel():
             raise CheckpointError(
-                f"{self._directory}: found {copied} elements of {parameter} ({kind}), expected {view.numel()}; "
-                "the checkpoint belongs to a model of another shape"
+                f"{self._directory}: found {copied} elements of {parameter} ({kind}), expected "
+                f"{view.numel()}; the checkpoint belongs to a model of another shape"
             )
 
 
@@ -100,7 +100,7 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
     with FragmentReader(found) as reader, torch.no_grad():
         if ema and EMA not in reader.kinds():
             raise CheckpointError(
-                f"{found.directory}: found no EMA of the weights; train with optim.ema_decay above 0"
+                f"{found.directory}: found no EMA; train with optim.ema_decay above 0"
             )
         parameters = dict(module.named_parameters())
         if parameters.keys() != reader.parameter_names():
@@ -111,7 +111,8 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
         for name, parameter in parameters.items():
             if (count := reader.num_elements(name)) != parameter.numel():
                 raise CheckpointError(
-                    f"{found.directory}: found {count} elements of {name}, expected {parameter.numel()}"
+                    f"{found.directory}: found {count} elements of {name}, "
+                    f"expected {parameter.numel()}"
                 )
             whole = torch.empty(parameter.numel(), dtype=torch.float32)
             reader.copy_into(whole, name, 0, EMA if ema else "weight")
@@ -119,7 +120,7 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
 
 
 def load_memory(found: Checkpoint, lanes: range) -> Memory | None:
-    """Return the memories of the given lanes, from the files of all ranks that had some; None if all were empty."""
+    """Return the memories of the lanes, from the ranks that had them; None if they were empty."""
     parts = []
     for rank, report in enumerate(found.rank_reports):
         low = max(lanes.start, report["first_lane"])

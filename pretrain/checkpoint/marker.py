@@ -1,17 +1,18 @@
-"""When a checkpoint counts: publishing it with its marker, verifying it, finding the latest valid one. Torch-free.
+"""The marker of a checkpoint: publishing, verifying, finding the latest valid one. Torch-free.
 
 A save writes into a hidden directory, in this order:
 
     1. every rank: its two safetensors files, each hashed while it is written and then fsynced
-    2. every rank: rank-N.json, which names those files, their sizes and hashes; it appears only after both are on disk
+    2. every rank: rank-N.json, with sizes and hashes of those two, once both are on disk
     3. rank 0, once it sees every rank-N.json: index.json, which merges them
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
-JSON and marker are themselves written beside, fsynced and renamed (`data_pipeline.files`). So at any moment a crash or
-a power cut leaves either no directory of that step or a whole one, and never touches older checkpoints. Marker ->
-index -> files is a chain of hashes: whatever is truncated, exchanged between ranks or copied from another step breaks
-it. There is no `latest` link to go stale: the latest valid checkpoint is found by verifying from the end.
+JSON and marker are themselves written beside, fsynced and renamed (`data_pipeline.files`). So at
+any moment a crash or a power cut leaves either no directory of that step or a whole one, and never
+touches older checkpoints. Marker -> index -> files is a chain of hashes: whatever is truncated,
+exchanged between ranks or copied from another step breaks it. There is no `latest` link to go
+stale: the latest valid checkpoint is found by verifying from the end.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ def publish(
     while_waiting: Callable[[], None] = lambda: None,
     before_rename: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for the files of all ranks, write index and marker, and rename the directory to `final` (rank 0 only).
+    """Wait for the files of all ranks, write index and marker, rename to `final` (rank 0 only).
 
-    `while_waiting` is called on every poll and may raise to cancel. `before_rename` is called once, at the last moment
-    at which the checkpoint can still be withheld.
+    `while_waiting` is called on every poll and may raise to cancel. `before_rename` is called once,
+    at the last moment at which the checkpoint can still be withheld.
     """
-    # Ranks share nothing but the file system here: a collective in this thread would race with those of the loop.
+    # Ranks share nothing but the file system here: a collective in this thread would race with
+    # those of the loop.
     reports = [
         _wait_for_json(partial / rank_file("rank", rank), while_waiting)
         for rank in range(num_ranks)
@@ -85,7 +87,7 @@ def publish(
 
 
 def verify(directory: Path) -> Checkpoint:
-    """Read and check a whole checkpoint; CheckpointError names the first file that is not as it was written."""
+    """Read and check a whole checkpoint; CheckpointError names the first file that was changed."""
     marker, index_path = directory / MARKER, directory / INDEX
     if not marker.is_file():
         raise CheckpointError(f"{directory}: no {MARKER} marker, so it was never finished")
@@ -111,10 +113,10 @@ def verify(directory: Path) -> Checkpoint:
 
 
 def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
-    """Return the latest checkpoint that verifies and, if `run_id` is given, belongs to that run; None if there is none.
+    """Return the latest checkpoint that verifies and belongs to the run; None if there are none.
 
-    `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are checkpoints and none is
-    valid: to start from scratch would throw the run away.
+    `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
+    checkpoints and none is valid: to start from scratch would throw the run away.
     """
     steps = steps_on_disk(root)
     for step in reversed(steps):
@@ -122,14 +124,16 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
             found = verify(step_directory(root, step))
             if run_id and found.index["run"] != run_id:
                 raise CheckpointError(
-                    f"{found.directory}: found a checkpoint of run {found.index['run']}, expected run {run_id}"
+                    f"{found.directory}: found a checkpoint of run {found.index['run']}, "
+                    f"expected run {run_id}"
                 )
             return found
         except CheckpointError as error:
             say(f"checkpoint rejected: {error}")
     if steps:
         raise CheckpointError(
-            f"{root}: none of its {len(steps)} checkpoints is valid; repair or remove them, or use a new run directory"
+            f"{root}: none of its {len(steps)} checkpoints is valid; repair or remove them, or use "
+            "a new run directory"
         )
     return None
 

@@ -1,9 +1,9 @@
-"""Safetensors files in one pass: laid out first, copied to host memory, then written and hashed block by block.
+"""Safetensors files, laid out first, copied to host memory, then written and hashed in one pass.
 
-The safetensors library reads them: the header's length (8 bytes, little-endian), the header (JSON: type, shape and
-offsets of each tensor), then the tensors' bytes without gaps. The library's own writer would copy everything once more,
-and a hash would read the file back. Here both happen on the way to the disk, without the interpreter lock, so that the
-loop keeps training.
+The safetensors library reads them: the header's length (8 bytes, little-endian), the header (JSON:
+type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's own
+writer would copy everything once more, and a hash would read the file back. Here both happen on the
+way to the disk, without the interpreter lock, so that the loop keeps training.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def layout_of(tensors: Pieces) -> Layout:
 
 
 def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
-    """Copy every piece to its offset in `host`, a buffer of bytes; does not wait for copies from a device."""
+    """Copy every piece to its offset in `host`, a buffer of bytes; does not wait for a device."""
     for name, pieces in tensors.items():
         start = layout.offsets[name]
         for piece in pieces:
@@ -85,7 +85,7 @@ def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
 def write_file(
     path: Path, layout: Layout, host: Tensor, between_blocks: Callable[[], None]
 ) -> dict[str, Any]:
-    """Write and fsync the file; returns its size and SHA-256. `between_blocks` may raise to cancel."""
+    """Write and fsync the file; returns size and SHA-256. `between_blocks` may raise to cancel."""
     digest = hashlib.sha256()
     body = host[: layout.num_bytes].numpy().data
     with named_errors(path), open(path, "wb") as file:

@@ -1,4 +1,4 @@
-"""`pretrain describe`: parameters, FLOPs, memory, disk and time of a run before it starts. Torch-free."""
+"""`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -113,14 +113,15 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
         node = _node_of(arguments.cluster)
         if node.gpus_per_node and not (gpu or node.gpu):
             raise ConfigError(
-                f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; set it, or use --gpu"
+                f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "
+                "set it, or use --gpu"
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu
     return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")
 
 
 def _node_of(path: Path) -> NodeConfig:
-    """Read the cluster file's settings of a node; the others, Slurm's, are the launcher's to check."""
+    """Read the cluster file's settings of a node; the launcher checks the others, Slurm's."""
     names = {field.name for field in fields(NodeConfig)}
     tree = {name: value for name, value in read_tree(path).items() if name in names}
     return parse_config(NodeConfig, tree, source=str(path))
@@ -135,8 +136,9 @@ def describe(
     flops = flops_of(config.model, config.data.segment_length, lanes_of_pass(config, world_size))
     every = engine.checkpoint_every_n_layers
     return [
-        f"{config.name}: {counted(world_size, 'rank')} ({hardware.name}), ZeRO-{engine.zero_stage}, "
-        f"{engine.precision}, activation checkpointing {engine.activation_checkpointing}"
+        f"{config.name}: {counted(world_size, 'rank')} ({hardware.name}), "
+        f"ZeRO-{engine.zero_stage}, {engine.precision}, "
+        f"activation checkpointing {engine.activation_checkpointing}"
         + (f" of one in {every} layers" if every > 1 else ""),
         "",
         *_parameter_lines(parameters, explain),
@@ -152,7 +154,8 @@ def describe(
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "attention": "L d (2 h + 2 k), queries and output, keys and values; + L d h for relative positions",
+        "attention": "L d (2 h + 2 k), queries and output, keys and values; "
+        "+ L d h for relative positions",
         "feed_forward": "L (2 d f + f + d); swiglu: L 3 d f",
         "norms": "L 4 d; rmsnorm: L 2 d",
         "biases": "u and v, 2 h, once or per layer; t5: buckets times heads",
@@ -173,7 +176,8 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
 
 def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "projections": "L 4 d (h + k (1 + M/T)): memory's keys and values are projected again in every segment",
+        "projections": "L 4 d (h + k (1 + M/T)): memory's keys and values are projected again "
+        "in every segment",
         "positions": "L 2 d h K / (T B), relative positions only",
         "attention": "L 6 h K; without relative positions L 4 h K",
         "feed_forward": "L 4 d f; swiglu: L 6 d f",
@@ -189,7 +193,8 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
         f"FLOPs per token   {si(flops.training) + 'FLOP':>20}  (forward {si(flops.forward)}FLOP, "
         f"backward {si(flops.training - flops.forward)}FLOP)",
         *rows,
-        f"  6N              {si(six_nd) + 'FLOP':>20}  would be off by {six_nd / flops.training - 1:+.0%}",
+        f"  6N              {si(six_nd) + 'FLOP':>20}  "
+        f"would be off by {six_nd / flops.training - 1:+.0%}",
     ]
 
 
@@ -203,8 +208,9 @@ def _memory_lines(config: RunConfig, hardware: Hardware, explain: bool) -> list[
     name = "device memory" if hardware.on_gpu else "host memory"
     per_parameter = 16 if config.optim.ema_decay else 12
     return [
-        f"{name:<18}{_gib(total):>20}  per rank, {'fits' if total <= capacity else 'DOES NOT FIT'} in "
-        f"{_gib(capacity)}; {largest if micro else 'not even one lane at a time fits'}",
+        f"{name:<18}{_gib(total):>20}  per rank, "
+        f"{'fits' if total <= capacity else 'DOES NOT FIT'} in {_gib(capacity)}; "
+        + (largest if micro else "not even one lane at a time fits"),
         *(_row(part.name, _gib(part.bytes), part.formula, explain) for part in parts),
         f"checkpoint        {_gib(saved):>20}  "
         f"({kept} kept, one being written: {_gib((kept + 1) * saved)} of disk)"
@@ -235,23 +241,28 @@ def _time_lines(
     seconds = flops / flops_per_second
     hours = "GPU-hours" if hardware.on_gpu else "core-hours"
     phases = [
-        f"  phase {number:<10}{each:>18.3f} s  ({phase.data.lanes} lanes x {phase.data.segment_length} = "
+        f"  phase {number:<10}{each:>18.3f} s  "
+        f"({phase.data.lanes} lanes x {phase.data.segment_length} = "
         f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
         for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
     ]
     advice = advice_on_phases(config)
     formulas = [
         "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
-        "  step = data.lanes x data.segment_length tokens / tokens per second; run = optim.steps of them, by phase",
+        "  step = data.lanes x data.segment_length tokens / tokens per second; "
+        "run = optim.steps of them, by phase",
     ]
     return [
-        f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, {si(86400 * tokens_per_second)} tokens a day",
+        f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, "
+        f"{si(86400 * tokens_per_second)} tokens a day",
         f"  step            {seconds_of_step[0]:>18.3f} s  ({config.tokens_per_step:,} tokens)",
         *(phases if len(spans) > 1 else ()),
         *([f"  {advice}"] if advice else ()),
-        f"  run             {duration(seconds):>20}  ({config.optim.steps:,} steps, {si(tokens)} tokens, "
-        f"{si(flops)}FLOP, {seconds * world_size / 3600:,.1f} {hours})",
-        f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  ({device.describe_peak(precision)})",
+        f"  run             {duration(seconds):>20}  "
+        f"({config.optim.steps:,} steps, {si(tokens)} tokens, {si(flops)}FLOP, "
+        f"{seconds * world_size / 3600:,.1f} {hours})",
+        f"  peak of a rank  {si(device.peak(precision)) + 'FLOP/s':>20}  "
+        f"({device.describe_peak(precision)})",
         *(formulas if explain else ()),
     ]
 

@@ -1,8 +1,8 @@
-"""The device memory of one rank, in bytes, by part, before a run starts; and the size of a checkpoint. Torch-free.
+"""Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
 
-P parameters, R ranks, L layers, B lanes of one forward pass, T segment, M memory with its compressed rows, K = T + M
-keys, d d_model, h heads times head width, k key heads times head width, f inner width, V vocabulary, b bytes of an
-activation.
+P parameters, R ranks, L layers, B lanes of one forward pass, T segment, M memory with its
+compressed rows, K = T + M keys, d d_model, h heads times head width, k key heads times head width,
+f inner width, V vocabulary, b bytes of an activation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LARGEST_FUSED_HEAD = (
     128  # the fused kernel takes no wider heads; on a GPU they run in plain operations
 )
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
-# Tensors of the inner width that are kept: what relu gave; gelu's input too; swiglu's two factors, both gates, product.
+# Tensors of the inner width that are kept: what relu gave; gelu's input too; swiglu's two factors,
+# both gates, product.
 INNER_TENSORS = {"relu": 1, "gelu": 2, "swiglu": 4}
 
 
@@ -33,7 +34,7 @@ class Part:
 
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
-    """Return the parts of one rank's memory at its peak, for the configured engine, precision and checkpointing."""
+    """Return the parts of one rank's memory at its peak under the run's settings."""
     rows = lanes_of_pass(run, world_size) * run.data.segment_length
     rows = min(run.engine.logits_chunk_tokens or rows, rows)
     bins = bins_of(run.model)
@@ -63,7 +64,7 @@ def total_bytes(parts: list[Part]) -> float:
 def largest_micro_batch(
     run: RunConfig, world_size: int, capacity: float, on_gpu: bool = False
 ) -> int:
-    """Return the most lanes of one forward pass that fit into `capacity` bytes; 0 if not even one does."""
+    """Return the most lanes of one forward pass that fit into `capacity` bytes, or 0."""
     own = len(lanes_of_rank(run, 0, world_size))
     for lanes in range(own, 0, -1):
         if own % lanes == 0:
@@ -131,7 +132,7 @@ def _gradients(run: RunConfig, world_size: int) -> Part:
 def _activations(
     run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
 ) -> Part:
-    """Return what is kept from forward to backward, plus what the backward pass of one layer needs."""
+    """Return what is kept for the backward pass, plus what that pass of one layer needs."""
     layers, width, every = run.model.num_layers, _width(run), run.engine.checkpoint_every_n_layers
     lanes = lanes_of_pass(run, world_size)
     layer = LayerActivations(run, lanes, width, on_gpu)
@@ -142,7 +143,8 @@ def _activations(
     if run.engine.activation_checkpointing == "full":
         inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
         freed = kept = inputs + (layers - checkpointed) * layer.kept
-        # A layer runs again when the logits are already freed, so only what exceeds them adds to the peak.
+        # A layer runs again when the logits are already freed, so only what exceeds them adds to
+        # the peak.
         working = max(0.0, layer.kept + layer.working - logits)
         other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
         formula = f"L T B d b + beyond the logits {formula}, twice{other}"
@@ -153,7 +155,8 @@ def _activations(
             formula += f", the weights of {some} layers but one left out"
         freed, formula = kept - layer.kept, f"L + 1 times {formula}"
     if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
-        # The backward pass allocates gradients while it frees activations, so the two do not peak together.
+        # The backward pass allocates gradients while it frees activations, so the two do not peak
+        # together.
         kept -= min(gradients, freed)
         formula += ", less what is freed when the gradients exist"
     return Part("activations", kept + working, formula)
@@ -190,7 +193,8 @@ class LayerActivations:
         d, h = model.d_model, model.num_heads * model.head_width
         k = model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + M) * self.lanes
-        # Input, its sum with attention, both norms (pre: of memory too); queries and what they read; keys and values.
+        # Input, its sum with attention, both norms (pre: of memory too); queries and what they
+        # read; keys and values.
         normed = keys if model.norm_position == "pre" else tokens
         elements = (3 * tokens + normed) * d + 2 * tokens * h + 2 * keys * k
         if model.norm == "rmsnorm":

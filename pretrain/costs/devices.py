@@ -9,14 +9,15 @@ from data_pipeline.errors import ConfigError
 from pretrain.config.run import Precision
 
 GIB = 1 << 30
-USABLE = 0.92  # of a device's memory; the rest goes to the driver, communication buffers and fragmentation
+# Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
+USABLE = 0.92
 CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
 GPU_MFU = 0.35
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of dense matrix products on one device, in FLOPs per second, and its memory in bytes."""
+    """Peaks of dense matrix products on a device, in FLOPs per second, and its memory in bytes."""
 
     bf16: float  # and fp16
     fp32: float  # without TF32, which PyTorch leaves off and nothing here turns on
@@ -46,7 +47,8 @@ DEVICES = {
 class NodeConfig:
     """What a node of a cluster has: the settings of a cluster file that costs depend on.
 
-    The launcher's ClusterConfig adds Slurm's. It is here because `pretrain` may not import `launcher`.
+    The launcher's ClusterConfig adds Slurm's. It is here because `pretrain` may not import
+    `launcher`.
     """
 
     gpus_per_node: int = 0  # each gets a rank; 0: a CPU cluster
@@ -56,12 +58,13 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if self.gpus_per_node < 0 or self.tasks_per_node < 1:
             raise ConfigError(
-                f"gpus_per_node={self.gpus_per_node} and ranks_per_node={self.ranks_per_node} leave nothing to run on; "
-                "give nodes GPUs or ranks"
+                f"gpus_per_node={self.gpus_per_node} and ranks_per_node={self.ranks_per_node} "
+                "leave nothing to run on; give nodes GPUs or ranks"
             )
         if self.gpus_per_node and self.tasks_per_node != self.gpus_per_node:
             raise ConfigError(
-                f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; use one rank per GPU"
+                f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; "
+                "use one rank per GPU"
             )
         if self.gpu and not self.gpus_per_node:
             raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; set the GPUs of a node")

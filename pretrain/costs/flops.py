@@ -1,8 +1,9 @@
 """Parameters and training FLOPs of a run, exactly, from its settings. Torch-free.
 
-T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward pass, d d_model,
-w heads times head width, k key heads times head width, f inner width, c compression rate, V vocabulary. One
-multiplication and addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
+T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward
+pass, d d_model, w heads times head width, k key heads times head width, f inner width, c
+compression rate, V vocabulary. One multiplication and addition are two FLOPs; norms, rotations,
+softmax and dropout are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs per token, by part. The backward pass costs twice the forward pass, less what needs no gradient."""
+    """FLOPs per token, by part. Backward costs twice as much, less what needs no gradient."""
 
     # Queries, keys, values, output; memory's keys and values again in every segment.
     projections: float
@@ -71,7 +72,7 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """Parameters; tokens and FLOPs (forward and backward) of a run's first phase, and of all its steps."""
+    """Parameters; tokens and FLOPs of a run's first phase, and of all its steps."""
 
     parameters: int
     body_parameters: int  # without the embedding and output matrices
@@ -141,7 +142,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
 
 
 def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
-    """Return the FLOPs per token of a training step with `lanes` lanes per forward pass and full memories."""
+    """Return the FLOPs per token of training, with `lanes` per forward pass and full memories."""
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_layers
     w, k = _attention_widths(model)
@@ -189,7 +190,7 @@ def _learns_to_compress(model: ModelConfig) -> bool:
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
-    """Return a layer's forward FLOPs, and those that have no gradient (see `model/compression.py`)."""
+    """Return a layer's forward FLOPs, and those without gradient (see `model/compression.py`)."""
     if not _learns_to_compress(model):
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length
@@ -209,7 +210,7 @@ def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def tail_shares(model: ModelConfig) -> list[float]:
-    """Return the fraction of tokens in each bin by Zipf's law, for a vocabulary sorted by frequency."""
+    """Return each bin's fraction of tokens by Zipf's law, the vocabulary sorted by frequency."""
     bounds = (0, *model.cutoffs, model.vocab_size)
     return [
         (_harmonic(last) - _harmonic(first)) / _harmonic(model.vocab_size)
@@ -249,7 +250,7 @@ def _head_flops(model: ModelConfig) -> float:
 def _need_vocabulary(model: ModelConfig) -> None:
     if not model.vocab_size:
         raise ConfigError(
-            "model.vocab_size is not set; set it, or build the corpus so that it can be read from it"
+            "model.vocab_size is not set; set it, or build the corpus to read it from"
         )
 
 

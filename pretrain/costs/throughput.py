@@ -13,10 +13,10 @@ MATRIX_WIDTHS = {"cpu": 768, "cuda": 8192}
 def measured_matmul_peak(
     device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS
 ) -> float:
-    """Return the FLOPs per second that a large matrix product reaches now, with this process' threads.
+    """Return the FLOPs per second of a large matrix product now, with this process' threads.
 
-    Data sheets promise more and ignore other processes on the machine. Ranks that measure at the same time measure
-    what they will share.
+    Data sheets promise more and ignore other processes on the machine. Ranks that measure at the
+    same time measure what they will share.
     """
     width = MATRIX_WIDTHS.get(device.type, 1024)
     # A separate generator: measuring must not change a run's random-number state.
@@ -36,7 +36,7 @@ def measured_matmul_peak(
 
 
 def memory_in_use_gib(device: torch.device) -> float:
-    """Return the peak of the device's allocated memory, or on a CPU the resident memory of the process."""
+    """Return the peak of allocated device memory, or on a CPU the process' resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import psutil

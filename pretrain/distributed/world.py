@@ -1,4 +1,4 @@
-"""The ranks of a run, and the few collectives that the loop needs. Rank variables are read here and nowhere else."""
+"""The ranks of a run and the collectives that the loop needs. Rank variables are read only here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. `device` is the accelerator of `local_rank`, or the CPU if there is none."""
+    """This process among the ranks. `device` is the accelerator of `local_rank`, else the CPU."""
 
     rank: int
     world_size: int
@@ -62,7 +62,8 @@ def init_world() -> World:
     world = world_from_environment(os.environ)
     if world.world_size > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
-            f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; start ranks with 'launcher local'"
+            f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; "
+            "start ranks with 'launcher local'"
         )
     # DeepSpeed reads these even for one process.
     own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank}
@@ -78,7 +79,8 @@ def init_world() -> World:
         "timeout": COLLECTIVE_TIMEOUT,
     }
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        options["store"] = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        store = torch.distributed.HashStore  # pyright: ignore[reportPrivateImportUsage]
+        options["store"] = store()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options
     )
@@ -94,7 +96,7 @@ def destroy_process_group() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank. A few bytes over gloo, so the accelerator does not wait."""
+    """Whether `flag` is true on any rank. It uses gloo, so the accelerator does not wait."""
     return on_any_rank([flag])[0]
 
 
@@ -138,7 +140,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def gather_errors(error: str) -> list[str]:
-    """Return the non-empty texts of all ranks, in rank order, on every rank: so ranks agree on a failure."""
+    """Return the non-empty texts of all ranks in rank order, so that ranks agree on a failure."""
     return [text for text in _gather(error) if text]
 
 

@@ -34,7 +34,7 @@ from pretrain.terminal.log import adopt_logger
 
 
 class DeepSpeedEngine:
-    """The model under ZeRO (Rajbhandari et al. 2020): stage 1 shards moments, 2 also gradients, 3 also weights."""
+    """ZeRO (Rajbhandari et al. 2020): stage 1 shards moments, 2 also gradients, 3 also weights."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class DeepSpeedEngine:
         self._backward(loss)
         self._slots_done += 1
         if self._slots_done < self._accumulation_steps:
-            self._engine.step()  # only counts the micro-batch: nothing is updated before the last one
+            self._engine.step()  # only counts the micro-batch: nothing is updated yet
         assert memory is not None
         return loss.detach(), memory
 
@@ -124,8 +124,9 @@ class DeepSpeedEngine:
 
     def _backward(self, loss: Tensor) -> None:
         if self.loss_scaler is not None:
-            # The wrappers are configured with a constant scale of 1 and read this attribute at every use. Stages 1 to
-            # 3 multiply the loss by it and divide the gradients; stage 0 only divides.
+            # The wrappers are configured with a constant scale of 1 and read this attribute at
+            # every use. Stages 1 to 3 multiply the loss by it and divide the gradients; stage 0
+            # only divides.
             self.loss_scaler.observe(loss)
             self._optimizer.loss_scale = self.loss_scaler.scale
             if self._stage == 0:
@@ -144,7 +145,7 @@ class DeepSpeedEngine:
         return must_skip(self._grad_norm(), self._run.recovery.skip_grad_norm)
 
     def _drop_gradients(self) -> None:
-        """Drop what stages 1 and 2 with an offloaded optimizer would add to the next step's gradients."""
+        """Drop what stages 1 and 2, with an offloaded optimizer, would add to the next step."""
         if getattr(self._optimizer, "cpu_offload", False):
             for group in self._optimizer.averaged_gradients:
                 self._optimizer.averaged_gradients[group] = None
@@ -152,13 +153,14 @@ class DeepSpeedEngine:
     def _set_initial_state(self, initial: InitialWeights) -> None:
         """Give the masters the unrounded initial weights, and undo the phantom step.
 
-        DeepSpeed makes masters from weights that it has already rounded to bf16 or fp16. And its stage 0 in half
-        precision takes an optimizer step on zero gradients while it initializes: at a learning rate of 0 that leaves
-        the weights alone, but it counts as an update.
+        DeepSpeed makes masters from weights that it has already rounded to bf16 or fp16. And its
+        stage 0 in half precision takes an optimizer step on zero gradients while it initializes: at
+        a learning rate of 0 that leaves the weights alone, but it counts as an update.
         """
         for fragment in self.fragments():
             if fragment.name in initial:
-                # Under stage 3 `initial` has this rank's slice only, which starts where the fragment does.
+                # Under stage 3 `initial` has this rank's slice only, which starts where the
+                # fragment does.
                 start = 0 if self._stage == 3 else fragment.start
                 weight = fragment.values["weight"]
                 weight.copy_(initial[fragment.name].view(-1)[start : start + weight.numel()])

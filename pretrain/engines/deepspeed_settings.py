@@ -16,7 +16,7 @@ UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "opt
 
 
 def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
-    """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged last and must not contradict the run."""
+    """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged in (no contradictions)."""
     derived: dict[str, Any] = {
         "train_batch_size": run.data.lanes,
         "train_micro_batch_size_per_gpu": run.data.lanes // (world_size * accumulation_steps),
@@ -26,7 +26,8 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
         "zero_allow_untested_optimizer": True,  # it knows optimizers by their exact type only
         "zero_optimization": {
             "stage": run.engine.zero_stage,
-            # True replaces torch.nn.functional.linear for the whole process and shifts bf16 results between stages.
+            # True replaces torch.nn.functional.linear for the whole process and shifts bf16 results
+            # between stages.
             "memory_efficient_linear": False,
         },
     }
@@ -79,8 +80,8 @@ def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> di
             merged[key] = _merged(merged[key], value, f"{where}.{key}")
         elif key in merged and merged[key] != value:
             raise ConfigError(
-                f"{where}.{key}: found {value!r}, expected {merged[key]!r}, which follows from the run's settings; "
-                "remove it"
+                f"{where}.{key}: found {value!r}, expected {merged[key]!r}, which follows from the "
+                "run's settings; remove it"
             )
         else:
             merged[key] = value

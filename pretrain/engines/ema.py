@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights (Polyak and Juditsky 1992), kept alongside those that train."""
+"""Exponential moving average (EMA) of the weights (Polyak and Juditsky 1992)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ EMA = "ema"  # the kind of these values, beside `weight`, `exp_avg` and `exp_avg
 
 
 class EmaEngine:
-    """An engine around another one; after every update that was applied, ema = decay * ema + (1 - decay) * weight.
+    """An engine around another one that keeps an EMA of its weights.
 
-    The EMA is fp32 and sharded as the weights' fragments are. It is one more value of those fragments, so checkpoints
-    contain it and it can be resumed at any world size and ZeRO stage.
+    After every update that was applied, ema = decay * ema + (1 - decay) * weight.
+
+    The EMA is fp32 and sharded as the weights' fragments are. It is one more value of those
+    fragments, so checkpoints contain it and it can be resumed at any world size and ZeRO stage.
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:

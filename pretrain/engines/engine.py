@@ -1,4 +1,4 @@
-"""What the loop needs from an engine (the Engine protocol), and TorchEngine, its reference implementation."""
+"""The Engine protocol, which the loop trains with, and TorchEngine, the reference."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DTYPES: dict[Precision, torch.dtype] = {
 class StepResult:
     """The outcome of an update. `grad_norm` is the global norm before clipping.
 
-    `skipped`: the gradients were non-finite or their norm was above `recovery.skip_grad_norm`; all weights, moments and
-    counters are bitwise unchanged. All ranks agree, since the norm is global.
-    `overflowed`: it was skipped only because the loss scale was too large; the scale has been halved.
-    `layers`: the per-layer norms, if they were requested and the step was not skipped.
+    `skipped`: the gradients were non-finite or their norm was above `recovery.skip_grad_norm`; all
+    weights, moments and counters are bitwise unchanged. All ranks agree, since the norm is global.
+    `overflowed`: it was skipped only because the loss scale was too large; the scale has been
+    halved. `layers`: the per-layer norms, if they were requested and the step was not skipped.
     """
 
     grad_norm: Tensor | float | None
@@ -58,17 +58,17 @@ class Engine(Protocol):
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        """Add the gradient of the slot's mean loss; returns that loss, detached, and the next segment's memory."""
+        """Add the gradient of the slot's mean loss; returns that loss, detached, and its memory."""
         ...
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        """Average the gradients over slots and ranks, clip, update unless it must be skipped, and clear them."""
+        """Average gradients over slots and ranks, clip, update (or skip) and clear them."""
         ...
 
     def evaluate(
         self, batch: SegmentBatch, memory: Memory | None, memory_length: int
     ) -> tuple[Tensor, Memory]:
-        """Return the negative log-likelihood per token [B, L] in fp32, without dropout, and the next memory."""
+        """Return the loss of each token [B, L] in fp32, without dropout, and the next memory."""
         ...
 
     def fragments(self) -> Iterator[Fragment]:
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise ConfigError if the device cannot compute in this precision; only fp16 is missing, on some CPUs."""
+    """Raise ConfigError if the device cannot compute in this precision (fp16 on some CPUs)."""
     if precision == "fp16" and device.type == "cpu" and not cpu_has_fp16():
         raise ConfigError(
             f"engine.precision=fp16: found a CPU without half-precision arithmetic "
@@ -156,9 +156,10 @@ def step_result(
 class TorchEngine:
     """Plain torch: whole model and optimizer on every rank, one all-reduce per parameter and step.
 
-    The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and fp16 the master
-    weights, the moments and the accumulated gradients are fp32, as they are there: `_master` is the fp32 model that
-    the optimizer updates, `module` the rounded copy that runs. In fp32 they are the same object.
+    The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and
+    fp16 the master weights, the moments and the accumulated gradients are fp32, as they are there:
+    `_master` is the fp32 model that the optimizer updates, `module` the rounded copy that runs. In
+    fp32 they are the same object.
     """
 
     def __init__(
@@ -256,13 +257,14 @@ class TorchEngine:
 def replicated_fragment(
     name: str, master: Tensor, state: dict[str, Tensor], world: World
 ) -> Fragment:
-    """Return the fragment of a parameter that every rank holds whole; its name picks the rank that saves it."""
+    """Return the fragment of a parameter that every rank holds whole."""
+    # Each is saved by one rank, picked by its name, so that all ranks write about as much.
     owned = sum(name.encode()) % world.world_size == world.rank
     return fragment_of(name, 0, master, state, 0, master.numel(), owned)
 
 
 def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
-    """Scale the gradients down to a global norm of `clip_norm` (0: no limit); returns the norm before."""
+    """Clip gradients to a global norm of `clip_norm` (0: no limit); returns the norm before."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     limit = optim.clip_norm or float("inf")
     return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

@@ -1,7 +1,10 @@
-"""Building the model: under ZeRO-3 each parameter is sharded as soon as it is drawn, so the model never exists whole.
+"""Building the model: under ZeRO-3 each parameter is sharded as soon as it is drawn.
 
-DeepSpeed's own `deepspeed.zero.Init` context is not entered. It draws in the rounded type, so a run would start from
-other weights than in the other stages, and it shards module by module, so a whole module must fit.
+So no rank ever has the whole model.
+
+DeepSpeed's own `deepspeed.zero.Init` context is not entered. It draws in the rounded type, so a run
+would start from other weights than in the other stages, and it shards module by module, so a whole
+module must fit.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ InitialWeights = dict[str, Tensor]
 def build_replicated(
     build: Callable[[], TransformerXL], dtype: torch.dtype
 ) -> tuple[TransformerXL, InitialWeights]:
-    """Return the model that `build` makes, and its weights if DeepSpeed will round them to another `dtype`."""
+    """Return the model, and its weights if DeepSpeed will round them to another `dtype`."""
     module = build()
     if dtype == torch.float32:
         return module, {}
@@ -39,15 +42,16 @@ def build_sharded(
 ) -> tuple[TransformerXL, InitialWeights]:
     """Return the model that `build` makes, sharded, and this rank's slice of each unrounded weight.
 
-    Each parameter is drawn whole, equally on every rank, rounded to `dtype` and passed to `partition` before the next
-    one is drawn. Slices are on the CPU, and cut as ZeRO-3 cuts parameters: into one per rank, equal in length except
-    for the last ones. Without rounding there are none.
+    Each parameter is drawn whole, equally on every rank, rounded to `dtype` and passed to
+    `partition` before the next one is drawn. Slices are on the CPU, and cut as ZeRO-3 cuts
+    parameters: into one per rank, equal in length except for the last ones. Without rounding there
+    are none.
     """
     initial: dict[nn.Parameter, Tensor] = {}
     partitioned: set[nn.Parameter] = set()
 
-    # torch calls this when a module registers a parameter. Modules register a parameter right after drawing it, so
-    # that at most one whole parameter exists at any time.
+    # torch calls this when a module registers a parameter. Modules register a parameter right after
+    # drawing it, so that at most one whole parameter exists at any time.
     def on_registration(_module: nn.Module, _name: str, parameter: nn.Parameter) -> None:
         if parameter in partitioned:  # tied to a parameter of an earlier module
             return

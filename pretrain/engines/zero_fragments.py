@@ -1,15 +1,17 @@
-"""Where DeepSpeed keeps fp32 weights (masters) and moments in each ZeRO stage, seen as fragments of parameters.
+"""Where DeepSpeed keeps fp32 weights (masters) and moments in each ZeRO stage, as fragments.
 
-    stage   precision    DeepSpeed's wrapper of the optimizer   masters                           each one is
-    0       fp32         none                                   the parameters                    a parameter
-    0       bf16, fp16   FP16_UnfusedOptimizer                  fp32_groups                       a parameter
-    1       bf16         BF16_Optimizer                         fp32_groups_flat_partition        a slice of a group
-    1, 2    all other    DeepSpeedZeroOptimizer                 single_partition_of_fp32_groups   a slice of a group
-    3       all          DeepSpeedZeroOptimizer_Stage3          fp32_partitioned_groups_flat      slices of parameters
+    stage  precision   wrapper of the optimizer       masters                          each is
+    0      fp32        none                           the parameters                   a parameter
+    0      bf16, fp16  FP16_UnfusedOptimizer          fp32_groups                      a parameter
+    1      bf16        BF16_Optimizer                 fp32_groups_flat_partition       one slice
+    1, 2   all other   DeepSpeedZeroOptimizer         single_partition_of_fp32_groups  one slice
+    3      all         DeepSpeedZeroOptimizer_Stage3  fp32_partitioned_groups_flat     many slices
 
-No public function of DeepSpeed tells which elements of which parameter a rank's masters contain (its own checkpoint
-formats are tied to stage and world size), so this module reads internals of DeepSpeed 0.19.8. The version is pinned,
-and tests compare every stage with plain torch.
+One slice: of a group's concatenated parameters. Many slices: one of each parameter of a group.
+
+No public function of DeepSpeed tells which elements of which parameter a rank's masters contain
+(its own checkpoint formats are tied to stage and world size), so this module reads internals of
+DeepSpeed 0.19.8. The version is pinned, and tests compare every stage with plain torch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pretrain.optim.fragments import Fragment, create_moments, fragment_of
 
 
 class ZeroFragments:
-    """The fragments of one rank. `optimizer` is what `deepspeed.initialize` returned: a wrapper, or ours unwrapped."""
+    """The fragments of one rank. `optimizer` is what `deepspeed.initialize` returned."""
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, world: World) -> None:
         self._module = module
@@ -46,7 +48,7 @@ class ZeroFragments:
         return self._of_stages_1_and_2() if self._stage > 0 else self._of_stage_0()
 
     def write_weights(self) -> None:
-        """Round the masters into the weights that the model computes with, on all ranks together."""
+        """Round the masters into the weights that the model computes with. A collective."""
         if self._stage == 3:
             self._write_weights_of_stage_3()
         elif self._stage > 0:
@@ -77,9 +79,9 @@ class ZeroFragments:
     def _of_stages_1_and_2(self) -> Iterator[Fragment]:
         """Parameters of a group are concatenated, padded and cut into one slice per rank.
 
-        So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed notes on each
-        weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where in this rank's master
-        (`get_hp_fragment_address()`).
+        So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed
+        notes on each weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where
+        in this rank's master (`get_hp_fragment_address()`).
         """
         wrapper = self._optimizer
         groups = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
@@ -97,10 +99,11 @@ class ZeroFragments:
                 yield fragment_of(name, start, master, moments, in_master.start, in_master.numel)
 
     def _of_stage_3(self) -> Iterator[Fragment]:
-        """Each parameter is padded and cut into one slice per rank; a master concatenates a rank's slices of a group.
+        """Each parameter is padded and cut into one slice per rank.
 
-        The last ranks' slices can end in padding, or be all padding. Padding belongs to no fragment, so that what is
-        saved does not depend on the world size.
+        A master concatenates a rank's slices of the parameters of a group.
+        The last ranks' slices can end in padding, or be all padding. Padding belongs to no
+        fragment, so that what is saved does not depend on the world size.
         """
         groups = zip(
             self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
@@ -118,9 +121,10 @@ class ZeroFragments:
                 offset += length
 
     def _write_weights_of_stage_3(self) -> None:
-        """Copy each master into the rounded flat vector of its group, and point the parameters' slices into that."""
+        """Round each master into its group's flat vector; the parameters become views of that."""
         wrapper = self._optimizer
-        wrapper.checkpoint_event_prologue()  # drops small parameters that are kept whole on every rank
+        # Small parameters are kept whole on every rank; this drops them.
+        wrapper.checkpoint_event_prologue()
         groups = zip(
             wrapper.fp16_partitioned_groups_flat,
             wrapper.fp16_partitioned_groups,

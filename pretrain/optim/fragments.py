@@ -1,6 +1,7 @@
-"""Fragments: which part of which parameter this rank holds, and where in the tensors that its optimizer updates.
+"""Fragments: which part of which parameter a rank holds, and where in its optimizer's tensors.
 
-Everything that must work at any world size and ZeRO stage goes through them: checkpoints, EMA, LAMB, per-layer norms.
+Everything that must work at any world size and ZeRO stage goes through them: checkpoints, EMA,
+LAMB, per-layer norms.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from torch import Tensor
 class Fragment:
     """The elements [start, start + n) of one flattened parameter, as this rank holds them.
 
-    `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to them changes the
-    engine. `owned` is False where another rank writes the same elements to the checkpoint. `master` is the tensor that
-    the optimizer updates; the fragment's elements start at `offset` in it.
+    `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to
+    them changes the engine. `owned` is False where another rank writes the same elements to the
+    checkpoint. `master` is the tensor that the optimizer updates; the fragment's elements start at
+    `offset` in it.
 
     Under ZeRO, with two ranks, and a master that is this rank's half of a flat vector:
 
         flat vector     | embedding ....... | query_weight ..... | padding |
         ranks           | rank 0 ................ | rank 1 ................ |
-        rank 1          Fragment("query_weight", start=600, offset=0, n=...); the padding is in no fragment
+        rank 1          Fragment("query_weight", start=600, offset=0, ...); no fragment for padding
     """
 
     name: str
@@ -57,17 +59,17 @@ def fragment_of(
     count: int,
     owned: bool = True,
 ) -> Fragment:
-    """Return the fragment of `count` elements at `offset` of the master and at `start` of the parameter."""
+    """Return `count` elements at `offset` of the master and `start` of the parameter."""
     whole = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
     values = {kind: value.view(-1).narrow(0, offset, count) for kind, value in whole.items()}
     return Fragment(name, start, values, owned, master, offset)
 
 
 class FragmentIndex:
-    """A rank's fragments by the master tensors that contain them, for optimizers that get tensors without names.
+    """A rank's fragments by master tensor, for optimizers that get tensors without names.
 
-    `names` are those of all parameters, in the same order on all ranks. `is_sharded`: each element is on one rank;
-    otherwise every rank holds all of them.
+    `names` are those of all parameters, in the same order on all ranks. `is_sharded`: each element
+    is on one rank; otherwise every rank holds all of them.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """Per-layer gradient norms and update ratios, measured inside the optimizer's step.
 
-    grad_norm/LAYER       norm of the gradient before clipping; the squares of all layers add up to the global norm's
+    grad_norm/LAYER       norm of the gradient before clipping; squares add up to the global norm's
     update_ratio/LAYER    norm of the update that was applied / norm of the weights after it
 
-LAYER is `embedding` (with tied weights also the output matrix), `layer.0` and so on, `output`, or `shared` for what all
-layers use: u, v, a table of distances. Sums of squares stay on the device until metrics are written; they are then
-summed over ranks in the same vector as all other metrics, so they cost no collective of their own.
+LAYER is `embedding` (with tied weights also the output matrix), `layer.0` and so on, `output`, or
+`shared` for what all layers use: u, v, a table of distances. Sums of squares stay on the device
+until metrics are written; they are then summed over ranks in the same vector as all other metrics,
+so they cost no collective of their own.
 
 K = kinds of norms, F = fragments of parameters, G = layers
 """
@@ -38,7 +39,7 @@ def layer_of(parameter_name: str) -> str:
 
 @dataclass(frozen=True)
 class LayerSquares:
-    """Sums of squares of clipped gradients, updates and weights over the elements that this rank owns.
+    """Sums of squares of clipped gradients, updates and weights over the elements this rank owns.
 
     The layers' `names` are equal on all ranks, so `squares_KG` can be summed over ranks.
     """
@@ -63,7 +64,7 @@ class LayerMeter:
         self._names.clear()
 
     def add(self, fragments: Sequence[Fragment], updates: Sequence[Tensor], scale: float) -> None:
-        """Add the fragments' current gradients and weights, and updates of `scale` times `updates`."""
+        """Add the fragments' gradients and weights, and their updates, `scale` times `updates`."""
         owned = [
             (fragment, update)
             for fragment, update in zip(fragments, updates, strict=True)
@@ -98,7 +99,7 @@ class LayerMeter:
 def layer_metrics(
     layers: Sequence[str], squares: Sequence[float], grad_norm: float, clip_norm: float
 ) -> dict[str, float]:
-    """Return the metrics by name, from `squares_KG` flattened and summed over ranks, and the global norm."""
+    """Return the metrics by name, from the flat `squares_KG` of all ranks and the global norm."""
     # The optimizer saw clipped gradients; this undoes the clipping.
     clipped_by = max(1.0, (grad_norm + CLIP_EPSILON) / clip_norm) if clip_norm else 1.0
     count = len(layers)

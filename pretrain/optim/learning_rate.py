@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""The learning rate: a pure function of the step, so a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pretrain.config.run import OptimConfig
 
 
 def learning_rate_at(optim: OptimConfig, step: int) -> float:
-    """Return the learning rate of the update that turns `step` into `step + 1`; `step` counts from 0."""
+    """Return the learning rate of the update from `step` to `step + 1`; `step` starts at 0."""
     schedule = optim.schedule
     if step < schedule.warmup_steps:
         return optim.learning_rate * (step + 1) / schedule.warmup_steps

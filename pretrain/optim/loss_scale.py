@@ -1,7 +1,8 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): scaled losses keep small gradients representable.
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018), so small gradients do not underflow.
 
-It is our own, and DeepSpeed sees a constant scale. DeepSpeed's scalers skip, count and halve in a different way in each
-ZeRO stage, so a run that resumed in another stage would continue with another scale.
+It is our own, and DeepSpeed sees a constant scale. DeepSpeed's scalers skip, count and halve in a
+different way in each ZeRO stage, so a run that resumed in another stage would continue with another
+scale.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SMALLEST_SCALE = 1.0
 class LossScaler:
     """The factor of the loss before its backward pass, equal on all ranks.
 
-    It is halved when gradients overflow and doubled after `window` updates without an overflow. It is a power of two,
-    so that scaling rounds nothing.
+    It is halved when gradients overflow and doubled after `window` updates without an overflow. It
+    is a power of two, so that scaling rounds nothing.
     """
 
     def __init__(self, initial_scale: float, window: int) -> None:
@@ -35,11 +36,12 @@ class LossScaler:
         self._losses.append(loss.detach())
 
     def update(self, grad_norm: Tensor | float, applied: bool) -> bool:
-        """Set the scale for the next step; returns whether the gradients of this one overflowed. A collective.
+        """Set the scale for the next step; returns whether this one overflowed. A collective.
 
-        They overflowed if they are non-finite, all losses of all ranks are finite and the scale can still be halved.
-        Any other skipped update has another cause and leaves the scale alone: a non-finite loss would be non-finite
-        at every scale, and halving for it would only hide the failure from `recovery`.
+        They overflowed if they are non-finite, all losses of all ranks are finite and the scale can
+        still be halved. Any other skipped update has another cause and leaves the scale alone: a
+        non-finite loss would be non-finite at every scale, and halving for it would only hide the
+        failure from `recovery`.
         """
         losses, self._losses = self._losses, []
         if math.isfinite(float(grad_norm)):

@@ -1,7 +1,7 @@
 """AdamW and LAMB over fragments of parameters, and the parameters that decay.
 
-Both optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`, set after
-construction, tells them which parameter is where.
+Both optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`,
+set after construction, tells them which parameter is where.
 """
 
 # torch exports its _foreach functions without listing them.
@@ -48,12 +48,12 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
 
 
 def decays(name: str, num_axes: int) -> bool:
-    """Whether a parameter decays: matrices do, except u, v and T5's table, which have `bias` in their names."""
+    """Whether a parameter decays: matrices do, except u, v and T5's table (`...bias` by name)."""
     return num_axes >= 2 and "bias" not in name and "norm" not in name
 
 
 def must_skip(grad_norm: Tensor | float, skip_grad_norm: float) -> bool:
-    """Whether gradients of this global norm must not be applied: non-finite, or above the limit (0: no limit)."""
+    """Whether this global norm is non-finite, or above the limit `skip_grad_norm` (0: none)."""
     norm = float(grad_norm)
     return not math.isfinite(norm) or 0.0 < skip_grad_norm < norm
 
@@ -61,7 +61,7 @@ def must_skip(grad_norm: Tensor | float, skip_grad_norm: float) -> bool:
 def adam_updates(
     fragments: Sequence[Fragment], group: Mapping[str, Any], num_updates: Tensor
 ) -> list[Tensor]:
-    """Return Adam's update (Kingma and Ba 2015) of each fragment, before the learning rate, as new tensors.
+    """Return Adam's update (Kingma and Ba 2015) of each fragment, without the learning rate.
 
         m / (sqrt(v) + epsilon), m and v corrected for bias after `num_updates`
 
@@ -81,10 +81,11 @@ def adam_updates(
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) that changes nothing, not even its step count, while `skips()` is true.
+    """AdamW (Loshchilov and Hutter 2019) that changes nothing, nor counts a step, while `skips()`.
 
-    The check is inside the optimizer because ZeRO computes the gradients' norm in the middle of its own step, right
-    before it calls this one. Once `index` and `meter` are set, updates are passed to the meter while it is on.
+    The check is inside the optimizer because ZeRO computes the gradients' norm in the middle of its
+    own step, right before it calls this one. Once `index` and `meter` are set, updates are passed
+    to the meter while it is on.
     """
 
     skips: Callable[[], bool] = staticmethod(lambda: False)
@@ -103,8 +104,8 @@ class GuardedAdamW(torch.optim.AdamW):
     def _measure(self, group: dict[str, Any], index: FragmentIndex, meter: LayerMeter) -> None:
         """Pass the update that was just applied to the meter, layer by layer to need little memory.
 
-        The fused kernel does not return it and the old weights w are gone, but it follows from the moments and the
-        new weights w'. With w' = w (1 - lr decay) - lr a, where a = `adam_updates`:
+        The fused kernel does not return it and the old weights w are gone, but it follows from the
+        moments and the new weights w'. With w' = w (1 - lr decay) - lr a, where a = `adam_updates`:
 
             w' - w = -lr (a + decay w') / (1 - lr decay)
         """
@@ -122,16 +123,18 @@ class GuardedAdamW(torch.optim.AdamW):
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al. 2020, "Large batch optimization for deep learning", algorithm 2).
 
-        r = m / (sqrt(v) + epsilon), m and v corrected for bias;   u = r + decay * w;   w -= lr * |w| / |u| * u
+        r = m / (sqrt(v) + epsilon), m and v corrected for bias
+        u = r + decay * w
+        w -= lr * |w| / |u| * u
 
-    |w| and |u| are norms of whole parameters: where elements are sharded across ranks, the ranks add up squares, in
-    one small all-reduce per group. |w| is used as it is (phi(z) = z), and the ratio is 1 where either norm is 0.
-    Parameters that do not decay (norms, biases) get plain Adam, ratio 1, as in the authors' BERT; which these are
-    does not depend on the size of the decay.
+    |w| and |u| are norms of whole parameters: where elements are sharded across ranks, the ranks
+    add up squares, in one small all-reduce per group. |w| is used as it is (phi(z) = z), and the
+    ratio is 1 where either norm is 0. Parameters that do not decay (norms, biases) get plain Adam,
+    ratio 1, as in the authors' BERT; which these are does not depend on the size of the decay.
 
-    The engine clips gradients by their global norm before the step, so the moments see clipped gradients.
-    `skips`, `index` and `meter` are those of GuardedAdamW. Until `index` is set, a step only creates the moments: ZeRO
-    takes such a step while it initializes.
+    The engine clips gradients by their global norm before the step, so the moments see clipped
+    gradients. `skips`, `index` and `meter` are those of GuardedAdamW. Until `index` is set, a step
+    only creates the moments: ZeRO takes such a step while it initializes.
     """
 
     skips: Callable[[], bool] = staticmethod(lambda: False)
@@ -188,8 +191,9 @@ class Lamb(torch.optim.Optimizer):
         weights: list[Tensor],
         updates: list[Tensor],
     ) -> None:
-        """Multiply each update by |w| / |u| of its whole parameter. P = all parameters, F = this rank's fragments.
+        """Multiply each update by |w| / |u| of its whole parameter.
 
+        P = all parameters, F = this rank's fragments.
         A collective: a rank whose slice is padding only has no fragments, and still takes part.
         """
         squares_2P = torch.zeros(

@@ -1,4 +1,4 @@
-"""Cells of the engine tests: what each trains, one group of ranks for all of them, and what may be said of them."""
+"""Cells of the engine tests: what each trains, run by one group of ranks, and their results."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""One rank of the engine tests: trains every cell of a matrix in turn, so that torch and DeepSpeed are imported once.
+"""One rank of the engine tests, which trains every cell in turn.
+
+So torch and DeepSpeed are imported once.
 
     python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
 
-Each cell names settings, where to stop, and optionally a directory of checkpoints to go on from. Rank 0 writes
-OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats. A cell may have a fault planted;
-exactly the steps in `skips` are to be skipped, without changing a bit.
+Each cell names settings, where to stop, and optionally a directory of checkpoints to go on from.
+Rank 0 writes OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
+A cell may have a fault planted; exactly the steps in `skips` are to be skipped, without changing a
+bit.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ MODEL: dict[str, Any] = {
 def run_of_cell(
     corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]
 ) -> RunConfig:
-    """A tiny run: 8 lanes, dropout on, clipping that bites; `settings` go to the engine, `model` to the model."""
+    """Return a tiny run with 8 lanes, dropout and a low clip_norm; `settings` are the engine's."""
     return RunConfig(
         seed=5,
         model=ModelConfig(**{**MODEL, **model}),
@@ -83,7 +86,7 @@ def run_of_cell(
 
 
 def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
-    """Train one cell from the start or from `cell["resume"]` until `cell["until"]`, saving at `cell["save_at"]`.
+    """Train a cell from its start or `cell["resume"]` to `cell["until"]`, saving at `"save_at"`.
 
     Where it goes on from a step of `save_at`, it saves at once what it has just read.
     """
@@ -163,7 +166,7 @@ def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 def per_layer(
     engine: Engine, run: RunConfig, before: dict[tuple[str, int], torch.Tensor], result: StepResult
 ) -> dict[str, float]:
-    """What the engine measured, and beside it `seen_ratio/LAYER`, the update's ratio from the weights themselves."""
+    """Return the measured norms and `seen_ratio/LAYER`, the same ratio from the weights."""
     assert result.layers is not None
     assert result.grad_norm is not None
     names = result.layers.names
@@ -183,7 +186,7 @@ def per_layer(
 
 
 def bits_of(engine: Engine) -> dict[str, str]:
-    """Every bit of this rank's part of weights and moments, and of the weights the model computes with."""
+    """Return all bits of this rank's masters and moments, and of the model's weights."""
     values = {
         f"{fragment.name} {fragment.start} {kind}": value
         for fragment in engine.fragments()

@@ -1,4 +1,4 @@
-"""What a user meets when a disk is full or a checkpoint is damaged: one line, nothing half-written."""
+"""A full disk or a corrupted checkpoint: an error of one line, nothing half-written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pretrain.processes.local_ranks import RankGroup
 from pretrain.rundir.run_dir import RunDir
 
 SETTINGS = (
-    "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8", "data.lanes=4",
-    "data.segment_length=8", "optim.steps=20", "checkpoint.interval=10", "engine.kind=torch", "engine.threads=1",
+    "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8",
+    "data.lanes=4", "data.segment_length=8", "optim.steps=20", "checkpoint.interval=10",
+    "engine.kind=torch", "engine.threads=1",
     "evaluation.interval=0", "evaluation.max_tokens=200", "metrics.tensorboard=false",
 )  # fmt: skip
 
@@ -30,7 +31,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def train(
     experiment: Path, run_dir: RunDir, *more: str, file_limit_kib: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """`pretrain train`, with a limit on a file's size in place of a full disk: it fails at the same calls."""
+    """`pretrain train` with a file size limit, which fails at the same calls as a full disk."""
     command = [
         sys.executable,
         "-m",

@@ -24,7 +24,7 @@ END = CHAIN[-1][-1]
 
 
 def chain_cells() -> list[dict[str, Any]]:
-    """The run in one go, then the links of the chain; each saves what it took over before its first step."""
+    """The run in one go, then the chain; each link saves what it loaded before its first step."""
     cells = [cell("whole", 2, 1, until=END, save_at=[END])]
     begin = 0
     for ranks, stage, end in CHAIN:

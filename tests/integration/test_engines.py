@@ -1,6 +1,7 @@
-"""Every ZeRO stage, precision and kind of activation checkpointing against plain torch on one process, and resumption.
+"""Every ZeRO stage, precision and activation checkpointing against plain torch; resuming.
 
-All cells train in one group of two ranks, then three more on one rank go on from what two ranks saved.
+All cells train in one group of two ranks, then three more on one rank go on from what two ranks
+saved.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tests.helpers.engine_cells import (
 )
 from tests.helpers.engine_worker import MODEL
 
-# bf16: the two engines round gradients at different places (DeepSpeed sums them over ranks in fp32 from bf16 values).
+# bf16: the two engines round gradients at different places (DeepSpeed sums them over ranks in fp32
+# from bf16 values).
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 
@@ -74,14 +76,15 @@ FURTHER = {
     if kind != "offload" or (precision == "fp32" and stage in (1, 3))
 }
 
-# Gradients that are no numbers on one rank, and gradients longer than allowed: by every way DeepSpeed updates weights.
+# Gradients that are no numbers on one rank, and gradients longer than allowed: by every way
+# DeepSpeed updates weights.
 HARMFUL = {
     "nan": {"fault": {"step": 3, "kind": "nan"}, "skips": [3], "until": 4},
     "long": {"recovery": {"skip_grad_norm": 1e-6}, "skips": [1, 2], "until": 2},
 }
 
-# What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared, or learn from a loss
-# of their own; each under the stage that partitions them.
+# What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared,
+# or learn from a loss of their own; each under the stage that partitions them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "modern": {
         "positions": "rope",
@@ -184,7 +187,7 @@ def assert_agrees_with_plain_torch(results: Results, name: str) -> None:
 def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(
     further: Results, stage: int
 ) -> None:
-    """The worker compares the bits; here it counts that the losses went on, and only the planted one is no number."""
+    """The worker compares the bits; this checks that only the injected loss is NaN."""
     for precision in ("fp32", "bf16"):
         name = f"zero{stage}-{precision}-none"
         losses, whole = further[f"nan-{name}"]["losses"], further[f"{name}-whole"]["losses"]
@@ -203,7 +206,7 @@ def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_a_skipped_step(further
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MATRIX if "fp32" in name])
 def test_gradient_norms_agree_with_plain_torch(results: Results, name: str) -> None:
-    """A gradient that is wrong by a factor leaves Adam's losses nearly as they are, but not its norm."""
+    """A gradient that is wrong by a factor hardly changes Adam's losses, but its norm."""
     assert (
         largest_difference(results[f"{name}-whole"]["norms"], results["torch-fp32"]["norms"]) < 1e-4
     )
@@ -227,7 +230,7 @@ def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(
 
 @pytest.fixture(scope="session")
 def variants(tiny_corpus: Path, output: Path) -> Results:
-    """Whole and resumed under ZeRO-3 with checkpointing and a chunked head on two ranks; in plain torch on one."""
+    """ZeRO-3 with checkpointing and chunked logits on two ranks, resumed; plain torch on one."""
     engine = {**engine_settings(3, "fp32", "full", micro=2), "logits_chunk_tokens": 6}
     plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
     on_two = [

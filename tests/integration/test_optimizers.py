@@ -1,4 +1,4 @@
-"""LAMB under every ZeRO stage against plain torch on one process; norms per layer under both optimizers."""
+"""LAMB under every ZeRO stage against plain torch; per-layer norms with both optimizers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: R
 def test_norms_per_layer_are_those_of_all_ranks_together(
     results: Results, optimizer: str, name: str
 ) -> None:
-    """Their squares add up to the global norm's, their ratios are those of the weights before and after the update."""
+    """Squares add up to the global norm's; ratios are those of the weights before and after."""
     found = results[f"{optimizer}-{name}"]
     step = max(found["losses"])
     precision = precision_of(name)

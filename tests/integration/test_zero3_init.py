@@ -1,4 +1,4 @@
-"""How an engine begins: with the weights the seed draws at every stage, and under ZeRO-3 without ever a whole model."""
+"""An engine starts with the weights that the seed draws, under ZeRO-3 without a whole model."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_the_shares_of_an_adaptive_softmax_are_a_distribution_that_favours_the_f
 
 
 def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
-    """Counted as a Transformer-XL with heads * key size as attention width and 32,000 tied embeddings."""
+    """Counted as a Transformer-XL, attention width heads * key size, 32,000 tied embeddings."""
     rows = list(csv.DictReader((PUBLISHED_DATA / "hoffmann_table_a9.csv").open()))
     assert len(rows) == 50
     for row in rows:

@@ -1,7 +1,7 @@
-"""A thousand kills: checkpoint files, lane cursors and metrics under power cuts at random file operations, no model.
+"""A thousand power cuts at random file operations: checkpoints, lane cursors and metrics.
 
-What a run has learned is stood in for by one hash per lane over every token it was ever given, in order: a token lost,
-doubled or given twice in another order changes it.
+What a run has learned is stood in for by one hash per lane over every token it was ever given, in
+order: a token lost, doubled or given twice in another order changes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PowerCut(BaseException):
 
 
 class Power:
-    """Counts file operations and cuts the power before one of them; what was not synced then is cut short."""
+    """Counts file operations and cuts the power before one; a file not yet synced is truncated."""
 
     def __init__(self, operations_left: float, generator: random.Random) -> None:
         self._left = operations_left
@@ -63,7 +63,7 @@ class Power:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """File operations of the block use this power. None waits for the disk: nobody pulls the real plug."""
+        """File operations of the block use this power. No fsync runs: no real power is cut."""
         with ExitStack() as stack:
             for name in OPERATIONS:
                 stack.enter_context(
@@ -139,7 +139,7 @@ class Run:
                 self.save([batch.cursor for batch in batches])
 
     def save(self, cursors: list[LaneCursor]) -> None:
-        """As the ranks do: each its files and then its list of them, in any order; then rank 0 publishes."""
+        """Save as the ranks do: each its files, then its report, in any order; rank 0 publishes."""
         partial = files.partial_directory(self.run_dir.checkpoints, self.step, "attempt")
         partial.mkdir(parents=True, exist_ok=True)
         for rank in random.Random(self.step).sample(range(self.world_size), self.world_size):

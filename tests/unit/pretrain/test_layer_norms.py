@@ -1,4 +1,4 @@
-"""Norms per layer from inside the optimizer, against gradients and weights looked at from outside."""
+"""Per-layer norms from inside the optimizer, against the gradients and weights outside."""
 
 from __future__ import annotations
 
