@@ -9,7 +9,6 @@ times cheaper. Letters of shapes as in `pretrain.model`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,31 +21,8 @@ from pretrain.model.transformer_xl import TransformerXL
 SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
 
 
-class Stream(Protocol):
-    """One stream of text per lane through a frozen model; each call remembers its segment."""
-
-    def nll_BL(
-        self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
-    ) -> Tensor:
-        """Return negative log-likelihoods in float32."""
-        ...
-
-    def logits_BLV(
-        self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
-    ) -> Tensor:
-        """Return log-probabilities of the token after each of the last `num_last` tokens (all)."""
-        ...
-
-
-def new_stream(module: TransformerXL, memory_length: int, longest_segment: int) -> Stream:
-    """Return the cheapest stream for the model; segments have up to `longest_segment` tokens."""
-    if module.config.compressed_length:  # compressed rows are computed from hidden states
-        return HiddenStateStream(module, memory_length)
-    return CachedStream(module, memory_length, longest_segment)
-
-
 class HiddenStateStream:
-    """A `Stream` that remembers hidden states, as in training."""
+    """A stream that remembers hidden states, as in training."""
 
     def __init__(self, module: TransformerXL, memory_length: int) -> None:
         self._module = module.eval()
@@ -57,6 +33,7 @@ class HiddenStateStream:
     def nll_BL(
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
     ) -> Tensor:
+        """Return negative log-likelihoods in float32, and remember the segment."""
         nll_BL, self._memory = self._module(
             tokens_BL, targets_BL, self._memory, starts_BL, memory_length=self._memory_length
         )
@@ -66,6 +43,7 @@ class HiddenStateStream:
     def logits_BLV(
         self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
     ) -> Tensor:
+        """Return log-probabilities after each of the last `num_last` tokens (default: all)."""
         logits_BLV, self._memory = self._module.logits_BLV(
             tokens_BL, self._memory, starts_BL, self._memory_length, num_last
         )
@@ -104,7 +82,7 @@ class RowBuffer:
 
 
 class CachedStream:
-    """A `Stream` that remembers projected keys and values and projects positions once."""
+    """A stream that remembers projected keys and values and projects positions once."""
 
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
         assert not module.config.compressed_length, (
@@ -177,6 +155,16 @@ class CachedStream:
             new_BL = new_BL + starts_BL.cumsum(1, dtype=torch.int32)
         self._document_B = new_BL[:, -1]
         return self._documents.append(new_BL)
+
+
+Stream = HiddenStateStream | CachedStream
+
+
+def new_stream(module: TransformerXL, memory_length: int, longest_segment: int) -> Stream:
+    """Return the cheapest stream for the model; segments have up to `longest_segment` tokens."""
+    if module.config.compressed_length:  # compressed rows are computed from hidden states
+        return HiddenStateStream(module, memory_length)
+    return CachedStream(module, memory_length, longest_segment)
 
 
 def _heads_first(terms: DistanceTerms) -> DistanceTerms:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
-ALL_LANES = WORD  # replaces the lane in a mask that all lanes share
+ALL_LANES = -1  # replaces the lane in a mask that all lanes share
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 
 
@@ -73,41 +73,24 @@ class DropoutStream:
         assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
         others = [size for axis, size in enumerate(shape) if axis != lane_axis]
         count, threshold = math.prod(others), _threshold_of(rate)
+        least = threshold - LEVELS // 2  # the 16 bits are signed
         if device.type == "cpu":
-            keep = self._cpu_keep(self.lanes, count, threshold, site, layer)
+            keep = torch.empty(len(self.lanes), count, dtype=torch.bool)
+            for row, lane in zip(keep, self.lanes, strict=True):
+                torch.ge(self._philox_bits(lane, count, site, layer)[:count], least, out=row)
         else:
-            keep = self._hashed_keep(self._lanes_on(device), count, threshold, site, layer)
+            lanes_B, numbers = self._lanes_on(device), (self.seed, self.step, site, layer)
+            keep = hashed_bits(lanes_B, count, *numbers)[:, :count] >= least
         return keep.view(len(self.lanes), *others).movedim(0, lane_axis)
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
         """Like `drop`, for values that all lanes share: the mask depends on (seed, step, site)."""
-        threshold = _threshold_of(rate)
-        if values.device.type == "cpu":
-            keep = self._cpu_keep([ALL_LANES], values.numel(), threshold, site, 0)
-        else:
-            all_lanes = torch.full((1,), _signed(ALL_LANES), device=values.device)
-            keep = self._hashed_keep(all_lanes, values.numel(), threshold, site, 0)
-        return _masked(values, keep.view(values.shape), threshold)
+        shared = DropoutStream(self.seed, self.step, [ALL_LANES])
+        return shared.drop(values[None], rate, site)[0]
 
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
         """Return a random int64 per lane, from which a kernel draws its own masks."""
-        lanes_B = self._lanes_on(device)
-        return _lane_keys(lanes_B, seed=self.seed, step=self.step, site=site, layer=layer)
-
-    def _cpu_keep(
-        self, lanes: list[int], count: int, threshold: int, site: Site, layer: int
-    ) -> Tensor:
-        keep = torch.empty(len(lanes), count, dtype=torch.bool)
-        for row, lane in zip(keep, lanes, strict=True):
-            bits = self._philox_bits(lane, count, site, layer)[:count]
-            torch.ge(bits, threshold - LEVELS // 2, out=row)  # the bits are signed
-        return keep
-
-    def _hashed_keep(
-        self, lanes_B: Tensor, count: int, threshold: int, site: Site, layer: int
-    ) -> Tensor:
-        bits = hashed_bits(lanes_B, count, seed=self.seed, step=self.step, site=site, layer=layer)
-        return bits[:, :count] >= threshold - LEVELS // 2
+        return _lane_keys(self._lanes_on(device), self.seed, self.step, site, layer)
 
     def _philox_bits(self, lane: int, count: int, site: Site, layer: int) -> Tensor:
         """Return `count` random int16, rounded up to whole words."""
@@ -131,15 +114,15 @@ class DropoutStream:
 
 
 def hashed_bits(
-    lanes_B: Tensor, count: int, *, seed: int, step: int, site: Site, layer: int
+    lanes_B: Tensor, count: int, seed: int, step: int, site: Site, layer: int
 ) -> Tensor:
     """Return random int16, [B, `count` rounded up to a multiple of 4], the same on every device."""
-    lane_keys_B = _lane_keys(lanes_B, seed=seed, step=step, site=site, layer=layer)
+    lane_keys_B = _lane_keys(lanes_B, seed, step, site, layer)
     states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
     return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
 
 
-def _lane_keys(lanes_B: Tensor, *, seed: int, step: int, site: Site, layer: int) -> Tensor:
+def _lane_keys(lanes_B: Tensor, seed: int, step: int, site: Site, layer: int) -> Tensor:
     key = 0
     for part in (seed, step, layer, int(site)):
         key = _mix(((key ^ (part & WORD)) + GOLDEN_GAMMA) & WORD)

@@ -1,6 +1,7 @@
-"""Losses of a few tiny models in float64. A change that should not change numerics leaves `losses.json` as it is.
+"""Losses of a few tiny models in float64; a refactor must leave `losses.json` as it is.
 
-`python -m tests.golden.record_losses` writes the file anew; a commit that does so says which numerics changed and why.
+`python -m tests.golden.record_losses` writes the file again; such a commit says which numerics
+changed and why.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Golden vectors: known answers of the original's equations, recorded from the tests' independent float64 reference.
+"""Golden vectors: known answers, recorded from the tests' independent float64 reference.
 
-`python -m tests.golden.record_vectors` writes the files anew. They hold what `pretrain golden` reads: parameters,
-tokens, losses, hidden states, memories and gradients of three segments, all time-major [L, B, D]. The settings are
-those of the vectors recorded from the published implementation itself, at a smaller size. A file changes only when the
-reference does; the commit says why.
+`python -m tests.golden.record_vectors` writes the files again. They hold what `pretrain golden`
+reads: parameters, tokens, losses, hidden states, memories and gradients of three segments, all
+time-major [L, B, D]. The settings are those of the vectors recorded from the published
+implementation itself, at a smaller size. A file changes only when the reference does; the commit
+says why.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def case_arrays(options: dict[str, Any]) -> Arrays:
-    """One case in the golden format: three segments with memory, and the gradients of their summed mean losses."""
+    """Return a case: three segments with memory, and gradients of the sum of their mean losses."""
     settings = {**DEFAULTS, **options}
     state, ties = random_state(settings)
     length, context = settings["tgt_len"], settings["ext_len"]
@@ -80,10 +81,10 @@ def mask_arrays() -> Arrays:
 
 
 def shift_arrays() -> Arrays:
-    """Inputs and results of the relative shift: entry (i, j) comes from column j + queries - 1 - i of row i.
+    """Return inputs and results of the shift: (i, j) comes from column j + queries - 1 - i.
 
-    Past the last column, where the key comes after the query, the published code leaves what its view happens to hold:
-    a zero, then the start of the next row.
+    Past the last column, where the key comes after the query, the published code leaves the
+    contents of its view: a zero, then the start of the next row.
     """
     arrays: Arrays = {}
     for queries, keys in SHIFTS:

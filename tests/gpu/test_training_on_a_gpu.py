@@ -1,4 +1,4 @@
-"""What only a GPU can show: the fused path is exact, and the loop never waits for the device between its intervals."""
+"""What needs a GPU: the fused path is exact, and steps do not wait for the device."""
 
 from __future__ import annotations
 

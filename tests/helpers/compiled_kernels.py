@@ -1,7 +1,8 @@
-"""The fused kernels compiled for a GPU that need not be there: registers, spills and shared memory of each.
+"""The fused kernels compiled without a GPU: registers, spills and shared memory of each.
 
-It cannot share a process with the interpreter, which replaces what would be compiled. Run as a module it compiles what
-the arguments name, "kernel:head width:compute capability[:option,option]", and prints JSON.
+It cannot share a process with the interpreter, which replaces what would be compiled. Run as a
+module it compiles what the arguments name, "kernel:head width:compute capability[:option,option]",
+and prints JSON.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
 
 
 def resources_of(wanted: str) -> Resources:
-    """What one kernel takes with its chosen tile: "kernel:head width:compute capability[:option,option]"."""
+    """Return what a kernel needs: "kernel:head width:compute capability[:option,option]"."""
     kernel, head_width, capability, *options = wanted.split(":")
     tile = getattr(tiles_for(int(head_width), divmod(int(capability), 10)), kernel)
     chosen: dict[str, Any] = {}

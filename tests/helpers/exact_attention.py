@@ -1,6 +1,7 @@
-"""Relative attention pair by pair in float64, from the formula: what the fused kernel is compared with.
+"""Relative attention pair by pair in float64, from the formula: the reference of the kernels.
 
-B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width.
+B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and
+value, H head width.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def kept_weights(
 ) -> Tensor:
     """[B, N, L, C], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
 
-    Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without them query and key are
-    the counter.
+    Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without
+    them query and key are the counter.
     """
     key, head, query, column = np.meshgrid(
         np.array(keys, dtype=np.uint64),
@@ -79,7 +80,7 @@ def kept_weights(
 
 
 def philox_4x32(counter: tuple, key: tuple, rounds: int) -> tuple:
-    """Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": four words from four and a key of two."""
+    """Philox of Salmon et al. 2011: four words from a counter of four and a key of two."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = (np.asarray(word, dtype=np.uint64) for word in key)
     half = np.uint64(32)

@@ -1,6 +1,7 @@
-"""Cases of the fused kernel in triton's interpreter. Run as a module it computes the named ones and prints JSON.
+"""Cases of the fused kernel in triton's interpreter; as a module it runs them, prints JSON.
 
-The interpreter is chosen when triton is imported, so it needs a process of its own, started with TRITON_INTERPRET=1.
+The interpreter is chosen when triton is imported, so it needs its own process, started with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LANE_KEYS = [7, -3, 2**62 + 5, 123_456_789_012]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call, compared with float64. `wide` takes tiles whose queries are twice as many as their keys."""
+    """One call, compared with float64; `wide` tiles have twice as many queries as keys."""
 
     B: int = 1
     N: int = 2
@@ -203,7 +204,8 @@ def _words(num_lanes: int) -> list[int]:
 
 def _relative(value: Tensor, exact: Tensor) -> float:
     value, exact = value.detach().double(), exact.detach()
-    # What is exactly zero (one key in sight: no score matters) is compared with numbers of size one.
+    # What is exactly zero (one key in sight: no score matters) is compared with numbers of size
+    # one.
     size = exact.norm() if exact.abs().max() > 1e-12 else torch.tensor(float(exact.numel())).sqrt()
     return float((value - exact).norm() / size)
 

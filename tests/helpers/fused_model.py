@@ -1,6 +1,6 @@
-"""The model with the fused kernels in triton's interpreter against the model in plain operations; prints JSON.
+"""The model with interpreted fused kernels against plain operations; prints JSON.
 
-A process of its own, started with TRITON_INTERPRET=1: the model then takes the fused path on the CPU.
+A separate process, started with TRITON_INTERPRET=1: the model then takes the fused path on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def text() -> tuple[Tensor, Tensor]:
 def trained_once(
     model: ModelConfig, kernel: AttentionKernel, lanes: list[int] | None = None
 ) -> list[Tensor]:
-    """The NLL of the last of a few segments and every parameter's gradient; with dropout when `lanes` are given."""
+    """Return the last segment's NLL and all gradients; with dropout if `lanes` are given."""
     torch.manual_seed(1)
     module = TransformerXL(model, attention_kernel=kernel)
     tokens_BT, starts_BT = text()
@@ -64,11 +64,11 @@ def largest_error(model: ModelConfig) -> float:
 
 
 def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
-    """Whether a lane's loss changes with the lanes beside it (it must not), and with dropout at all (it must)."""
+    """Whether a lane's loss depends on other lanes (it must not) and dropout (it must)."""
     both, alone = trained_once(model, "auto", [0, 1])[0], trained_once(model, "auto", [1])[0]
     undropped = trained_once(model, "auto")[0]
     return {
-        "neighbours": not torch.allclose(both[1], alone[0], atol=1e-5),
+        "neighbors": not torch.allclose(both[1], alone[0], atol=1e-5),
         "dropout": not torch.allclose(both, undropped, atol=1e-3),
     }
 

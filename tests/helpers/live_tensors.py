@@ -1,7 +1,8 @@
 """What of a model is alive while its engine is built: `python -m tests.helpers.live_tensors OUTPUT CELLS.json RANKS`.
 
-Every rank counts the bytes of all tensors that hold as much as one whole parameter, operation by operation, and
-compares its fragments with the model built whole. It writes OUTPUT/SETTING-RANK.json for each of the settings.
+Every rank counts the bytes of all tensors that hold as much as one whole parameter, operation by
+operation, and compares its fragments with the model built whole. It writes OUTPUT/SETTING-RANK.json
+for each of the settings.
 """
 
 from __future__ import annotations

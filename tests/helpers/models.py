@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> TransformerXL:
-    """A model with weights large enough that every part of it shows in the loss; the same on every platform."""
+    """Return a model whose weights are large enough for every part to affect the loss."""
     model = TransformerXL(replace(TINY, **options)).to(dtype)
     numbers = np.random.RandomState(seed)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def stream_nll(
     dropout: DropoutStream | None = None,
     memory: Memory | None = None,
 ) -> tuple[Tensor, Memory | None]:
-    """NLL [B, T - 1] of a stream fed in segments of the given lengths with memory carried over, and the last memory."""
+    """Return the NLL [B, T - 1] of a stream read in segments with memory, and the last memory."""
     parts = []
     first = 0
     for length in segment_lengths:

@@ -1,7 +1,8 @@
 """Attention as the original lays it out: the yardstick for speed, written from the formulas.
 
-Time-major rows [L, B, D], one projection of memory and segment for query, key and value alike (memory's queries are
-thrown away), einsum over [L, C, B, N] scores masked in float32, the shift by concatenating a zero column.
+Time-major rows [L, B, D], one projection of memory and segment for query, key and value alike
+(memory's queries are thrown away), einsum over [L, C, B, N] scores masked in float32, the shift by
+concatenating a zero column.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 class ReferenceAttention(nn.Module):
-    """Post-norm residual attention; u and v come in as arguments, the mask is True where forbidden."""
+    """Post-norm residual attention; u and v are arguments, the mask is True where forbidden."""
 
     def __init__(self, num_heads: int, d_model: int, d_head: int, dropout: float = 0.0) -> None:
         super().__init__()

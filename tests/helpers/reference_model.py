@@ -1,7 +1,8 @@
-"""A second Transformer-XL, written from the formulas with explicit loops over layers, heads and distances.
+"""A second Transformer-XL, from the formulas, with loops over layers, heads and distances.
 
-It reads a state dict under the original's names and shares no code with the package: an independent opinion on every
-option, including those that no recorded case covers. Time-major as the original: [L, B, D]. Slow.
+It reads a state dict under the original's names and shares no code with the package: an independent
+opinion on every option, including those that no recorded case covers. Time-major as the original:
+[L, B, D]. Slow.
 """
 
 from __future__ import annotations
@@ -145,10 +146,10 @@ def _embed(state: State, settings: Settings, tokens: Tensor) -> Tensor:
 
 
 def _norm(state: State, name: str, rows: Tensor) -> Tensor:
-    centred = rows - rows.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
+    centered = rows - rows.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True)
     return (
-        centred / (variance + 1e-5).sqrt() * state[name + "layer_norm.weight"]
+        centered / (variance + 1e-5).sqrt() * state[name + "layer_norm.weight"]
         + state[name + "layer_norm.bias"]
     )
 

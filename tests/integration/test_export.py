@@ -1,4 +1,4 @@
-"""A trained run, exported: the same logits in every bit, and the commands that read runs read exports."""
+"""A trained run, exported: bitwise the same logits, in all commands that read runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_
 
 
 @pytest.mark.parametrize("engine", [{"kind": "torch"}, {"kind": "deepspeed", "zero_stage": 3}])
-def test_a_new_run_begins_with_an_exports_weights(exported, tmp_path, engine):
+def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path, engine):
     """A learning rate that moves nothing: what comes out is what went in."""
     run, output = exported
     settings = [f"engine.{name}={value}" for name, value in engine.items()]

@@ -1,4 +1,4 @@
-"""Weights of the original code and in Hugging Face's layout: the same losses, nothing lost or made up on the way."""
+"""Weights of the original code and in Hugging Face's layout: same losses, nothing lost."""
 
 from __future__ import annotations
 

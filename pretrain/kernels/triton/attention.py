@@ -1,6 +1,6 @@
-"""Relative attention (section 3.3 of the paper) in fused kernels that never hold a tensor of queries times keys.
+"""Relative attention (section 3.3 of the paper) in fused kernels, without an [L, C] tensor.
 
-B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width.
+Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,23 @@ def fused_relative_attention(
     deterministic: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Softmax of [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases, times the values: [B, L, N, H].
+    """Return the softmax of the scores, times the values: [B, L, N, H].
 
-    The queries are the last L of the C keys. `position_CNH` are the projected encodings W_R R, row j for distance
-    C - 1 - j; `distance_bias_CN` lies in the same order. Without positions, u and v are None too.
+    The scores are [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases. The queries are the last
+    L of the C keys. `position_CNH` are the projected encodings W_R R, row j for distance C - 1 - j;
+    `distance_bias_CN` has the same order. Without positions, u and v are None as well.
 
-    Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of other documents, whose
-    ids `documents_BC` never fall along C. `dropout` drops weights by a pure function of (the lane's `dropout_keys_B`,
-    head, query, key). The gradient of the positions is summed by atomic additions, in no fixed order, unless
-    `deterministic`, which costs one kernel more.
+    Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
+    other documents, whose ids `documents_BC` never fall along C. `dropout` drops weights by a pure
+    function of (the lane's `dropout_keys_B`, head, query, key). The gradient of the positions is
+    summed by atomic additions, in no fixed order, unless `deterministic`, which runs one more
+    kernel.
 
-    Query, key, value and position share one dtype. Ask `unsupported_reason` first.
+    Query, key, value and position have one dtype. Call `unsupported_reason` first.
     """
-    inputs = Inputs(
-        query_BLNH,
-        key_BCGH,
-        value_BCGH,
-        position_CNH,
-        content_bias_NH,
-        position_bias_NH,
-        key_bias_BNC,
-        distance_bias_CN,
-    )
+    biases = (key_bias_BNC, distance_bias_CN)
+    relative = (position_CNH, content_bias_NH, position_bias_NH)
+    inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, *biases)
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
     C, L = key_BCGH.shape[1], query_BLNH.shape[1]
@@ -99,12 +94,12 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's; in the interpreter, which has no limits of its own, any that tiles are chosen for."""
+    """Return the GPU's compute capability; for the interpreter, any with tiles."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def _check(inputs: Inputs) -> None:
-    """The caller's shapes and types fit together; they never come from the user."""
+    """Assert that shapes and types are consistent; they are the caller's, never the user's."""
     query, key, value, position, u, v, key_bias, distance_bias = inputs
     B, L, N, H = query.shape
     C, G = key.shape[1:3]
@@ -127,19 +122,18 @@ def _check(inputs: Inputs) -> None:
 def _document_bounds(
     documents_BC: Tensor | None, num_queries: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The first key each query sees [B, L] and one past the last query that sees each key [B, C]."""
+    """Return each query's first key [B, L], and the end of the queries that see each key [B, C]."""
     if documents_BC is None:
         return None, None
     documents_BC = documents_BC.contiguous()
     of_queries_BL = documents_BC[:, -num_queries:].contiguous()
     first_keys_BL = torch.searchsorted(documents_BC, of_queries_BL, out_int32=True)
-    return first_keys_BL, torch.searchsorted(
-        of_queries_BL, documents_BC, right=True, out_int32=True
-    )
+    ends_BC = torch.searchsorted(of_queries_BL, documents_BC, right=True, out_int32=True)
+    return first_keys_BL, ends_BC
 
 
 def _laid_out(inputs: Inputs) -> Inputs:
-    """The inputs with heads dense in memory, which the kernels' loads rely on; positions dense altogether."""
+    """Make heads contiguous, as the kernels' loads require, and positions as a whole."""
     key, value, position = inputs.key_BCGH, inputs.value_BCGH, inputs.position_CNH
     return inputs._replace(
         key_BCGH=key if key.stride(-1) == 1 else key.contiguous(),

@@ -1,7 +1,8 @@
-"""The fused backward pass for keys and values: one program per group of heads, lane and tile of keys.
+"""The fused backward pass for keys and values: one program per key head, lane and tile of keys.
 
-Everything lies transposed, [keys, queries], so that weights and their gradients enter the products from registers.
-Letters and units as in triton_forward.
+It visits the tiles of queries that see its keys, so the sums stay in registers and no atomic
+additions are needed. Everything is transposed, [keys, queries], so that weights and their gradients
+enter the products from registers. Letters and units as in `forward`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pretrain.kernels.triton.tiles import (
 
 @triton.jit
 def key_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
-    query_ends, output_gradients, log_sums, deltas, key_gradients, value_gradients, score_sums,
-    key_lane, value_lane, L, M, window,
+    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    first_keys, dropout_keys, query_ends, output_gradients, log_sums, deltas, key_gradients,
+    value_gradients, score_sums, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values [B, C, G, H]; score_sums [B, N, C], each key's score gradients, summed."""
+    """Write the gradients of keys and values [B, C, G, H], and score_sums [B, N, C].
+
+    score_sums are the sums of each key's score gradients over the queries.
+    """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -41,31 +45,19 @@ def key_gradient_kernel(
     group = (lane_group % VARIANT.num_groups).to(tl.int32)
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
-    key_tile = load_rows(
-        keys + lane * key_lane + group * VARIANT.key_head,
-        j0,
-        num_keys,
-        VARIANT.key_row,
-        COLUMNS,
-        VARIANT,
-    )
-    value_tile = load_rows(
-        values + lane * value_lane + group * VARIANT.value_head,
-        j0,
-        num_keys,
-        VARIANT.value_row,
-        COLUMNS,
-        VARIANT,
-    )
+    key_head = keys + lane * key_lane + group * VARIANT.key_head
+    key_tile = load_rows(key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
+    value_head = values + lane * value_lane + group * VARIANT.value_head
+    value_tile = load_rows(value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
+    # Queries before `first` come before all keys of the tile; from `last` on they are too far away.
     first = tl.maximum(j0 - M, 0) // ROWS * ROWS
     last = tl.minimum(L, j0 + COLUMNS - 1 + window - M)
     if VARIANT.has_starts:
-        last = tl.minimum(
-            last, tl.load(query_ends + lane * num_keys + tl.minimum(j0 + COLUMNS, num_keys) - 1)
-        )
+        last_key = tl.minimum(j0 + COLUMNS, num_keys) - 1
+        last = tl.minimum(last, tl.load(query_ends + lane * num_keys + last_key))
     key_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     value_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     for member in range(VARIANT.heads_per_group):
@@ -78,27 +70,23 @@ def key_gradient_kernel(
             in_segment = queries < L
             content_query = load_rows(content_queries + offset, i0, L, ROW, ROWS, VARIANT)
             if VARIANT.has_position:
-                position_query = tl.trans(
-                    load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
-                )
+                position_query = load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
+                position_query = tl.trans(position_query)
+                of_head = positions + head * VARIANT.head_width
                 row0 = j0 - i0 + L
-                tile = load_positions(
-                    positions + head * VARIANT.head_width, row0 - COLUMNS, num_keys, VARIANT
-                )
+                tile = load_positions(of_head, row0 - COLUMNS, num_keys, VARIANT)
                 far = tl.dot(tile, position_query, input_precision=PRECISION)
-                tile = load_positions(
-                    positions + head * VARIANT.head_width, row0, num_keys, VARIANT
-                )
+                tile = load_positions(of_head, row0, num_keys, VARIANT)
                 near = tl.dot(tile, position_query, input_precision=PRECISION)
-                scores = window_of_rows(far, near, COLUMNS - 1 - tl.arange(0, ROWS), COLUMNS, ROWS)
-                scores = tl.dot(
-                    key_tile, tl.trans(content_query), scores, input_precision=PRECISION
-                )
+                shifts = COLUMNS - 1 - tl.arange(0, ROWS)
+                scores = window_of_rows(far, near, shifts, COLUMNS, ROWS)
+                content_query_t = tl.trans(content_query)
+                scores = tl.dot(key_tile, content_query_t, scores, input_precision=PRECISION)
             else:
                 scores = tl.dot(key_tile, tl.trans(content_query), input_precision=PRECISION)
             scores = biased_scores(
-                scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys, queries[None, :],
-                columns[:, None], L, num_keys, VARIANT,
+                scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys,
+                queries[None, :], columns[:, None], L, num_keys, VARIANT,
             )  # fmt: skip
             log_sum = tl.load(log_sums + lane_head * L + queries, mask=in_segment, other=0.0)
             first_key = tl.zeros([ROWS], dtype=tl.int32)
@@ -106,57 +94,44 @@ def key_gradient_kernel(
                 first_key = tl.load(first_keys + lane * L + queries, mask=in_segment, other=0)
             lowest, highest = visible_keys(queries, first_key, L, M, window)
             visible = (columns[:, None] >= lowest[None, :]) & (columns[:, None] <= highest[None, :])
-            weights = tl.where(
-                visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :]), 0.0
-            )
+            weights = tl.exp2(scores * VARIANT.scale_log2 - log_sum[None, :])
+            weights = tl.where(visible, weights, 0.0)
             output_gradient = load_rows(output_gradients + offset, i0, L, ROW, ROWS, VARIANT)
-            weight_gradient = tl.dot(
-                value_tile, tl.trans(output_gradient), input_precision=PRECISION
-            )
+            output_gradient_t = tl.trans(output_gradient)
+            weight_gradient = tl.dot(value_tile, output_gradient_t, input_precision=PRECISION)
             kept_weights = weights
             if VARIANT.drop_threshold:
                 a = tl.arange(0, ROWS)[None, :]
-                kept = kept_pairs(
-                    dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[:, None], VARIANT
-                )
+                b = tl.arange(0, COLUMNS)[:, None]
+                kept = kept_pairs(dropout_key, head, i0, a, j0, b, VARIANT)
                 kept_weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
                 weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
             value_gradient = tl.dot(
-                kept_weights.to(output_gradient.dtype),
-                output_gradient,
-                value_gradient,
+                kept_weights.to(output_gradient.dtype), output_gradient, value_gradient,
                 input_precision=PRECISION,
-            )
+            )  # fmt: skip
             delta = tl.load(deltas + lane_head * L + queries, mask=in_segment, other=0.0)
             score_gradient = weights * (weight_gradient - delta[None, :])
             score_sum += tl.sum(score_gradient, 1)
             key_gradient = tl.dot(
-                score_gradient.to(content_query.dtype),
-                content_query,
-                key_gradient,
+                score_gradient.to(content_query.dtype), content_query, key_gradient,
                 input_precision=PRECISION,
-            )
+            )  # fmt: skip
         if VARIANT.has_position or VARIANT.has_key_bias:
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)
     offset = (lane * num_keys * VARIANT.num_groups + group) * VARIANT.head_width
     KEY_ROW: tl.constexpr = VARIANT.num_groups * VARIANT.head_width
-    store_rows(
-        key_gradients + offset,
-        j0,
-        num_keys,
-        KEY_ROW,
-        key_gradient * VARIANT.scale,
-        COLUMNS,
-        VARIANT,
-    )
+    key_gradient *= VARIANT.scale
+    store_rows(key_gradients + offset, j0, num_keys, KEY_ROW, key_gradient, COLUMNS, VARIANT)
     store_rows(value_gradients + offset, j0, num_keys, KEY_ROW, value_gradient, COLUMNS, VARIANT)
 
 
 @triton.jit
 def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARIANT: tl.constexpr):
-    """content_sums [B, N, tiles, padded H]: each tile's part of the gradient of u, its keys weighted with score_sums.
+    """Write content_sums [B, N, tiles, padded H], each tile's part of the gradient of u.
 
-    It reads the keys once more, but inside the kernel above the sum over its tile would cost registers all along.
+    These are the tile's keys weighted with score_sums. This kernel reads the keys once more; in the
+    kernel above the sum would occupy registers in the whole loop.
     """
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -168,10 +143,8 @@ def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARI
     columns = j0 + tl.arange(0, COLUMNS)
     keys += lane_head // VARIANT.num_heads * key_lane + group * VARIANT.key_head
     tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-    score_sum = tl.load(
-        score_sums + lane_head * num_keys + columns, mask=columns < num_keys, other=0.0
-    )
+    score_sums += lane_head * num_keys
+    score_sum = tl.load(score_sums + columns, mask=columns < num_keys, other=0.0)
     total = tl.sum(score_sum[:, None] * tile.to(tl.float32), 0) * VARIANT.scale
-    tl.store(
-        content_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED), total
-    )
+    content_sums += (lane_head * num_tiles + tile_index) * PADDED
+    tl.store(content_sums + tl.arange(0, PADDED), total)

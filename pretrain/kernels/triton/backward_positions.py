@@ -1,9 +1,10 @@
-"""The fused backward pass for position rows without atomic additions: one program per head, tile, share of lanes.
+"""The fused backward pass for position rows: a program per head, tile and share of the lanes.
 
-Here the tile of position rows stands still and the queries pass by, so it is the keys that need the skew: query i meets
-position row p at key p - (L - 1) + i. A tile of T position rows p0 + c and queries i0 + a needs two tiles of keys side
-by side, 2T keys from p0 - (L - 1) + i0 on, in which row c and query a find theirs at c + a. Everything lies transposed,
-[position rows, queries]. Letters and units as in triton_forward.
+Without atomic additions, it serves deterministic runs and learned biases per distance. Here the
+tile of position rows is fixed and the queries vary, so the keys need the skew: query i meets
+position row p at key p - (L - 1) + i. A tile of T position rows p0 + c and queries i0 + a needs two
+neighboring tiles of keys, 2T keys from p0 - (L - 1) + i0 on, of which row c and query a need number
+c + a. Everything is transposed, [position rows, queries]. Letters and units as in `forward`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pretrain.kernels.triton.tiles import (
 
 @triton.jit
 def _skewed_product(pointer, first, row_stride, num_rows, query, VARIANT: tl.constexpr):
-    """Keys (or values) times queries, [position rows, queries]."""
+    """Return keys (or values) times queries, [position rows, queries]."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     tile = load_rows_around(pointer, first, num_rows, row_stride, COLUMNS, VARIANT)
@@ -37,11 +38,12 @@ def _skewed_product(pointer, first, row_stride, num_rows, query, VARIANT: tl.con
 
 @triton.jit
 def _score_gradient(
-    p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient, first_key,
-    keys, values, key_biases, distance_biases, dropout_key, log_sums, deltas, L, M, window,
+    p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient,
+    first_key, keys, values, key_biases, distance_biases, dropout_key, log_sums, deltas, L, M,
+    window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores of position rows p0 + c and queries i0 + a."""
+    """Return the gradient of the scores of position rows p0 + c and queries i0 + a."""
     num_keys = M + L
     queries = i0 + tl.arange(0, VARIANT.rows)
     exists = queries < L
@@ -53,8 +55,8 @@ def _score_gradient(
         )
     columns = j0 + tl.arange(0, VARIANT.columns)[:, None] + tl.arange(0, VARIANT.rows)[None, :]
     scores = biased_scores(
-        scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys, queries[None, :], columns, L,
-        num_keys, VARIANT,
+        scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys,
+        queries[None, :], columns, L, num_keys, VARIANT,
     )  # fmt: skip
     log_sum = tl.load(log_sums + lane_head * L + queries, mask=exists, other=0.0)
     lowest, highest = visible_keys(queries, first_key, L, M, window)
@@ -73,13 +75,15 @@ def _score_gradient(
 
 @triton.jit
 def position_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
-    output_gradients, log_sums, deltas, position_gradients, distance_bias_gradients,
-    key_lane, value_lane, B, L, M, window, num_shares,
+    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    first_keys, dropout_keys, output_gradients, log_sums, deltas, position_gradients,
+    distance_bias_gradients, key_lane, value_lane, B, L, M, window, num_shares,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """position_gradients [num_shares, C, N, H] and distance_bias_gradients [num_shares, N, C], float32: each share of
-    the lanes has its own part."""
+    """Write position_gradients [X, C, N, H] and distance_bias_gradients [X, N, C] of X shares.
+
+    Both are float32. Each share of the lanes has its own part; the caller adds them in order.
+    """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -97,8 +101,9 @@ def position_gradient_kernel(
     first_lane = share * B // num_shares
     num_lanes = (share + 1) * B // num_shares - first_lane
     if p0 + COLUMNS <= num_keys - window:
-        num_lanes = 0  # every row of the tile is too far away to be seen
-    # Query i meets this tile's last row at key 0 when i = L - 1 - (p0 + COLUMNS - 1); queries before meet none.
+        num_lanes = 0  # no query sees any row of the tile: all are too far away
+    # Query i meets this tile's last row at key 0 when i = L - 1 - (p0 + COLUMNS - 1); queries
+    # before meet none.
     first = tl.maximum(L - p0 - COLUMNS, 0) // ROWS * ROWS
     steps_per_lane = tl.cdiv(L - first, ROWS)
     for step in range(num_lanes * steps_per_lane):
@@ -124,8 +129,8 @@ def position_gradient_kernel(
             if VARIANT.drop_threshold:
                 dropout_key = tl.load(dropout_keys + lane)
             score_gradient = _score_gradient(
-                p0, i0, lane_head, head, position_tile, position_query, content_query, output_gradient, first_key,
-                keys + lane * key_lane + group * VARIANT.key_head,
+                p0, i0, lane_head, head, position_tile, position_query, content_query,
+                output_gradient, first_key, keys + lane * key_lane + group * VARIANT.key_head,
                 values + lane * value_lane + group * VARIANT.value_head, key_biases,
                 distance_biases, dropout_key, log_sums, deltas, L, M, window, VARIANT,
             )  # fmt: skip

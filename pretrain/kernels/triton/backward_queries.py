@@ -1,10 +1,13 @@
 """The fused backward pass for queries: one program per head, lane and tile of queries.
 
-It comes first, because it also leaves behind what the other kernels need: `deltas`, each row's sum of output times
-gradient of the output. Letters and units as in triton_forward.
+It runs first, because it also writes what the other kernels need: `deltas`, the sum over each row
+of output times gradient of the output, with which the softmax's gradient needs no second pass.
+Weights are computed again from the scores and the forward pass's `log_sums`, since keeping [L, C]
+weights would cost more memory traffic than the products. Letters and units as in `forward`.
 
-The gradient of the scores reaches a query twice, through the keys and through the position rows. For the second it goes
-back through the skew: a tile of position rows is complete once the key tiles on both sides of its window have passed.
+The gradient of the scores reaches a query through the keys and through the position rows. For the
+second it goes back through the skew: the gradient of a tile of position rows is complete once the
+tiles of keys on both sides of its window have been visited.
 """
 
 from __future__ import annotations
@@ -12,7 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pretrain.kernels.triton.forward import biased_scores, lower_half_of, position_tiles
+from pretrain.kernels.triton.forward import (
+    biased_scores,
+    lower_half_of,
+    position_tiles,
+    tile_scores,
+)
 from pretrain.kernels.triton.tiles import (
     kept_pairs,
     load_positions,
@@ -25,17 +33,16 @@ from pretrain.kernels.triton.tiles import (
 
 @triton.jit
 def _add_position_part(
-    query_gradient,
-    left,
-    right,
-    position_query,
-    positions,
-    position_gradients,
-    first,
-    num_keys,
+    query_gradient, left, right, position_query, positions, position_gradients, first, num_keys,
     VARIANT: tl.constexpr,
-):
-    """The query gradient with the part of one tile of position rows; with adds_positions their own goes out."""
+):  # fmt: skip
+    """Add one tile of position rows to the query gradient and, with adds_positions, to their own.
+
+    Every lane and every tile of queries contributes to the same position rows. Programs cannot wait
+    for each other, so they add atomically, in float32 and in no fixed order. The alternative
+    without atomics, `backward_positions`, computes all scores once more; it serves deterministic
+    runs.
+    """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PRECISION: tl.constexpr = VARIANT.precision
@@ -44,31 +51,29 @@ def _add_position_part(
     tile = load_positions(positions, first, num_keys, VARIANT)
     query_gradient = tl.dot(score_gradient, tile, query_gradient, input_precision=PRECISION)
     if VARIANT.adds_positions:
-        # Transposed, the product reads both factors from shared memory and leaves registers alone.
-        added = (
-            tl.dot(tl.trans(position_query), score_gradient, input_precision=PRECISION)
-            * VARIANT.scale
-        )
+        # Transposed, the product reads both factors from shared memory and needs fewer registers.
+        added = tl.dot(tl.trans(position_query), score_gradient, input_precision=PRECISION)
         ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
         r = tl.arange(0, COLUMNS)[None, :]
         d = tl.arange(0, VARIANT.padded_width)[:, None]
         mask = (r < num_keys - first) & (r >= -first) & (d < VARIANT.head_width)
-        tl.atomic_add(
-            position_gradients + first * ROW + (r * ROW + d), added, mask=mask, sem="relaxed"
-        )
+        addresses = position_gradients + first * ROW + (r * ROW + d)
+        tl.atomic_add(addresses, added * VARIANT.scale, mask=mask, sem="relaxed")
     return query_gradient
 
 
 @triton.jit
 def query_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
-    outputs, output_gradients, log_sums, deltas, query_gradients, query_sums, position_gradients,
-    key_lane, value_lane, L, M, window,
+    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    first_keys, dropout_keys, outputs, output_gradients, log_sums, deltas, query_gradients,
+    query_sums, position_gradients, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """query_gradients [B, L, N, H]; query_sums [B, N, tiles, padded H], their sums over the rows of each tile; deltas
-    [B, N, L]. With adds_positions the gradient of the position rows is added to position_gradients [C, N, H], float32,
-    by atomic additions, whose order is not fixed."""
+    """Write query_gradients [B, L, N, H], query_sums [B, N, tiles, padded H] and deltas [B, N, L].
+
+    query_sums are the sums of query_gradients over the rows of each tile. With adds_positions the
+    gradient of the position rows is added to position_gradients [C, N, H], float32.
+    """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -76,7 +81,9 @@ def query_gradient_kernel(
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     num_tiles = tl.cdiv(L, ROWS)
     lane_head = (tl.program_id(0) // num_tiles).to(tl.int64)
-    tile_index = num_tiles - 1 - tl.program_id(0) % num_tiles  # the longest rows first
+    tile_index = (
+        num_tiles - 1 - tl.program_id(0) % num_tiles
+    )  # the longest rows first: they take longest
     i0 = tile_index * ROWS
     lane = lane_head // VARIANT.num_heads
     head = (lane_head % VARIANT.num_heads).to(tl.int32)
@@ -111,6 +118,9 @@ def query_gradient_kernel(
     last = tl.cdiv(tl.minimum(num_keys, i0 + ROWS + M), COLUMNS) * COLUMNS
 
     query_gradient = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    position_query = content_query
+    left = delta
+    before = delta
     if VARIANT.has_position:
         position_query = load_rows(position_queries + offset, i0, L, ROW, ROWS, VARIANT)
         left, before = position_tiles(position_query, positions, first - i0 + L, num_keys, VARIANT)
@@ -119,28 +129,14 @@ def query_gradient_kernel(
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
         key_tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-        if VARIANT.has_position:
-            tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
-            near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
-            right = lower_half_of(before, near, VARIANT)
-            scores = window_of_columns(
-                left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS
-            )
-            left = right
-            before = near
-            scores = tl.dot(content_query, tl.trans(key_tile), scores, input_precision=PRECISION)
-        else:
-            scores = tl.dot(content_query, tl.trans(key_tile), input_precision=PRECISION)
-        scores = biased_scores(
-            scores,
-            key_biases,
-            distance_biases,
-            queries[:, None],
-            columns[None, :],
-            L,
-            num_keys,
+        scores, left, before = tile_scores(
+            content_query, position_query, key_tile, positions, j0 - i0 + L, left, before, num_keys,
             VARIANT,
-        )
+        )  # fmt: skip
+        scores = biased_scores(
+            scores, key_biases, distance_biases, queries[:, None], columns[None, :], L, num_keys,
+            VARIANT,
+        )  # fmt: skip
         visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
         weights = tl.where(visible, tl.exp2(scores * VARIANT.scale_log2 - log_sum[:, None]), 0.0)
         value_tile = load_rows(values, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
@@ -150,17 +146,16 @@ def query_gradient_kernel(
             kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weight_gradient = tl.where(kept, weight_gradient * VARIANT.keep_scale, 0.0)
         score_gradient = weights * (weight_gradient - delta[:, None])
-        query_gradient = tl.dot(
-            score_gradient.to(key_tile.dtype), key_tile, query_gradient, input_precision=PRECISION
-        )
+        rounded = score_gradient.to(key_tile.dtype)
+        query_gradient = tl.dot(rounded, key_tile, query_gradient, input_precision=PRECISION)
         if VARIANT.has_position:
-            # The upper half of twice as many queries as keys is ahead, and waits for the lower one.
+            # With twice as many queries as keys the upper half is one tile ahead of the lower one.
             gradient_right = score_gradient
             if ROWS != COLUMNS:
                 gradient_right = lower_half_of(score_gradient, gradient_before, VARIANT)
             query_gradient = _add_position_part(
-                query_gradient, gradient_left, gradient_right, position_query, positions, position_gradients,
-                j0 - i0 + L - ROWS, num_keys, VARIANT,
+                query_gradient, gradient_left, gradient_right, position_query, positions,
+                position_gradients, j0 - i0 + L - ROWS, num_keys, VARIANT,
             )  # fmt: skip
             gradient_left = gradient_right
             gradient_before = score_gradient
@@ -170,25 +165,16 @@ def query_gradient_kernel(
         if ROWS != COLUMNS:
             gradient_right = lower_half_of(nothing, gradient_before, VARIANT)
             query_gradient = _add_position_part(
-                query_gradient, gradient_left, gradient_right, position_query, positions, position_gradients, row0,
-                num_keys, VARIANT,
+                query_gradient, gradient_left, gradient_right, position_query, positions,
+                position_gradients, row0, num_keys, VARIANT,
             )  # fmt: skip
             gradient_left = gradient_right
             row0 += COLUMNS
         query_gradient = _add_position_part(
-            query_gradient,
-            gradient_left,
-            nothing,
-            position_query,
-            positions,
-            position_gradients,
-            row0,
-            num_keys,
-            VARIANT,
-        )
+            query_gradient, gradient_left, nothing, position_query, positions, position_gradients,
+            row0, num_keys, VARIANT,
+        )  # fmt: skip
     query_gradient *= VARIANT.scale
     store_rows(query_gradients + offset, i0, L, ROW, query_gradient, ROWS, VARIANT)
-    tl.store(
-        query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED),
-        tl.sum(query_gradient, 0),
-    )
+    sums = query_sums + (lane_head * num_tiles + tile_index) * PADDED + tl.arange(0, PADDED)
+    tl.store(sums, tl.sum(query_gradient, 0))

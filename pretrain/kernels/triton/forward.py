@@ -1,8 +1,10 @@
-"""The fused forward pass: one program per head, lane and tile of queries, with an online softmax over tiles of keys.
+"""The fused forward pass: one program per head, lane and tile of queries.
 
-B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads, H head width. Queries, outputs, position
-rows are dense [B, L, N, H] and [C, N, H]; keys and values [B, C, G, H] have strides of their own. Scores stay in units
-before the scale, so that one fused multiply-add per element applies the scale and subtracts the maximum.
+Each program visits the tiles of keys that its queries see, with an online softmax (Milakov and
+Gimelshein 2018; Dao et al. 2022), so scores never leave the chip. Queries, outputs and position
+rows are dense [B, L, N, H] and [C, N, H]; keys and values [B, C, G, H] have their own strides.
+Scores stay unscaled, so that one fused multiply-add per element applies the scale and subtracts the
+maximum. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pretrain.kernels.triton.tiles import (
 def biased_scores(
     scores, key_biases, distance_biases, queries, keys, num_queries, num_keys, VARIANT: tl.constexpr
 ):
-    """Scores with the biases of keys and distances added; queries and keys broadcast to the tile's shape."""
+    """Add the biases of keys and distances; queries and keys broadcast to the tile's shape."""
     if VARIANT.has_key_bias:
         scores += tl.load(key_biases + keys, mask=(keys >= 0) & (keys < num_keys), other=0.0)
     if VARIANT.has_distance_bias:
@@ -37,9 +39,10 @@ def biased_scores(
 
 @triton.jit
 def position_tiles(position_query, positions, first, num_keys, VARIANT: tl.constexpr):
-    """Product tiles that precede the one of position rows from `first` on: its window's left half, and the next one.
+    """Return the product tiles before the one of position rows from `first` on.
 
-    Where a tile has twice as many queries as keys, its lower half lags by one tile of position rows.
+    The first is the left half of its window, the second becomes part of the next one. If a tile has
+    twice as many queries as keys, its lower half lags by one tile of position rows.
     """
     COLUMNS: tl.constexpr = VARIANT.columns
     tile = load_positions(positions, first - COLUMNS, num_keys, VARIANT)
@@ -53,7 +56,7 @@ def position_tiles(position_query, positions, first, num_keys, VARIANT: tl.const
 
 @triton.jit
 def lower_half_of(lower, upper, VARIANT: tl.constexpr):
-    """The upper half of one tile over the lower half of another; `upper` alone where the tiles are square."""
+    """Return the upper half of one tile over the lower half of another, `upper` if square."""
     if VARIANT.rows == VARIANT.columns:
         return upper
     is_upper = tl.arange(0, VARIANT.rows) < VARIANT.columns
@@ -61,12 +64,39 @@ def lower_half_of(lower, upper, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def tile_scores(
+    content_query, position_query, key_tile, positions, first, left, before, num_keys,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's scores by key, and the product tiles that the next tile of keys reuses.
+
+    `first` is the position row of the tile's "near" product, `left` the left half of its window
+    (see `tiles`). Neighboring tiles of keys share a product, so each is computed once.
+    """
+    ROWS: tl.constexpr = VARIANT.rows
+    COLUMNS: tl.constexpr = VARIANT.columns
+    PRECISION: tl.constexpr = VARIANT.precision
+    if VARIANT.has_position:
+        tile = load_positions(positions, first, num_keys, VARIANT)
+        near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
+        right = lower_half_of(before, near, VARIANT)
+        shifts = COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS
+        scores = window_of_columns(left, right, shifts, ROWS, COLUMNS)
+        scores = tl.dot(content_query, tl.trans(key_tile), scores, input_precision=PRECISION)
+        left = right
+        before = near
+    else:
+        scores = tl.dot(content_query, tl.trans(key_tile), input_precision=PRECISION)
+    return scores, left, before
+
+
+@triton.jit
 def _visit_keys(
-    first, last, state, content_query, position_query, queries, i0, lowest, highest, dropout_key, head,
-    keys, values, positions, key_biases, distance_biases, L, M,
+    first, last, state, content_query, position_query, queries, i0, lowest, highest, dropout_key,
+    head, keys, values, positions, key_biases, distance_biases, L, M,
     IS_MASKED: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the key tiles of [first, last)."""
+    """Continue the online softmax over the tiles of keys in [first, last)."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PRECISION: tl.constexpr = VARIANT.precision
@@ -75,35 +105,21 @@ def _visit_keys(
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
         key_tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-        if VARIANT.has_position:
-            tile = load_positions(positions, j0 - i0 + L, num_keys, VARIANT)
-            near = tl.dot(position_query, tl.trans(tile), input_precision=PRECISION)
-            right = lower_half_of(before, near, VARIANT)
-            scores = window_of_columns(
-                left, right, COLUMNS - 1 - tl.arange(0, ROWS) % COLUMNS, ROWS, COLUMNS
-            )
-            left = right
-            before = near
-            scores = tl.dot(content_query, tl.trans(key_tile), scores, input_precision=PRECISION)
-        else:
-            scores = tl.dot(content_query, tl.trans(key_tile), input_precision=PRECISION)
-        scores = biased_scores(
-            scores,
-            key_biases,
-            distance_biases,
-            queries[:, None],
-            columns[None, :],
-            L,
-            num_keys,
+        scores, left, before = tile_scores(
+            content_query, position_query, key_tile, positions, j0 - i0 + L, left, before, num_keys,
             VARIANT,
-        )
+        )  # fmt: skip
+        scores = biased_scores(
+            scores, key_biases, distance_biases, queries[:, None], columns[None, :], L, num_keys,
+            VARIANT,
+        )  # fmt: skip
         if IS_MASKED:
             visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * VARIANT.scale_log2)
         reference = new_maximum
         if IS_MASKED:
-            # A row that has seen nothing yet would subtract infinities.
+            # A row that has seen no key yet would subtract infinity from infinity.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores * VARIANT.scale_log2 - reference[:, None])
         decay = tl.exp2(maximum - reference)
@@ -114,29 +130,28 @@ def _visit_keys(
             kept = kept_pairs(dropout_key, head, i0, a, j0, tl.arange(0, COLUMNS)[None, :], VARIANT)
             weights = tl.where(kept, weights * VARIANT.keep_scale, 0.0)
         value_tile = load_rows(values, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
-        output = tl.dot(
-            weights.to(value_tile.dtype),
-            value_tile,
-            output * decay[:, None],
-            input_precision=PRECISION,
-        )
+        output = output * decay[:, None]
+        weights = weights.to(value_tile.dtype)
+        output = tl.dot(weights, value_tile, output, input_precision=PRECISION)
     return output, total, maximum, left, before
 
 
 @triton.jit
 def forward_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases, first_keys, dropout_keys,
-    outputs, log_sums, key_lane, value_lane, L, M, window,
+    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    first_keys, dropout_keys, outputs, log_sums, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """outputs [B, L, N, H] and log_sums [B, N, L], the base-2 logarithms of the softmax's denominators."""
+    """Write outputs [B, L, N, H] and log_sums [B, N, L], log2 of the softmax's denominators."""
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     num_tiles = tl.cdiv(L, ROWS)
     lane_head = (tl.program_id(0) // num_tiles).to(tl.int64)
-    i0 = (num_tiles - 1 - tl.program_id(0) % num_tiles) * ROWS  # the longest rows first
+    i0 = (
+        num_tiles - 1 - tl.program_id(0) % num_tiles
+    ) * ROWS  # the longest rows first: they take longest
     lane = lane_head // VARIANT.num_heads
     head = (lane_head % VARIANT.num_heads).to(tl.int32)
     group = head // VARIANT.heads_per_group
@@ -159,12 +174,12 @@ def forward_kernel(
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
 
-    # Key tiles [first, whole) need the mask, [whole, ragged) are seen by every query, [ragged, last) need it again.
+    # Tiles of keys outside [first, last) are hidden from all queries and skipped. Tiles in
+    # [whole, ragged) are seen by all queries and need no mask; those before and after need it.
     first = tl.maximum(tl.maximum(i0 + M - window + 1, lowest_first), 0) // COLUMNS * COLUMNS
     last = tl.cdiv(tl.minimum(num_keys, i0 + ROWS + M), COLUMNS) * COLUMNS
-    whole = (
-        tl.cdiv(tl.maximum(tl.maximum(i0 + ROWS + M - window, highest_first), 0), COLUMNS) * COLUMNS
-    )
+    whole = tl.maximum(tl.maximum(i0 + ROWS + M - window, highest_first), 0)
+    whole = tl.cdiv(whole, COLUMNS) * COLUMNS
     whole = tl.minimum(tl.maximum(whole, first), last)
     ragged = tl.maximum(tl.minimum(i0 + M + 1, num_keys) // COLUMNS * COLUMNS, whole)
 
@@ -183,8 +198,8 @@ def forward_kernel(
         begin = first if part == 0 else (whole if part == 1 else ragged)
         end = whole if part == 0 else (ragged if part == 1 else last)
         state = _visit_keys(
-            begin, end, state, content_query, position_query, queries, i0, lowest, highest, dropout_key, head,
-            keys + lane * key_lane + group * VARIANT.key_head,
+            begin, end, state, content_query, position_query, queries, i0, lowest, highest,
+            dropout_key, head, keys + lane * key_lane + group * VARIANT.key_head,
             values + lane * value_lane + group * VARIANT.value_head, positions,
             key_biases + lane_head * num_keys, distance_biases + head * num_keys, L, M,
             part != 1, VARIANT,

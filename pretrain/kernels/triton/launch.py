@@ -1,7 +1,6 @@
-"""Argument lists, grids and output buffers of the fused kernels, and the small sums that finish the gradients.
+"""Arguments, grids and outputs of the fused kernels, and the sums that complete the gradients.
 
-B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads that share a key and value, H head width,
-T tiles, P the padded head width, S shares of the lanes.
+Letters of shapes as in `pretrain.model`; X are tiles or shares of the lanes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SUM_TILE = Tile(16, 64)  # of the kernel that only sums
 
 
 class Inputs(NamedTuple):
-    """The differentiable arguments. Gradients, and whether they are needed, come in the same order."""
+    """The differentiable arguments; gradients and flags for them have the same order."""
 
     query_BLNH: Tensor
     key_BCGH: Tensor
@@ -38,11 +37,11 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything of a call that has no gradient."""
+    """The arguments of a call that have no gradient."""
 
     window: int
     first_keys_BL: Tensor | None  # the first key each query sees
-    query_ends_BC: Tensor | None  # one past the last query that sees each key
+    query_ends_BC: Tensor | None  # the end of the queries that see each key
     dropout_keys_B: Tensor | None
     drop_threshold: int
     deterministic: bool
@@ -50,7 +49,7 @@ class Options:
 
 
 class Call:
-    """One call's sizes, its variant of the kernels and the arguments that all of them take."""
+    """The sizes of a call, its variant of the kernels, and the arguments that all kernels take."""
 
     def __init__(self, inputs: Inputs, options: Options) -> None:
         self.inputs, self.options = inputs, options
@@ -61,31 +60,36 @@ class Call:
     def _arguments(self) -> dict[str, Any]:
         query, key, value, position, u, v, key_bias, distance_bias = self.inputs
         scale = self.variant(SUM_TILE).scale
-        # Two sums cost little beside the kernels; in them they would break the straight way from memory to tensor core.
+        # Added here, u and v cost little. In the kernels they would break the direct path from
+        # memory to the tensor cores.
         content_query = (query if u is None else (query + u).to(query.dtype)).contiguous()
-        absent = content_query  # nothing reads an absent argument, so any pointer serves
+        options = self.options
+
+        def present(tensor: Tensor | None) -> Tensor:
+            return content_query if tensor is None else tensor  # no kernel reads an absent one
+
         return {
             "content_queries": content_query,
-            "position_queries": absent if v is None else (query + v).to(query.dtype).contiguous(),
+            "position_queries": present(
+                None if v is None else (query + v).to(query.dtype).contiguous()
+            ),
             "keys": key,
             "values": value,
-            "positions": absent if position is None else position,
+            "positions": present(position),
             # The kernels add biases before they scale.
-            "key_biases": absent if key_bias is None else (key_bias.float() / scale).contiguous(),
-            "distance_biases": absent
-            if distance_bias is None
-            else (distance_bias.float().T / scale).contiguous(),
-            "first_keys": absent
-            if self.options.first_keys_BL is None
-            else self.options.first_keys_BL,
-            "dropout_keys": absent
-            if self.options.dropout_keys_B is None
-            else self.options.dropout_keys_B,
+            "key_biases": present(
+                None if key_bias is None else (key_bias.float() / scale).contiguous()
+            ),
+            "distance_biases": present(
+                None if distance_bias is None else (distance_bias.float().T / scale).contiguous()
+            ),
+            "first_keys": present(options.first_keys_BL),
+            "dropout_keys": present(options.dropout_keys_B),
             "key_lane": key.stride(0),
             "value_lane": value.stride(0),
             "L": self.L,
             "M": self.C - self.L,
-            "window": self.options.window,
+            "window": options.window,
         }
 
     def variant(self, tile: Tile, adds_positions: bool = False) -> Variant:
@@ -117,7 +121,7 @@ class Call:
         adds_positions: bool = False,
         **outputs: Any,
     ) -> None:
-        """Runs `kernel` on the arguments all share and those of its own."""
+        """Run `kernel` on the shared arguments and its own."""
         with self._device():
             kernel[(programs,)](
                 **self.arguments,
@@ -128,32 +132,27 @@ class Call:
             )
 
     def sum_keys(self, score_sums_BNC: Tensor) -> Tensor:
-        """Keys weighted with `score_sums_BNC` and summed over lanes and keys: [N, H]."""
+        """Return the sum over lanes and keys of the keys weighted with `score_sums_BNC`: [N, H]."""
         num_tiles = cdiv(self.C, SUM_TILE.columns)
         sums_BNXH = self.float32(self.B, self.N, num_tiles, self.variant(SUM_TILE).padded_width)
         key = self.inputs.key_BCGH
+        arguments = (key, score_sums_BNC, sums_BNXH, key.stride(0), self.C)
         with self._device():
-            content_bias_kernel[(num_tiles * self.B * self.N,)](
-                key,
-                score_sums_BNC,
-                sums_BNXH,
-                key.stride(0),
-                self.C,
-                VARIANT=self.variant(SUM_TILE),
-            )
+            grid = (num_tiles * self.B * self.N,)
+            content_bias_kernel[grid](*arguments, VARIANT=self.variant(SUM_TILE))
         return sums_BNXH.sum((0, 2))[:, : self.H]
 
     def float32(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.inputs.query_BLNH.device)
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:
-        # Triton launches on the current device, which need not be the tensors'.
+        # Triton launches on the current device, which may not be that of the tensors.
         device = self.inputs.query_BLNH.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """The output [B, L, N, H] and the base-2 logarithms of the softmax's denominators [B, N, L]."""
+    """Return the output [B, L, N, H] and log2 of the softmax's denominators [B, N, L]."""
     call = Call(inputs, options)
     tile = options.tiles.forward
     output_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
@@ -173,13 +172,15 @@ def launch_backward(
     needs_position: bool,
     needs_distance_bias: bool,
 ) -> Inputs:
-    """The gradients of all inputs, those of positions and distance biases only where needed."""
+    """Return the gradients of all inputs; of positions and distance biases only if needed."""
     call = Call(inputs, options)
     call.arguments.update(
         output_gradients=output_gradient_BLNH,
         log_sums=log_sums_BNL,
         deltas=torch.empty_like(log_sums_BNL),
     )
+    # The kernel of the queries can add the positions' gradient atomically. The kernel for positions
+    # is needed for a fixed order, and for distance biases, which it sums on the way.
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
     query_gradient, query_sum_NH, position_gradient = _launch_queries(
         call, output_BLNH, adds_positions
@@ -191,19 +192,11 @@ def launch_backward(
     u_gradient = v_gradient = None
     if inputs.content_bias_NH is not None:
         u_gradient = call.sum_keys(score_sums_BNC)
-        v_gradient = (
-            query_sum_NH - u_gradient
-        )  # queries hear through keys and positions: what is not u's is v's
-    gradients = Inputs(
-        query_gradient,
-        key_gradient,
-        value_gradient,
-        position_gradient,
-        u_gradient,
-        v_gradient,
-        score_sums_BNC,
-        distance_bias_gradient,
-    )
+        # The gradient of the queries, summed, is that of u (through keys) plus that of v.
+        v_gradient = query_sum_NH - u_gradient
+    relative = (position_gradient, u_gradient, v_gradient)
+    biases = (score_sums_BNC, distance_bias_gradient)
+    gradients = Inputs(query_gradient, key_gradient, value_gradient, *relative, *biases)
     return Inputs(
         *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
     )
@@ -212,7 +205,7 @@ def launch_backward(
 def _launch_queries(
     call: Call, output_BLNH: Tensor, adds_positions: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the queries, their sum [N, H] and, if they are added up on the way, of the positions."""
+    """Return the gradient of the queries, its sum [N, H], and that of the positions if added."""
     tile = call.options.tiles.query_gradient
     num_tiles = cdiv(call.L, tile.rows)
     gradient_BLNH = torch.empty_like(output_BLNH)
@@ -232,7 +225,7 @@ def _launch_queries(
 
 
 def _launch_keys(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys and values, and each key's sum of the gradients of its scores [B, N, C]."""
+    """Return the gradients of keys and values, and the sums of score gradients [B, N, C]."""
     tile = call.options.tiles.key_gradient
     key = call.inputs.key_BCGH
     key_gradient_BCGH, value_gradient_BCGH = key.new_empty(key.shape), key.new_empty(key.shape)
@@ -251,7 +244,7 @@ def _launch_keys(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch_positions(call: Call) -> tuple[Tensor, Tensor]:
-    """Gradients of positions and distance biases, each a sum in fixed order over shares of the lanes."""
+    """Return the gradients of positions and distance biases, summed over shares in fixed order."""
     tile = call.options.tiles.position_gradient
     programs = cdiv(call.C, tile.columns) * call.N
     num_shares = max(1, min(call.B, cdiv(ENOUGH_PROGRAMS, programs)))

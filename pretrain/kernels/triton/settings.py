@@ -25,30 +25,29 @@ def interprets_kernels() -> bool:
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
-    """Why the fused kernel cannot serve attention of this kind, or None when it can."""
+    """Return why the fused kernel does not support such tensors, or None if it does."""
     if head_width > LARGEST_HEAD:
-        return f"the head width is {head_width}; the fused kernel takes at most {LARGEST_HEAD}"
+        return f"the head width is {head_width}; the fused kernel supports at most {LARGEST_HEAD}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interprets_kernels():
-        return (
-            None if dtype in (*DTYPES, torch.float32) else f"the interpreter does not take {dtype}"
-        )
+        supported = dtype in (*DTYPES, torch.float32)
+        return None if supported else f"the interpreter does not support {dtype}"
     if device.type != "cuda" or torch.version.hip:
         return f"the fused kernel needs an NVIDIA GPU; the tensors are on '{device}'"
     if dtype not in DTYPES:
-        return f"the tensors are {dtype}; the fused kernel takes bfloat16 and float16"
+        return f"the tensors are {dtype}; the fused kernel supports bfloat16 and float16"
     capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
         major, minor = capability
-        return f"the GPU has compute capability {major}.{minor}; the kernel's tiles are chosen for {known}"
+        return f"the GPU has compute capability {major}.{minor}; the kernel supports {known}"
     return None
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` queries at a time; `columns` keys, or position rows in the kernel of their gradient."""
+    """`rows` queries and `columns` keys, or position rows in the kernel of their gradient."""
 
     rows: int
     columns: int
@@ -79,7 +78,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A kernel's compile-time constants; one object, since they travel together through every function of it."""
+    """A kernel's compile-time constants, in one object that all of its functions take."""
 
     num_heads: int
     num_groups: int  # of heads that share a key and value
@@ -104,7 +103,7 @@ class Variant:
 
     @property
     def padded_width(self) -> int:
-        """A power of two, at least 16 for the tensor cores."""
+        """The head width padded to a power of two, at least 16 for the tensor cores."""
         return max(16, 1 << (self.head_width - 1).bit_length())
 
     @property
@@ -120,8 +119,9 @@ class Variant:
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.drop_threshold)
 
 
-# By compute capability and padded head width: of the shapes that fit the shared memory the largest that spill little,
-# by compiling them all offline. Narrower heads than 64 take the tiles of 64.
+# By compute capability and padded head width. All shapes were compiled offline; of those that fit
+# into shared memory these are the largest that spill few registers. Heads narrower than 64 use the
+# tiles of 64.
 _TILES = {
     (8, 64): Tiles(
         forward=Tile(128, 64, 8, 2),
@@ -151,5 +151,5 @@ _TILES = {
 
 
 def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
-    """The tiles for a head width on a GPU of this compute capability; what is newer than 9 takes the tiles of 9."""
+    """Return the tiles for a head width and compute capability; newer GPUs use the tiles of 9."""
     return _TILES[min(capability[0], 9), 64 if head_width <= 64 else 128]

@@ -1,17 +1,19 @@
-"""Pieces the fused kernels share: rows to and from memory, the in-tile skew, the visible keys, dropout.
+"""Functions that the fused kernels share: loads and stores, the skew, visible keys, dropout.
 
-The relative term of query i and key j lies in column p = j + L - 1 - i of the product of queries and position rows. A
-tile of queries i0 + a and keys j0 + b, both of size T, needs columns of two neighbouring product tiles: "near",
-of the T position rows from j0 - i0 + L on, and "far", of the T before. Side by side they are a window from which row a
-reads T columns, each row starting one to the left of the row above:
+The position term of query i and key j is in column p = j + L - 1 - i of the product of queries and
+position rows. A tile of queries i0 + a and keys j0 + b, both of size T, needs columns of two
+neighboring product tiles: "near", of the T position rows from j0 - i0 + L on, and "far", of the T
+rows before. Side by side they form a window from which row a reads T columns, each row starting one
+to the left of the row above:
 
     scores[a, b] = [far | near][a, b + T - 1 - a]
 
-The near tile is the far tile of the next keys, so each product is computed once. The gradient of the scores goes the
-same way back. Reading the window is one gather in shared memory, of a flattened view: a gather of rank 2 becomes
-warp shuffles and two layout conversions. Flattening puts the five bits that vary over the lanes of a warp in
-the layout of a tensor core's accumulator (3 of the row, 2 of the column) into the low address bits, which keeps stores
-and loads free of bank conflicts, and every address is a lane's base plus a constant.
+The near tile is the far tile of the next keys, so each product is computed once. The gradient of
+the scores goes back the same way. Reading the window is one gather in shared memory from a
+flattened view; a gather of rank 2 would become warp shuffles and two layout conversions. Flattening
+moves the five bits that vary over the lanes of a warp in the layout of a tensor core's accumulator
+(3 of the row, 2 of the column) to the low address bits. So stores and loads have no bank conflicts,
+and every address is a lane's base plus a constant.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ PHILOX_ROUNDS = tl.constexpr(7)  # passes BigCrush (Salmon et al. 2011); triton'
 
 @triton.jit
 def load_rows(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
-    """Rows first, ..., first + SIZE - 1 of one head as a tile; zero from `num_rows` on and in the padding."""
+    """Load rows first, ..., first + SIZE - 1 of one head; rows from `num_rows` on are zero."""
     return _load(pointer, first, tl.arange(0, SIZE) < num_rows - first, row_stride, SIZE, VARIANT)
 
 
@@ -32,14 +34,15 @@ def load_rows(pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT:
 def load_rows_around(
     pointer, first, num_rows, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """As `load_rows` where `first` may be negative; rows before 0 are zero too."""
+    """Like `load_rows`, but `first` may be negative; rows before 0 are zero as well."""
     r = tl.arange(0, SIZE)
     return _load(pointer, first, (r < num_rows - first) & (r >= -first), row_stride, SIZE, VARIANT)
 
 
 @triton.jit
 def _load(pointer, first, valid, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
-    # One scalar holds where the tile is, so that the addresses in it are that scalar plus constants of the thread.
+    # The tile's offset is one scalar, so every address is that scalar plus a constant of the
+    # thread.
     PADDED: tl.constexpr = VARIANT.padded_width
     columns = tl.arange(0, PADDED)
     mask = valid[:, None]
@@ -53,7 +56,7 @@ def _load(pointer, first, valid, row_stride, SIZE: tl.constexpr, VARIANT: tl.con
 
 @triton.jit
 def load_positions(positions, first, num_keys, VARIANT: tl.constexpr):
-    """Position rows of one head, as many as the tile has columns; rows outside [0, num_keys) are zero."""
+    """Load as many position rows of a head as a tile has columns; zero outside [0, num_keys)."""
     row_stride: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     return load_rows_around(positions, first, num_keys, row_stride, VARIANT.columns, VARIANT)
 
@@ -62,7 +65,7 @@ def load_positions(positions, first, num_keys, VARIANT: tl.constexpr):
 def store_rows(
     pointer, first, num_rows, row_stride, tile, SIZE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """A tile without its padding to rows first, ..., first + SIZE - 1, rounded to the type of the destination."""
+    """Store a tile, without padding, in rows first, ..., in the type of the destination."""
     PADDED: tl.constexpr = VARIANT.padded_width
     columns = tl.arange(0, PADDED)
     mask = (tl.arange(0, SIZE) < num_rows - first)[:, None]
@@ -93,7 +96,7 @@ def window_of_columns(left, right, shifts, ROWS: tl.constexpr, COLUMNS: tl.const
     c = tl.arange(0, COLUMNS)
     split = tl.reshape(tl.join(left, right), [ROWS // 8, 8, COLUMNS // 8, 4, 2, 2])
     window = tl.reshape(tl.permute(split, (0, 5, 2, 4, 1, 3)), [2 * ROWS * COLUMNS])
-    # Eights apart from the rest: the same for all lanes of a warp, they become the constants of the addresses.
+    # Multiples of 8 are separate: equal for all lanes of a warp, they become address constants.
     low = (c & 7)[None, :] + shifts[:, None]
     base = (
         ((a >> 3) * (16 * COLUMNS) + (a & 7) * 4)[:, None]
@@ -124,19 +127,24 @@ def window_of_rows(upper, lower, shifts, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def visible_keys(queries, first_keys, num_queries, num_memory, window):
-    """The first and the last key each query sees: none after it, none `window` or more before it, none before
-    `first_keys`. Queries that do not exist see none."""
+    """Return the first and the last key that each query sees; those past the segment see none.
+
+    Hidden are keys after the query, keys at a distance of `window` or more, keys before
+    `first_keys`.
+    """
     last = tl.where(queries < num_queries, queries + num_memory, -1)
     return tl.maximum(tl.maximum(queries + num_memory - window + 1, 0), first_keys), last
 
 
 @triton.jit
 def kept_pairs(key, head, i0, rows, j0, columns, VARIANT: tl.constexpr):
-    """Where dropout keeps the weight of query i0 + row and key j0 + column; i0 and j0 are multiples of the tile's size.
+    """Whether dropout keeps the weight of query i0 + row and key j0 + column.
 
-    A function of (key of the lane, head, query, key) alone, whatever the tile. One draw of Philox serves the pairs
-    that differ in bit 3 of the query or bits 3 and 4 of the key. A thread holds several of these in a tensor
-    core's accumulator, and since the bits are taken from rows and columns, the compiler sees it and draws once.
+    The result depends only on (key of the lane, head, query, key), not on the tile, so the backward
+    kernels find the same mask with other tiles. i0 and j0 are multiples of the tile's size. One
+    draw of Philox serves the pairs that differ in bit 3 of the query or bits 3 and 4 of the key. A
+    thread has several of these in a tensor core's accumulator; since the bits are taken from rows
+    and columns, the compiler recognizes this and draws once.
     """
     query = (i0 & ~8) + (rows & ~8) + columns * 0
     column = (j0 & ~24) + (columns & ~24) + rows * 0

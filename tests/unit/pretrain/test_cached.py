@@ -31,9 +31,9 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
     tokens_BT, starts_BT = random_tokens(3, sum(LENGTHS) + 1), random_starts(3, sum(LENGTHS) + 1)
     stream = new_stream(model, memory_length, max(LENGTHS))
     assert isinstance(stream, CachedStream) == (not options.get("compressed_length"))
-    memory, begin = None, 0
+    memory, start = None, 0
     for length in LENGTHS:
-        segment, targets = slice(begin, begin + length), slice(begin + 1, begin + length + 1)
+        segment, targets = slice(start, start + length), slice(start + 1, start + length + 1)
         arguments = (tokens_BT[:, segment], tokens_BT[:, targets])
         with torch.no_grad():
             expected, memory = model(
@@ -42,7 +42,7 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
         torch.testing.assert_close(
             stream.nll_BL(*arguments, starts_BT[:, segment]), expected, rtol=1e-10, atol=1e-10
         )
-        begin += length
+        start += length
 
 
 def test_a_row_buffer_returns_memory_and_new_rows_in_order_and_never_grows():

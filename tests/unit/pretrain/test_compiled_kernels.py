@@ -1,4 +1,4 @@
-"""The fused kernels compiled offline for sm_80 and sm_90: their tiles fit the shared memory and spill little."""
+"""The fused kernels compiled for sm_80 and sm_90: tiles fit shared memory and spill little."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def resources() -> dict[str, dict[str, int]]:
-    """Registers, spills and shared memory of every kernel; a process of its own, away from the interpreter."""
+    """Registers, spills and shared memory of every kernel, in a process without the interpreter."""
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *WANTED],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},

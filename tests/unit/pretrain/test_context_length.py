@@ -1,4 +1,4 @@
-"""Relative effective context length: its rule on made-up losses, and the losses of a model with exactly c tokens."""
+"""Relative effective context length: the rule on given losses, and losses after c tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_model_that_still_gains_at_the_end_says_so() -> None:
 
 
 def test_gains_count_from_the_best_model_of_the_group() -> None:
-    """A model that is always worse than another one gains nothing over it, however much it improves."""
+    """A model that is always worse than another one gains nothing, however much it improves."""
     poor, good = falling_until(100, start=6.0), falling_until(50)
     (of_poor,), (of_good,) = relative_effective_context_lengths([poor, good], CONTEXTS, [1.0])
     assert (of_poor.length, of_good.length) == (10, 50)
@@ -49,7 +49,7 @@ def test_gains_count_from_the_best_model_of_the_group() -> None:
 
 
 def test_shares_take_the_hardest_positions() -> None:
-    """Only the hardest of ten positions goes on gaining."""
+    """Only the hardest of ten positions keeps gaining."""
 
     def losses(length: int) -> Tensor:
         losses_P = torch.ones(10, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_nothing_longer_than_needed_is_computed() -> None:
 
 @pytest.mark.parametrize("positions", ["relative", "rope"])
 @pytest.mark.parametrize("length", [1, 7, 12])
-def test_a_position_sees_exactly_so_many_tokens(corpus, positions, length) -> None:
+def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> None:
     torch.manual_seed(1)
     config = ModelConfig(
         vocab_size=corpus.manifest.vocab_size,

@@ -121,7 +121,7 @@ def options_of(case: Case) -> dict:
 
 
 def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
-    """Encodings and their two biases, then the bias per distance; None for what the case has not."""
+    """Return encodings and their two biases, then the bias per distance; None if absent."""
     if case.positions == "encodings":
         return [*inputs[1:4]], None
     return [None, None, None], inputs[1] if case.positions == "biases" else None
@@ -153,7 +153,7 @@ def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of any two tensors, over the expected tensor's largest entry if that is above 1."""
+    """Return the largest difference, over the expected tensor's largest entry if above 1."""
     return max(
         ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0)).item()
         for a, b in zip(found, expected, strict=True)

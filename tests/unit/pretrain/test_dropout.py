@@ -64,7 +64,8 @@ def test_every_part_of_the_key_changes_the_mask(bits) -> None:
     for part, other in others.items():
         assert not torch.equal(base, other), part
         agreeing = (base.float() == other.float()).float().mean().item()
-        # Independent masks agree by chance: 0.7^2 + 0.3^2 = 0.58 of the time; independent bits hardly ever.
+        # Independent masks agree by chance: 0.7^2 + 0.3^2 = 0.58 of the time; independent bits
+        # hardly ever.
         assert agreeing < 0.65, (part, agreeing)
 
 
@@ -92,7 +93,7 @@ def test_elements_are_dropped_at_the_given_rate(rate: float) -> None:
     assert abs(hashed - rate) < 4 * (rate * (1 - rate) / MANY) ** 0.5
 
 
-def test_every_bit_of_the_hash_is_fair_and_neighbours_are_independent() -> None:
+def test_every_bit_of_the_hash_is_fair_and_neighbors_are_independent() -> None:
     bits = hash_of([1, 2, 3, 4], MANY // 4).flatten().to(torch.int32)
     tolerance = 4 * 0.5 / MANY**0.5
     for position in range(16):

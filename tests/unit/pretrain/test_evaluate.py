@@ -57,7 +57,7 @@ def test_segments_are_as_long_as_in_the_phase_of_the_last_update(tmp_path, step,
     assert TrainedModel(TransformerXL(model), run, step, tmp_path).segment_length == length
 
 
-def test_every_token_is_scored_once_whatever_the_lanes_and_segments(scorer, corpus):
+def test_every_token_is_scored_once_for_any_lanes_and_segments(scorer, corpus):
     for num_lanes, segment_length in ((1, 8), (2, 5), (3, 64), (4, 1)):
         result = measured(scorer, corpus, num_lanes=num_lanes, segment_length=segment_length)
         assert result.tokens == corpus.num_tokens

@@ -17,12 +17,12 @@ from tests.helpers.fused_attention_cases import CASES
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
-pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower beside other work
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower on a busy machine
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
-    """By case and tensor; one process for all, since the interpreter is chosen when triton is imported."""
+    """Errors by case and tensor, from one process: importing triton chooses the interpreter."""
     finished = subprocess.run(
         [sys.executable, "-m", "tests.helpers.fused_attention_cases"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -46,11 +46,13 @@ def test_output_and_gradients_agree_with_float64(errors, name):
     ("device", "dtype", "head_width", "reason"),
     [
         ("cpu", torch.bfloat16, 64, "needs an NVIDIA GPU"),
-        ("cuda", torch.float32, 64, "takes bfloat16 and float16"),
+        ("cuda", torch.float32, 64, "supports bfloat16 and float16"),
         ("cuda", torch.bfloat16, 256, "at most 128"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_said(monkeypatch, device, dtype, head_width, reason):
+def test_the_reason_for_not_using_the_kernel_is_given(
+    monkeypatch, device, dtype, head_width, reason
+):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert reason in (unsupported_reason(torch.device(device), dtype, head_width) or "")
 
@@ -66,6 +68,6 @@ def test_the_model_takes_the_fused_path_and_agrees_with_plain_operations():
     )
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
-    assert found["depends_on"] == {"neighbours": False, "dropout": True}
+    assert found["depends_on"] == {"neighbors": False, "dropout": True}
     for variant, error in found["errors"].items():
         assert 0.0 < error < 1e-5, (variant, error)  # zero would mean that both took the same path

@@ -149,7 +149,7 @@ def test_no_end_follows_an_end():
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-3])
-def test_the_coldest_temperature_takes_the_likeliest_token(temperature):
+def test_the_lowest_temperature_takes_the_most_likely_token(temperature):
     logits_BV = torch.tensor([[0.1, 0.7, 0.2]]).log()
     assert (
         int(choose(logits_BV, Sampling(temperature=temperature), torch.Generator().manual_seed(1)))

@@ -1,4 +1,4 @@
-"""The model against the original: recorded files, an independent reimplementation, and this project's own losses."""
+"""The model against recorded vectors, an independent reimplementation and its own losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's contract: losses, memory, options of a call, precision, checkpointing, initialisation, sizes."""
+"""The model's contract: losses, memory, options, precision, checkpointing, initialization."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_remembered_documents_count_back_from_the_last_row() -> None:
     assert memory[-1].tolist() == [[0, 0, 0, 0, 0, 0], [-2, -2, -1, -1, 0, 0]]
 
 
-def test_a_memory_knows_of_the_documents_that_began_in_a_forgotten_segment() -> None:
+def test_a_memory_counts_documents_that_started_in_a_forgotten_segment() -> None:
     model = tiny_model(memory_length=6)
     tokens_BL = random_tokens(2, 4)
     first = torch.tensor([[True, False, True, False], [False, False, False, False]])
@@ -427,11 +427,11 @@ def test_attention_computes_what_the_originals_layout_computes(kernel: Attention
         hidden_BLD.transpose(0, 1), positions_CD, u_NH, v_NH, forbidden, memory_BMD.transpose(0, 1)
     )
     found_BLD = torch.nn.functional.layer_norm(hidden_BLD + attended_BLD, (12,))
-    # The original's layout masks in float32, whatever the model's precision.
+    # The original's layout masks in float32 at any precision of the model.
     torch.testing.assert_close(found_BLD, expected_LBD.transpose(0, 1), rtol=0, atol=1e-6)
 
 
-def test_initialisation_is_the_published_one_and_repeats_with_the_seed() -> None:
+def test_initialization_is_the_published_one_and_repeats_with_the_seed() -> None:
     config = ModelConfig(
         vocab_size=500,
         num_layers=2,

@@ -1,4 +1,4 @@
-"""Each part against its definition: positions, norms, feed-forward, z-loss, compression, and what decays."""
+"""Each part against its definition: positions, norms, feed-forward, z-loss, compression."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_buckets_are_single_distances_then_logarithmic() -> None:
     assert (buckets[128:] == 31).all()
     assert (buckets.diff() >= 0).all()
     assert len(buckets.unique()) == 32
-    # 16 + floor(16 log(d / 16) / log(8)): the first distance of each power of two is where it should be
+    # 16 + floor(16 log(d / 16) / log(8)): the first distance of each power of two is where it
+    # should be
     assert [buckets[distance].item() for distance in (32, 64)] == [16 + 5, 16 + 10]
 
 
@@ -156,7 +157,8 @@ def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> Non
         f"compressions.{layer}.{part}" for layer in range(2) for part in ("weight", "bias")
     }
     assert all(found[name].abs().max() > 0 for name in convolutions)
-    # The same model whose compressed rows are made by a convolution that learns nothing: every other gradient is equal.
+    # The same model whose compressed rows are made by a convolution that learns nothing: every
+    # other gradient is equal.
     still = tiny_model(**COMPRESSIVE, **options)
     for compression in still.compressions or ():
         for name in ("weight", "bias"):
@@ -217,7 +219,7 @@ def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> No
     memory_length=st.integers(1, 15),
     rate=st.integers(1, 5),
 )
-def test_rows_leave_in_whole_groups_whatever_the_segments(
+def test_rows_leave_in_whole_groups_for_any_segments(
     segments: list[int], memory_length: int, rate: int
 ) -> None:
     recent, gone, total = 0, 0, 0

@@ -1,4 +1,4 @@
-"""What holds for every Transformer-XL, whatever its weights: invariants of recurrence, lanes, time and documents."""
+"""Invariants for any weights: of recurrence, lanes, time and documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every combination of today's parts keeps the recurrence (memory, lanes, time, documents), by either attention."""
+"""Every combination of variants keeps the recurrence, with either attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = {
 
 
 def combinations(positions: str, compression: str) -> list[dict[str, Any]]:
-    """Every choice of norm, norm position, feed-forward, key heads and query-key norm with the two given ones."""
+    """Return every choice of norm, feed-forward, key heads and query-key norm for two others."""
     choices = product(
         ("layernorm", "rmsnorm"), ("post", "pre"), FEED_FORWARDS, (1, 2), (False, True)
     )
@@ -82,7 +82,8 @@ def test_lanes_permute_bitwise(positions: str, compression: str) -> None:
         [2, 0, 3, 1],
     )
     for options in combinations(positions, compression)[::3]:
-        # Sizes that fill vector registers: a product's last few rows may be summed in another order than the others.
+        # Sizes that fill vector registers: a product's last few rows may be summed in another order
+        # than the others.
         model = tiny_model(
             **{**options, "d_model": 16, "d_head": 8, "d_inner": 16}, memory_length=4
         )
@@ -119,7 +120,7 @@ def test_no_token_sees_the_future_bitwise(positions: str, compression: str) -> N
 def test_an_isolated_document_is_bitwise_blind_to_the_one_before(
     positions: str, compression: str, start: int
 ) -> None:
-    """A memory of 4 and compression by 2 or 3: some compressed row holds the boundary, wherever it is."""
+    """With a memory of 4 and a rate of 2 or 3 some compressed row spans every boundary."""
     length = 20
     stream_BT, starts_BT = (
         random_tokens(2, length + 1),

@@ -1,4 +1,4 @@
-"""Evaluation with memory against a sliding window: attention lengths, the FLOPs of both, and that both are measured."""
+"""Evaluation with memory against a sliding window: attention lengths, FLOPs, measurement."""
 
 from __future__ import annotations
 
