@@ -62,8 +62,8 @@ class Measurement:
 
     def row(self) -> list[str]:
         """Return the cells of this measurement's row in the report."""
-        low, high = min(self.values), max(self.values)
-        spread = f"{self._shown(low)} to {self._shown(high)}" if len(self.values) > 1 else ""
+        ends = map(_digits, (min(self.values), max(self.values)))
+        spread = " to ".join(ends) if len(self.values) > 1 else ""
         return [self.name, self._shown(self.median), spread, self.goal, self.result, self.detail]
 
     def _reaches_goal(self, tolerance: float) -> bool:
@@ -72,8 +72,11 @@ class Measurement:
         return enough and (self.at_most is None or self.median <= (1 + tolerance) * self.at_most)
 
     def _shown(self, value: float) -> str:
-        digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-        return digits + (self.unit if self.unit in ("", "x") else f" {self.unit}")
+        return _digits(value) + (self.unit if self.unit in ("", "x") else f" {self.unit}")
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def in_turns(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -55,7 +55,7 @@ def scale_costs(directory: Path, size: ScaleSize) -> Iterator[Measurement]:
         f"{size.shards:,} shards, {size.tokens:.0e} tokens, {size.documents:.0e} documents, "
         f"{size.lanes:,} lanes"
     )
-    name = f"{corpus}: host memory of a rank for manifest and plan"
+    name = f"host memory of a rank for manifest and plan: {corpus}"
     yield Measurement(name, [held / 1e6], "MB", at_most=MEMORY_GOAL_MB)
     yield Measurement("the same while the manifest is being read", [peak / 1e6], "MB")
     name, unit = "order of a new epoch", "ms of CPU"

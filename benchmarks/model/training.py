@@ -138,14 +138,16 @@ def growth_points() -> list[GrowthPoint]:
 
 
 def cost_growth(_: Path) -> Iterator[Measurement]:
-    """Yield the cost of a token over that of the first point, beside what its FLOPs predict."""
+    """Yield the cost of a token at the base, then that of each change over it beside its FLOPs."""
     base, *others = points = growth_points()
     seconds = in_turns({point.name: _token_seconds(point) for point in points}, GROWTH_ROUNDS)
+    microseconds = [1e6 * each for each in seconds[base.name]]
+    yield Measurement(f"cost of a trained token, {base.name}", microseconds, "us")
     for point in others:
         ratios = [a / b for a, b in zip(seconds[point.name], seconds[base.name], strict=True)]
         predicted = point.flops_per_token / base.flops_per_token
-        name = f"cost of a trained token with {point.name}, over {base.name}"
-        yield Measurement(name, ratios, detail=f"{predicted:.2f}x by FLOPs")
+        detail = f"{predicted:.2f}x by FLOPs"
+        yield Measurement(f"the same with {point.name}, over that", ratios, detail=detail)
 
 
 def _token_seconds(point: GrowthPoint) -> Callable[[], float]:

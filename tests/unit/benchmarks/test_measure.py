@@ -96,7 +96,7 @@ def test_the_report_shows_median_range_goal_and_result() -> None:
     cost = Measurement("cost", [0.126], "ms")
     rows = report_table([ratio, cost]).splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[2] == ["speed", "4x", "2x to 15,969x", "at least 5x", "MISSED", "floor 1 ms"]
+    assert cells[2] == ["speed", "4x", "2 to 15,969", "at least 5x", "MISSED", "floor 1 ms"]
     assert cells[3] == ["cost", "0.126 ms", "", "", "", ""]
 
 
