@@ -65,13 +65,13 @@ class Side(Protocol):
 
 
 def serve(connection: Connection, name: str, checkout: Path | None, threads: int) -> None:
-    """Answer requests (method, arguments) with (True, result) or (False, message) until None."""
+    """Answer requests (method, arguments) with (True, result) until one fails: (False, message)."""
     torch.set_num_threads(threads)
     try:
         worker = Worker(*SIDES[name](checkout))
         connection.send((True, worker.patches))
-        while (request := connection.recv()) is not None:
-            method, arguments = request
+        while True:
+            method, arguments = connection.recv()
             connection.send((True, getattr(worker, method)(*arguments)))
     except Exception as error:
         traceback.print_exc()

@@ -12,11 +12,10 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.data.encoding import library_texts
@@ -113,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkouts = checkouts_of(arguments.original, arguments.nvidia)
     with ExitStack() as stack:
         sides = {
-            name: stack.enter_context(SideProcess(name, checkout, arguments.threads))
+            name: stack.enter_context(closing(SideProcess(name, checkout, arguments.threads)))
             for name, checkout in checkouts.items()
         }
         patches = {name: side.patches for name, side in sides.items()}
@@ -164,25 +163,21 @@ class SideProcess:
         theirs.close()
         self.patches: list[str] = self._answer()
 
-    def __enter__(self) -> SideProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if self._process.is_alive():
-            self._connection.send(None)
+    def close(self) -> None:
+        """End the process; it has nothing to save."""
+        self._process.terminate()
         self._process.join()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what the side's method returns."""
-        self._connection.send((method, arguments))
+        with suppress(BrokenPipeError):  # the answer tells how its process ended
+            self._connection.send((method, arguments))
         return self._answer()
 
     def _answer(self) -> Any:
         try:
             succeeded, result = self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             succeeded, result = False, f"its process exited with status {self._process.exitcode}"
         if not succeeded:

@@ -76,6 +76,14 @@ def test_code_that_cannot_be_imported_is_an_error_that_names_its_side(tmp_path: 
         SideProcess("original", tmp_path, threads=1)
 
 
+def test_a_side_that_is_killed_is_an_error_with_its_status() -> None:
+    side = SideProcess(OURS, None, threads=1)
+    side._process.kill()
+    with pytest.raises(UserError, match="'ours' failed: its process exited with status -9"):
+        side.call("weights")
+    side.close()
+
+
 def test_speeds_are_ratios_of_cpu_seconds_with_the_rates_of_both_sides() -> None:
     seconds = {"original": [6.0, 8.0, 20.0], "NVIDIA": [3.0, 4.0, 4.0], OURS: [2.0, 2.0, 4.0]}
     over_original, over_nvidia = speed_measurements("training", 1000, seconds)
