@@ -68,7 +68,10 @@ def render(history: History) -> str:
         )
         for panel in run_panels(history)
     ]
-    footer = "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. Losses in nats per token."
+    footer = (
+        "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
+        "Losses in nats per token."
+    )
     sections = [*charts, _events(history), _settings(history)]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
 
@@ -77,7 +80,8 @@ def setup_of(config: RunConfig) -> str:
     """Describe model, batch and engine in a line."""
     model, data, engine = config.model, config.data, config.engine
     return (
-        f"{model.num_layers} layers of width {model.d_model}, {model.memory_length} tokens of memory; "
+        f"{model.num_layers} layers of width {model.d_model}, {model.memory_length} tokens of "
+        "memory; "
         f"{data.lanes} lanes in segments of {data.segment_length}; "
         f"ZeRO-{engine.zero_stage} in {engine.precision}"
     )

@@ -46,8 +46,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ROLE=NAME",
-        help="name of the column that holds: parameters, tokens, loss, flops, budget, name, progress, holdout, "
-        "excluded",
+        help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
+        "progress, holdout or excluded",
     )
     add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
     add(

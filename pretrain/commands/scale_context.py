@@ -122,13 +122,14 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     check_output_directory("--out", arguments.out)
     print(
-        f"report: {write_context_report(read_context(arguments.table), arguments.out, arguments.title)}"
+        "report: "
+        f"{write_context_report(read_context(arguments.table), arguments.out, arguments.title)}"
     )
     return 0
 
 
 def _evaluator(max_tokens: int) -> Evaluate:
-    """Return a function that measures validation losses in the run's own segments; it imports torch when called."""
+    """Return a function that measures validation losses in the run's own segments."""
 
     def losses(directory: Path, memory_lengths: Sequence[int]) -> list[float]:
         from data_pipeline.corpora.corpus import Corpus

@@ -1,4 +1,4 @@
-"""`pretrain scale collect`, `fit` and `report`: from a sweep's runs to a table, its fit, and a page."""
+"""`pretrain scale collect`, `fit` and `report`: from a sweep's runs to the fit and its page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEWEST_DRAWS = 20
 
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
-    """Return the fit that the flags of `add_runs` describe. It takes seconds, so no command stores it."""
+    """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
     from pretrain.scaling.collect import read_curves
 
     if arguments.draws < FEWEST_DRAWS:

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _center(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
-    """Predicted optimal parameters at given FLOPs, and where the prediction comes from."""
+    """Return the predicted optimal parameters as a function of FLOPs, and their source."""
     if not arguments.around:
         ratio = arguments.tokens_per_parameter
         if ratio <= 0:

@@ -1,4 +1,4 @@
-"""`pretrain scale predict`: the optimum, and its loss, for a budget, a size or a number of tokens."""
+"""`pretrain scale predict`: the optimum for a budget, a size or a number of tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, with_budget
 from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
 from pretrain.terminal.text import counted, text_table
 
-WORTH_SAYING = 0.01  # of the draws without an answer
+UNANSWERED_WARNING = 0.01  # fraction of the draws without an answer from which there is a warning
 ASKED = {
     "flops": "at C = {} FLOPs",
     "tokens": "that reads D = {} tokens",
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the forecasts, and write the experiment file when asked to."""
+    """Print the forecasts and, with --write, write the experiment file."""
     given = _question(arguments)
     base = (
         with_vocabulary(load_config(RunConfig, arguments.experiment))
@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             "" if asked == "flops" else f" (C of approach {chosen.approach})"
         )
         print(
-            f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by approach 3"
+            f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by "
+            "approach 3"
         )
     for line in (
         [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit)
@@ -106,13 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _question(arguments: argparse.Namespace) -> dict[str, float]:
-    """What is asked for: flops, tokens or parameters, or the last two; ConfigError for what cannot be answered."""
+    """Return the question: flops, tokens or parameters, or the last two."""
     target = {"flops": arguments.flops, "tokens": arguments.tokens, "parameters": arguments.params}
     given = {name: value for name, value in target.items() if value}
     is_wrong = any(not 0 <= value < math.inf for value in target.values())
     if is_wrong or not given or ("flops" in given and len(given) > 1):
         raise ConfigError(
-            "give a positive --flops, --tokens or --params; --tokens and --params together ask for one run's loss"
+            "give a positive --flops, --tokens or --params; --tokens and --params together ask "
+            "for one run's loss"
         )
     refuse_unknown(arguments.approach)
     if arguments.write and not arguments.experiment:
@@ -123,19 +125,21 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
     idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:
         raise ConfigError(
-            f"--{idle[0]} says nothing to --tokens with --params: they ask for the loss of that one run, which "
-            "approach 3 tells; leave it out, or one of the two"
+            f"--{idle[0]} has no effect with both --tokens and --params, which ask for one run's "
+            "loss by "
+            "approach 3; leave it out, or one of the two"
         )
     return given
 
 
 def _warnings(forecasts: Sequence[Forecast], where: str) -> list[str]:
-    """What is wrong with these answers, beside what is wrong with the fit."""
+    """Warnings about these answers, in addition to those about the fit."""
     found = contradictions({item.approach: item.loss for item in forecasts}, f"for the run {where}")
     found += [
-        f"approach {item.approach}: {item.unanswered:.0%} of its draws have no such run; its intervals are too narrow"
+        f"approach {item.approach}: {item.unanswered:.0%} of its draws have no such run; its "
+        "intervals are too narrow"
         for item in forecasts
-        if item.unanswered >= WORTH_SAYING
+        if item.unanswered >= UNANSWERED_WARNING
     ]
     return [f"warning: {words}" for words in found]
 
@@ -148,7 +152,8 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     loss = loss_of_run(fit, arguments.params, arguments.tokens)
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
-        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: {shown(loss, as_loss)}"
+        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: "
+        f"{shown(loss, as_loss)}"
     )
     print(_intervals(fit))
     for doubt in reasons:
@@ -157,7 +162,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
 
 
 def _intervals(fit: Fit) -> str:
-    return f"intervals hold {LEVEL} % of {counted(fit.num_draws, 'bootstrap draw')}"
+    return f"intervals hold {LEVEL}% of {counted(fit.num_draws, 'bootstrap draw')}"
 
 
 def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -> None:
@@ -177,7 +182,8 @@ def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -
         header = (
             f"# The optimum at {chosen.flops.value:.3g} FLOPs by approach {chosen.approach}: "
             f"loss {shown(chosen.loss, as_loss)}\n"
-            f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: {arguments.rule}\n"
+            f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: "
+            f"{arguments.rule}\n"
         )
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.write, header + dump_yaml(to_tree(run)))

@@ -1,7 +1,8 @@
-"""One look for every chart: palette, quiet axes, ticks, legends, and the drawing as SVG or PNG. Torch-free.
+"""One look for every chart: palette, quiet axes, ticks, legends, and the drawing as SVG or PNG.
+Torch-free.
 
-A chart is drawn twice where it is shown twice: into an HTML page with PAGE, whose colors follow the reader's light or
-dark setting, and into a PNG with PRINT.
+A chart is drawn twice where it is shown twice: into an HTML page with PAGE, whose colors follow the
+reader's light or dark setting, and into a PNG with PRINT.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TICKS_OF_A_DECADE = (
 
 @dataclass(frozen=True)
 class Palette:
-    """Colors by what they are for; each has a variable of the same name in the page's style sheet."""
+    """Colors by purpose; the page's style sheet has variables of the same names."""
 
     ink: str
     faint: str
@@ -65,7 +66,8 @@ class Palette:
     surface: str
 
 
-# matplotlib accepts no CSS variables, so the page's charts are drawn in placeholders that `chart_html` replaces.
+# matplotlib accepts no CSS variables, so the page's charts are drawn in placeholders that
+# `chart_html` replaces.
 PAGE = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606", "#070707")
 PRINT = Palette("#22252a", "#50555d", "#e4e2dc", "#b9c7dd", "#2456a6", "#c2410c", "#ffffff")
 
@@ -91,7 +93,7 @@ def canvas(
 def panels(
     palette: Palette, height_inches: float, count: int, x_label: str, y_label: str
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes beside each other that share their scales; each row is `height_inches` high."""
+    """A figure of `count` axes with common scales; each row is `height_inches` high."""
     from matplotlib.figure import Figure
 
     rows, columns = -(-count // PANELS_IN_A_ROW), min(count, PANELS_IN_A_ROW)
@@ -128,7 +130,7 @@ def spread_colors(count: int) -> list[str]:
 
 
 def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
-    """Ticks of a logarithmic axis whose labels do not run into each other; call it when all is drawn."""
+    """Ticks of a log axis whose labels do not overlap; call it when everything is drawn."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -156,12 +158,12 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def legend(axes: Axes, palette: Palette, title: str = "", **options: Any) -> None:
-    """A legend, if anything has a label, on a background that keeps lines from running through it."""
+    """A legend, if anything has a label, on a background that hides lines behind it."""
     if not axes.get_legend_handles_labels()[1]:
         return
     shown = axes.legend(
-        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title, facecolor=palette.surface,
-        edgecolor="none", framealpha=0.85, alignment="left", **options,
+        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title, edgecolor="none",
+        facecolor=palette.surface, framealpha=0.85, alignment="left", **options,
     )  # fmt: skip
     shown.get_title().set(color=palette.faint, fontsize=8)
 
@@ -170,8 +172,8 @@ def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> No
     """The legend of these axes outside of them, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     shown = figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False, fontsize=8,
-        labelcolor=palette.ink, handlelength=1.8, title=title,
+        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False,
+        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title,
     )  # fmt: skip
     shown.get_title().set(color=palette.faint, fontsize=8)
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML reports: one file, no network, light and dark, readable on a phone. Torch-free."""
+"""Self-contained HTML pages: no network, light and dark, readable on a phone. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,25 +25,30 @@ STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 var(--sans);
   -webkit-text-size-adjust: 100%; }
 main { max-width: 800px; margin: 0 auto; padding: 40px 20px 64px; }
-h1 { font-size: clamp(28px, 5.5vw, 40px); line-height: 1.15; letter-spacing: -.02em; margin: 6px 0 12px;
-  overflow-wrap: anywhere; }
+h1 { font-size: clamp(28px, 5.5vw, 40px); line-height: 1.15; letter-spacing: -.02em;
+  margin: 6px 0 12px; overflow-wrap: anywhere; }
 h2 { font-size: 20px; letter-spacing: -.01em; margin: 0 0 4px; }
 p { margin: 0 0 12px; max-width: 68ch; }
-.kicker { color: var(--faint); font-size: 13px; letter-spacing: .06em; text-transform: uppercase; margin: 0; }
+.kicker { color: var(--faint); font-size: 13px; letter-spacing: .06em;
+  text-transform: uppercase; margin: 0; }
 .lead { font-size: 17px; }
 .faint, .lead { color: var(--faint); }
 section, .card { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px; }
 section { padding: 24px; margin-top: 20px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-top: 28px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px;
+  margin-top: 28px; }
 .card { padding: 18px 20px; }
-.card b { display: block; font-size: 28px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }
+.card b { display: block; font-size: 28px; line-height: 1.2; letter-spacing: -.02em;
+  white-space: nowrap; }
 .card.good b { color: var(--good); }
 .card.bad b { color: var(--alarm); }
-.card span { color: var(--faint); font-size: 14px; line-height: 1.45; display: block; margin-top: 6px; }
+.card span { color: var(--faint); font-size: 14px; line-height: 1.45; display: block;
+  margin-top: 6px; }
 svg { display: block; width: 100%; max-width: 620px; height: auto; margin: 14px auto 6px; }
 svg text { font-family: var(--sans); }
 .scroll { overflow-x: auto; margin: 12px -24px 4px; padding: 0 24px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-size: 14px;
+  font-variant-numeric: tabular-nums; }
 th, td { text-align: right; white-space: nowrap; padding: 6px 0 6px 18px; }
 th { font-weight: 600; color: var(--faint); font-size: 12.5px; }
 td { border-top: 1px solid var(--grid); }
@@ -53,8 +58,8 @@ th:first-child, td:first-child { padding-left: 0; }
 .words td:first-child { color: var(--faint); white-space: nowrap; }
 .words tr:first-child td { border-top: 0; }
 .bits td { font: 12.5px var(--mono); }
-pre { font: 13px/1.55 var(--mono); background: var(--page); border-radius: 8px; padding: 16px; margin: 12px 0 0;
-  overflow-x: auto; }
+pre { font: 13px/1.55 var(--mono); background: var(--page); border-radius: 8px; padding: 16px;
+  margin: 12px 0 0; overflow-x: auto; }
 pre.prose { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre i { color: var(--faint); font-style: normal; }
 footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
@@ -82,15 +87,17 @@ def page(
 ) -> str:
     """The whole document; `sections` are HTML already, everything else is text."""
     rendered = "".join(
-        f'<div class="card {card.mood}"><b>{text(card.number)}</b><span>{text(card.words)}</span></div>'
+        f'<div class="card {card.mood}"><b>{text(card.number)}</b>'
+        f"<span>{text(card.words)}</span></div>"
         for card in cards
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>"
-        f'<p class="kicker">{text(kicker)}</p><h1>{text(title)}</h1><p class="lead">{text(lead)}</p>'
-        f'<div class="cards">{rendered}</div>{"".join(sections)}<footer>{text(footer)}</footer></main></body></html>\n'
+        f'<p class="kicker">{text(kicker)}</p><h1>{text(title)}</h1>'
+        f'<p class="lead">{text(lead)}</p><div class="cards">{rendered}</div>'
+        f"{''.join(sections)}<footer>{text(footer)}</footer></main></body></html>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The charts of a run's report and of a comparison of runs. Torch-free. X marks the steps of a series."""
+"""The charts of run reports and comparisons. Torch-free. X marks the steps of a series."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def comparison_panels(histories: Sequence[History]) -> list[Panel]:
 
 
 def _loss(history: History, axes: Axes, palette: Palette) -> None:
-    """Training loss of every step, smoothed, and validation; where the run was rewound or skipped."""
+    """Training loss per step and smoothed, and validation; where steps were rewound or skipped."""
     steps_X, losses_X = history.series("loss")
     smooth_X = history.smooth_loss[1]
     axes.plot(steps_X, losses_X, color=palette.first, linewidth=0.8)
@@ -83,8 +83,8 @@ def _hide_the_first_losses(
 ) -> None:
     """Let the axis end above every loss except those of the first steps.
 
-    A run starts near ln V, and its fall from there would press everything else together. A spike later on is what a
-    reader looks for, so its peak is always shown.
+    A run starts near ln V, and its fall from there would press everything else together. A spike
+    later on is what a reader looks for, so its peak is always shown.
     """
     highest, lowest = -np.inf, np.inf
     for losses_X in trained:

@@ -121,7 +121,7 @@ class History:
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds since the first start, and the step the run stood at then; it falls where the run went back."""
+        """Seconds since the first start, and the run's step at each; it falls at a rewind."""
         points = [(event.time, step) for event, step in self._steps_of_events]
         points += [(event.time + 0.001, event.to_step) for event in self.rewinds]
         points += [(line["time"], line["step"]) for line in self.train if "time" in line]
@@ -130,7 +130,7 @@ class History:
 
     @property
     def setbacks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds since the first start, and the newest saved or reached step, where an attempt failed or went back."""
+        """Seconds since the first start, and the step, of every failed attempt and rewind."""
         points = [(event.time, event.step) for event in [*self.failures, *self.rewinds]]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X

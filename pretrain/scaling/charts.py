@@ -24,9 +24,8 @@ from pretrain.reporting.charts import (
 from pretrain.scaling.checks import beyond, relative_error
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import LawLine
-from pretrain.scaling.intervals import LEVEL
+from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.isoflop import Valley
-from pretrain.scaling.law import Law
 from pretrain.scaling.points import Array
 from pretrain.terminal.text import counted
 
@@ -36,108 +35,82 @@ if TYPE_CHECKING:
 
 APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SERIES[0]}
 LOSS = "loss (nats per token)"
+FLOPS = "training FLOPs C"
+BANDS = f"by each approach, in a band that holds {LEVEL}% of the bootstrap draws"
 FEW_LABELS = 9
 BAND_POINTS = 60
-FLOPS = "training FLOPs C"
-BANDS = f"by each approach, in a band that holds {LEVEL} % of the bootstrap draws"
+SHOWN_PERCENTILES = (1.0, 99.0)  # of the draws that the axes of a cloud hold, with a margin
+CLOUD_MARGIN = 0.25
 
 Chart = Callable[[Fit, Palette], "Figure"]
 
 
 def valleys(fit: Fit, palette: Palette) -> Figure:
-    """The runs of each budget over their size, with approach 2's parabolas and their lowest points."""
+    """The runs of each budget over their size, with approach 2's parabolas and vertices."""
     figure, axes = canvas(palette, 3.9, "parameters N", LOSS)
     points, isoflop = fit.points, fit.estimates.isoflop
     budgets = points.budgets
+    has_labels = len(budgets) <= FEW_LABELS
+    parabolas = {valley.budget: valley for valley in isoflop.valleys} if isoflop else {}
     for budget, color in zip(budgets, spread_colors(len(budgets)), strict=True):
         mine = points.budget_P == budget
-        label = f"{budget:.3g}" if len(budgets) <= FEW_LABELS else None
-        axes.plot(
-            points.parameters_P[mine],
-            points.loss_P[mine],
-            "o",
-            color=color,
-            markersize=4,
-            label=label,
-        )
-        valley = next((v for v in isoflop.valleys if v.budget == budget), None) if isoflop else None
+        runs = points.parameters_P[mine], points.loss_P[mine]
+        label = f"{budget:.3g}" if has_labels else None
+        axes.plot(*runs, "o", color=color, markersize=4, label=label)
+        valley = parabolas.get(budget)
         if valley and np.isfinite(valley.parameters):
             _parabola(axes, valley, color)
         if valley and valley.is_used:
-            axes.plot(
-                [valley.parameters], [valley.loss], "*", color=palette.ink, markersize=9, zorder=5
-            )
+            lowest = [valley.parameters], [valley.loss]
+            axes.plot(*lowest, "*", color=palette.ink, markersize=9, zorder=5)
     if isoflop:
         axes.plot([], [], "*", color=palette.ink, markersize=9, label="lowest point")
     axes.set_xscale("log")
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    legend(axes, palette, title=FLOPS if len(budgets) <= FEW_LABELS else "")
+    legend(axes, palette, title=FLOPS if has_labels else "")
     return figure
 
 
 def frontier(fit: Fit, palette: Palette) -> Figure:
-    """Every run's loss over its FLOPs, and the least loss that each approach predicts, with bands."""
+    """Every run's loss over its FLOPs, and the least loss by each approach, with bands."""
     figure, axes = canvas(palette, 4.2, FLOPS, LOSS)
-    axes.plot(
-        fit.points.flops_P,
-        fit.points.loss_P,
-        "o",
-        color=palette.faint,
-        markersize=3,
-        alpha=0.7,
-        label="runs",
-    )
-    log_flops_X = _axis_of_flops(fit)
-    for approach in fit.approaches:
-        values = [approach.loss(float(c)) for c in log_flops_X]
-        _line_with_band(axes, log_flops_X, values, APPROACH_COLORS[approach.key], approach.title)
+    runs = fit.points.flops_P, fit.points.loss_P
+    axes.plot(*runs, "o", color=palette.faint, markersize=3, alpha=0.7, label="runs")
+    _lines_with_bands(axes, fit, [approach.loss for approach in fit.approaches])
     if fit.holdouts:
-        flops, losses = zip(*((item.flops, item.measured) for item in fit.holdouts), strict=True)
-        axes.plot(
-            flops, losses, "D", color=palette.ink, markersize=5, label="run held out", zorder=5
-        )
-    _largest_budget(axes, fit, palette)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
-    plain_ticks(axes.yaxis)
+        held = zip(*((item.flops, item.measured) for item in fit.holdouts), strict=True)
+        axes.plot(*held, "D", color=palette.ink, markersize=5, label="run held out", zorder=5)
+    _mark_largest_run(axes, fit, palette)
+    _log_flops_and_loss(axes)
     legend_above(figure, axes, palette, f"least loss {BANDS}")
     return figure
 
 
 def optimal_sizes(fit: Fit, palette: Palette) -> Figure:
     """N* over C for each approach, with bands and the lowest points of approach 2's parabolas."""
-    return _optimum(
-        fit,
-        palette,
-        "optimal parameters N*",
-        lambda approach, c: approach.parameters(c),
-        tokens=False,
-    )
+    sizes = [approach.parameters for approach in fit.approaches]
+    return _optimum(fit, palette, "optimal parameters N*", sizes, is_tokens=False)
 
 
 def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
     """D* over C for each approach, with bands."""
-    return _optimum(
-        fit,
-        palette,
-        "optimal tokens D*",
-        lambda approach, c: approach.tokens(c, fit.flops_law),
-        tokens=True,
-    )
+
+    def tokens_of(approach) -> Callable[[float], Interval]:
+        return lambda log_flops: approach.tokens(log_flops, fit.flops_law)
+
+    tokens = [tokens_of(approach) for approach in fit.approaches]
+    return _optimum(fit, palette, "optimal tokens D*", tokens, is_tokens=True)
 
 
 def residuals(fit: Fit, palette: Palette) -> Figure:
-    """How far approach 3's law lies from each run's loss, over its FLOPs, colored by its tokens per parameter."""
+    """The relative error of approach 3's law for each run, over its FLOPs, colored by D/N."""
     from matplotlib.colors import LogNorm
 
     figure, axes = canvas(palette, 3.4, FLOPS, "(predicted - measured) / measured loss, %")
-    law = fit.approach("parametric")
-    assert law
-    assert isinstance(law.line, LawLine)
+    assert fit.estimates.parametric
     points = fit.points
-    predicted_P = Law.from_theta(law.line.theta).loss(points.parameters_P, points.tokens_P)
+    predicted_P = fit.estimates.parametric.law.loss(points.parameters_P, points.tokens_P)
     error_P = 100 * relative_error(predicted_P, points.loss_P)
     ratio_P = points.tokens_P / points.parameters_P
     norm = LogNorm(ratio_P.min(), max(ratio_P.max(), 1.01 * ratio_P.min()))
@@ -162,36 +135,64 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
     assert envelope
     curves = envelope.curves
     flops_G = np.exp(curves.log_flops_G)
-    one = (
-        "loss of a run while it trains"
-        if envelope.kind == "curves"
-        else "finished runs of one size"
-    )
+    is_trained = envelope.kind == "curves"
+    one = "loss of a run while it trains" if is_trained else "finished runs of one size"
+    style = {"color": palette.faint, "linewidth": 0.8, "alpha": 0.6}
     for index, loss_G in enumerate(curves.loss_RG):
-        axes.plot(
-            flops_G,
-            loss_G,
-            color=palette.faint,
-            linewidth=0.8,
-            alpha=0.6,
-            label=None if index else one,
-        )
+        axes.plot(flops_G, loss_G, label=None if index else one, **style)
     inside = np.isfinite(envelope.n_G)
     lowest_G = np.nanmin(np.where(np.isfinite(curves.loss_RG), curves.loss_RG, np.inf), axis=0)
-    label = "lowest, with a smaller and a larger size beside it"
-    axes.plot(
-        flops_G[inside],
-        lowest_G[inside],
-        "o",
-        color=APPROACH_COLORS["envelope"],
-        markersize=3.5,
-        label=label,
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
-    plain_ticks(axes.yaxis)
+    lowest = flops_G[inside], lowest_G[inside]
+    label = "lowest, between a smaller and a larger size"
+    axes.plot(*lowest, "o", color=APPROACH_COLORS["envelope"], markersize=3.5, label=label)
+    _log_flops_and_loss(axes)
     legend(axes, palette)
+    return figure
+
+
+def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
+    """The bootstrap's alpha and beta: how well the runs determine the two exponents."""
+    labels = "alpha, exponent of the size N", "beta, exponent of the data D"
+    figure, axes = canvas(palette, 3.6, *labels)
+    law = fit.approach("parametric")
+    assert law
+    assert isinstance(law.line, LawLine)
+    assert isinstance(law.draws, LawLine)
+    alpha_K, beta_K = law.draws.theta[:, 3], law.draws.theta[:, 4]
+    draws = counted(fit.num_draws, "bootstrap draw")
+    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], draws)
+    found = [law.line.theta[3]], [law.line.theta[4]]
+    axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
+    outside = _keep_to_the_middle(axes, alpha_K, beta_K)
+    legend(axes, palette, title=outside)
+    return figure
+
+
+def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
+    """The bootstrap's optimum beyond the largest budget: size against loss, by every approach."""
+    flops, _ = beyond(float(fit.points.budgets[-1]))
+    log_flops = float(np.log(flops))
+    labels = f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
+    figure, axes = canvas(palette, 3.6, *labels)
+    clouds = []
+    for approach in fit.approaches:
+        size_K = np.exp(approach.draws.log_parameters(log_flops))
+        loss_K = approach.draws.loss(log_flops)
+        clouds.append((size_K, loss_K))
+        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, draws")
+    for index, approach in enumerate(fit.approaches):
+        size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
+        axes.plot(
+            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
+            markeredgewidth=0.8, markersize=11, zorder=5,
+            label=None if index else "fit of all runs",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
+    outside = _keep_to_the_middle(axes, size_K, loss_K)
+    log_amount_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
+    legend(axes, palette, title=outside)
     return figure
 
 
@@ -202,32 +203,31 @@ def flops_text(value: float) -> str:
     return f"$10^{{{exponent}}}$" if digits == "1" else f"${digits} \\times 10^{{{exponent}}}$"
 
 
-def _optimum(fit: Fit, palette: Palette, label: str, value_of: Callable, tokens: bool) -> Figure:
+def _log_flops_and_loss(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_ticks(axes.xaxis, flops_text)
+    plain_ticks(axes.yaxis)
+
+
+def _optimum(
+    fit: Fit,
+    palette: Palette,
+    label: str,
+    values: Sequence[Callable[[float], Interval]],
+    is_tokens: bool,
+) -> Figure:
     figure, axes = canvas(palette, 4.2, FLOPS, label)
-    log_flops_X = _axis_of_flops(fit)
-    for approach in fit.approaches:
-        values = [value_of(approach, float(c)) for c in log_flops_X]
-        _line_with_band(axes, log_flops_X, values, APPROACH_COLORS[approach.key], approach.title)
-    used = (
-        [valley for valley in fit.estimates.isoflop.valleys if valley.is_used]
-        if fit.estimates.isoflop
-        else []
-    )
-    if used:
-        budget_F, size_F = (
-            np.array([getattr(v, name) for v in used]) for name in ("budget", "parameters")
-        )
-        if tokens:
+    _lines_with_bands(axes, fit, values)
+    isoflop = fit.estimates.isoflop
+    if used := [valley for valley in isoflop.valleys if valley.is_used] if isoflop else []:
+        budget_F = np.array([valley.budget for valley in used])
+        size_F = np.array([valley.parameters for valley in used])
+        if is_tokens:
             size_F = np.exp(fit.flops_law.log_tokens(np.log(budget_F), np.log(size_F)))
-        axes.plot(
-            budget_F,
-            size_F,
-            "*",
-            color=palette.ink,
-            markersize=8,
-            label="lowest point of a parabola",
-        )
-    _largest_budget(axes, fit, palette)
+        lowest = "lowest point of a parabola"
+        axes.plot(budget_F, size_F, "*", color=palette.ink, markersize=8, label=lowest)
+    _mark_largest_run(axes, fit, palette)
     axes.set_xscale("log")
     axes.set_yscale("log")
     log_ticks(axes.xaxis, flops_text)
@@ -242,97 +242,22 @@ def _parabola(axes: Axes, valley: Valley, color: str) -> None:
     axes.plot(np.exp(n_X), curve_X, color=color, linewidth=1.3)
 
 
-def _axis_of_flops(fit: Fit) -> Array:
+def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], Interval]]) -> None:
+    """A line and a band per approach, from the smallest run to beyond the largest budget."""
     low, high = np.log(fit.points.flops_P.min()), np.log(beyond(float(fit.points.flops_P.max()))[0])
-    return np.linspace(low, high, BAND_POINTS)
-
-
-def _line_with_band(
-    axes: Axes, log_flops_X: Array, values: Sequence, color: str, label: str
-) -> None:
+    log_flops_X = np.linspace(low, high, BAND_POINTS)
     flops_X = np.exp(log_flops_X)
-    axes.plot(flops_X, [item.value for item in values], color=color, linewidth=1.5, label=label)
-    axes.fill_between(
-        flops_X,
-        [item.low for item in values],
-        [item.high for item in values],
-        color=color,
-        alpha=0.16,
-        linewidth=0,
-    )
+    for approach, value_at in zip(fit.approaches, values, strict=True):
+        items = [value_at(float(log_flops)) for log_flops in log_flops_X]
+        color, line = APPROACH_COLORS[approach.key], [item.value for item in items]
+        axes.plot(flops_X, line, color=color, linewidth=1.5, label=approach.title)
+        lows, highs = [item.low for item in items], [item.high for item in items]
+        axes.fill_between(flops_X, lows, highs, color=color, alpha=0.16, linewidth=0)
 
 
-def _largest_budget(axes: Axes, fit: Fit, palette: Palette) -> None:
-    axes.axvline(
-        fit.points.flops_P.max(),
-        color=palette.faint,
-        linewidth=0.8,
-        linestyle=(0, (4, 3)),
-        label="largest run fitted",
-    )
-
-
-SHOWN = (1.0, 99.0)  # percentiles of the draws that the axes hold, with a margin
-MARGIN = 0.25
-
-
-def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The bootstrap's alpha and beta: how well the runs tell the two exponents."""
-    figure, axes = canvas(
-        palette, 3.6, "alpha, exponent of the size N", "beta, exponent of the data D"
-    )
-    law = fit.approach("parametric")
-    assert law
-    assert isinstance(law.line, LawLine)
-    assert isinstance(law.draws, LawLine)
-    alpha_K, beta_K = law.draws.theta[:, 3], law.draws.theta[:, 4]
-    _cloud(
-        axes,
-        alpha_K,
-        beta_K,
-        APPROACH_COLORS["parametric"],
-        counted(fit.num_draws, "bootstrap draw"),
-    )
-    axes.plot(
-        [law.line.theta[3]],
-        [law.line.theta[4]],
-        "*",
-        color=palette.ink,
-        markersize=10,
-        label="fit of all runs",
-    )
-    outside = _keep_to_the_middle(axes, alpha_K, beta_K)
-    legend(axes, palette, title=outside)
-    return figure
-
-
-def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The bootstrap's optimum beyond the largest budget: size against loss, by every approach."""
-    flops, _ = beyond(float(fit.points.budgets[-1]))
-    log_flops = float(np.log(flops))
-    figure, axes = canvas(
-        palette, 3.6, f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
-    )
-    clouds = []
-    for approach in fit.approaches:
-        clouds.append(
-            (np.exp(approach.draws.log_parameters(log_flops)), approach.draws.loss(log_flops))
-        )
-        size_K, loss_K = clouds[-1]
-        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, draws")
-    for index, approach in enumerate(fit.approaches):
-        size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
-        axes.plot(
-            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
-            markeredgewidth=0.8, markersize=11, zorder=5, label=None if index else "fit of all runs",
-        )  # fmt: skip
-    axes.set_xscale("log")
-    size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
-    outside = _keep_to_the_middle(axes, size_K, loss_K)
-    log_amount_ticks(axes.xaxis)
-    plain_ticks(axes.yaxis)
-    legend(axes, palette, title=outside)
-    return figure
+def _mark_largest_run(axes: Axes, fit: Fit, palette: Palette) -> None:
+    dashed = {"linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "largest run fitted"}
+    axes.axvline(fit.points.flops_P.max(), color=palette.faint, **dashed)
 
 
 def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
@@ -341,7 +266,7 @@ def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
 
 
 def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
-    """Axes that hold most draws, so that a few far ones do not press the others together; how many they leave out."""
+    """Limit the axes to most draws, so that outliers do not compress them; count the others."""
     inside_K = np.isfinite(x_K) & np.isfinite(y_K)
     count = int(inside_K.sum())
     for values_K, set_limits, is_log in (
@@ -349,10 +274,10 @@ def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
         (y_K, axes.set_ylim, axes.get_yscale() == "log"),
     ):
         scaled_K = np.log(values_K) if is_log else values_K
-        low, high = np.percentile(scaled_K[np.isfinite(scaled_K)], SHOWN)
-        margin = MARGIN * max(high - low, 1e-3)
+        low, high = np.percentile(scaled_K[np.isfinite(scaled_K)], SHOWN_PERCENTILES)
+        margin = CLOUD_MARGIN * max(high - low, 1e-3)
         limits = np.array([low - margin, high + margin])
         inside_K &= (scaled_K >= limits[0]) & (scaled_K <= limits[1])
         set_limits(*(np.exp(limits) if is_log else limits))
     outside = count - int(inside_K.sum())
-    return f"{counted(outside, 'draw')} outside the picture" if outside else ""
+    return f"{counted(outside, 'draw')} outside the axes" if outside else ""

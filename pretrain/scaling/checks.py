@@ -1,4 +1,4 @@
-"""Checks of a fit: predictions of runs that were held out, and whether the approaches agree. Legend: P points."""
+"""Checks of a fit: held-out runs, and whether the approaches agree. Legend: P points."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Number = TypeVar("Number", float, Array)
 
 
 def relative_error(predicted: Number, measured: Number) -> Number:
-    """Predicted minus measured, as a part of the measured: positive where too much was predicted. So everywhere."""
+    """(predicted - measured) / measured: positive if the prediction is too high, everywhere."""
     return predicted / measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A run's measured loss against what the law says of its N and D; the interval is the law's, without run noise."""
+    """A run's loss as measured and as predicted by the law; the interval excludes run noise."""
 
     name: str
     parameters: float
@@ -40,7 +40,7 @@ class Prediction:
 
 
 def seed_spread(points: Points) -> float | None:
-    """The relative standard deviation of losses that differ only by their seed; None where no run was repeated."""
+    """The relative standard deviation of losses over seeds; None if no run was repeated."""
     groups: dict[tuple[float, float], list[float]] = {}
     for size, tokens, loss in zip(points.parameters_P, points.tokens_P, points.loss_P, strict=True):
         groups.setdefault((float(size), float(tokens)), []).append(float(np.log(loss)))
@@ -52,7 +52,7 @@ def seed_spread(points: Points) -> float | None:
 
 
 def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Prediction, ...]:
-    """What the law says of the runs that were held out, beside what was measured."""
+    """The law's predictions of the runs that were held out, with their measured losses."""
     held = runs.take(runs.holdout_P)
     found = []
     columns = (held.names, held.parameters_P, held.tokens_P, held.flops_P, held.loss_P)
@@ -80,9 +80,9 @@ def loss_interval(law: LawLine, draws: LawLine, parameters: float, tokens: float
     return interval(value, draws_K)
 
 
-DISAGREEMENT = 1.5  # between the approaches' N*, above which it is said
+DISAGREEMENT = 1.5  # ratio of the approaches' N* from which there is a warning
 BEYOND = 10.0  # agreement is also measured at this multiple of the largest budget
-SEEN = 1e-4  # of the loss: ends of intervals that are nearer to each other look the same
+SEEN = 1e-4  # of the loss: intervals whose ends are closer than this count as overlapping
 
 
 def disagreement(approaches: Sequence[Approach], log_flops: float) -> float:
@@ -93,7 +93,7 @@ def disagreement(approaches: Sequence[Approach], log_flops: float) -> float:
 
 
 def beyond(largest: float) -> tuple[float, str]:
-    """The FLOPs beyond the largest budget at which approaches are compared, and where that is in words."""
+    """FLOPs beyond the largest budget at which approaches are compared, and a label for them."""
     return BEYOND * largest, f"{BEYOND * largest:.3g} FLOPs, {BEYOND:.0f} times the largest budget"
 
 
@@ -112,7 +112,7 @@ def warnings_of(approaches: Sequence[Approach], largest: float) -> list[str]:
 
 
 def contradictions(losses: Mapping[str, Interval], where: str) -> list[str]:
-    """One line when two intervals of the loss, by approach, have nothing in common; none when all overlap."""
+    """One line if two approaches' intervals of the loss do not overlap, else none."""
     texts = {title: shown(interval, as_loss) for title, interval in losses.items()}
     pairs = [
         f"{first} {texts[first]} and {second} {texts[second]}"
@@ -122,8 +122,9 @@ def contradictions(losses: Mapping[str, Interval], where: str) -> list[str]:
     if not pairs:
         return []
     return [
-        f"{where}, the intervals of the loss do not overlap: {'; '.join(pairs)}; an interval holds the scatter of "
-        "the runs, not an approach's own bias; trust none of them alone"
+        f"{where}, the intervals of the loss do not overlap: {'; '.join(pairs)}; an interval "
+        "covers the scatter of "
+        "the runs, not an approach's own bias; do not rely on a single approach"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The runs of a sweep as one table: every cell is in it, with its loss or with the reason why it has none."""
+"""The runs of a sweep as a table: a row per cell, with its loss or why it has none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
 
 
 def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
-    """A row for every cell; its run is looked for in `runs/<cell's name>`. Never raises for a single bad cell."""
+    """Return a row for every cell, whose run is in `runs/<name>`; a bad cell never raises."""
     return [row_of(cell, runs / cell.name) for cell in sweep.cells]
 
 
@@ -69,7 +69,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 
 
 def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
-    """Write training losses of all runs against their FLOPs, averaged to CURVE_POINTS per run; the number of runs."""
+    """Write all runs' training losses over FLOPs, CURVE_POINTS per run; return the run count."""
     lines = [",".join(CURVE_COLUMNS)]
     count = 0
     for cell in sweep.cells:
@@ -95,7 +95,7 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
 
 
 def flops_after(config: RunConfig, steps: Sequence[int]) -> Array:
-    """The FLOPs of the run after each of `steps`: they grow evenly from one phase's begin to the next one's."""
+    """Return the FLOPs of the run after each of `steps`; within a phase they grow linearly."""
     last = max(steps)
     borders = [
         0,
@@ -106,12 +106,13 @@ def flops_after(config: RunConfig, steps: Sequence[int]) -> Array:
 
 
 def read_curves(path: Path) -> dict[str, Array]:
-    """Training curves written by `write_curves` (or of the same columns); DataError says what is wrong."""
+    """Read training curves as written by `write_curves`; DataError for a bad file."""
     rows = [row for _, row in csv_rows(path, "'pretrain scale collect' writes it")]
     missing = [name for name in CURVE_COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise DataError(
-            f"{path}: no column {missing[0]!r}; expected {', '.join(CURVE_COLUMNS)}, one row per measurement"
+            f"{path}: no column {missing[0]!r}; expected {', '.join(CURVE_COLUMNS)}, one row per "
+            "measurement"
         )
     try:
         numbers = {name: np.array([float(row[name]) for row in rows]) for name in CURVE_COLUMNS[1:]}
@@ -123,7 +124,7 @@ def read_curves(path: Path) -> dict[str, Array]:
 
 
 def row_of(cell: Cell, directory: Path) -> Row:
-    """What the cell's run directory tells; never raises for a bad one."""
+    """Return the row of a cell from its run directory; never raises for a bad one."""
     holdout = "yes" if cell.holdout else ""
     budget = cell.facts.get("budget", "")
     run_dir = RunDir(directory)
@@ -132,7 +133,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
             name=cell.name,
             budget=budget,
             holdout=holdout,
-            excluded="never started: there is no run directory",
+            excluded="not started: there is no run directory",
         )
     measured = run_dir.read_metrics()
     step = max((item["step"] for item in measured), default=0)
@@ -144,7 +145,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
             name=cell.name,
             budget=budget,
             holdout=holdout,
-            excluded=f"its config.yaml cannot be read: {error}",
+            excluded=f"config.yaml cannot be read: {error}",
         )
     evaluations = [
         item for item in measured if item.get("kind") == "evaluation" and item["step"] == step

@@ -1,7 +1,9 @@
-"""Loss against segment and memory length: runs of one model that differ in nothing else, and their losses as a table.
+"""Loss against segment and memory length: runs of one model that differ in nothing else, and their
+losses as a table.
 
-Every run has the base experiment's tokens per step, in more lanes of shorter segments or fewer of longer ones. At
-equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer tokens.
+Every run has the base experiment's tokens per step, in more lanes of shorter segments or fewer of
+longer ones. At equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pretrain.scaling.point_files import csv_rows, flag
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import Cell, Sweep
 
-# Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without memory
+# Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without
+# memory
 TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 NUMBERS = ("segment_length", "memory_length", "N", "D", "C", "evaluated_memory", "times", "loss")
 
@@ -31,16 +34,19 @@ Evaluate = Callable[[Path, Sequence[int]], Sequence[float]]
 def plan_contexts(
     base: RunConfig, segments: Sequence[int], memories: Sequence[int]
 ) -> list[PlannedRun]:
-    """Every segment length with every memory length, at the tokens and at the FLOPs of the base experiment.
+    """Every segment length with every memory length, at the tokens and at the FLOPs of the base
+    experiment.
 
-    Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for too few steps.
+    Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for
+    too few steps.
     """
     refuse_unsuited(base)
     if not segments or not memories or min(segments) < 1 or min(memories) < 0:
         raise ConfigError("--segments must be positive and --memories 0 or more")
     if len({*segments}) * len({*memories}) < 2:
         raise ConfigError(
-            "one segment with one memory length compares nothing; give at least two of either"
+            "one segment with one memory length leaves nothing to compare; give at least two of "
+            "either"
         )
     runs: list[PlannedRun] = []
     for segment in sorted({*segments}):
@@ -53,8 +59,10 @@ def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
     lanes, rest = divmod(base.tokens_per_step, segment)
     if rest:
         raise ConfigError(
-            f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step (data.lanes="
-            f"{base.data.lanes} x data.segment_length={base.data.segment_length}); use divisors of it"
+            f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step "
+            "(data.lanes="
+            f"{base.data.lanes} x data.segment_length={base.data.segment_length}); use divisors "
+            "of it"
         )
     return replace(
         base,
@@ -64,7 +72,7 @@ def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
 
 
 def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
-    """The run at the base's tokens and at its FLOPs; one for both where that is the same number of steps."""
+    """The run at the base's tokens and at its FLOPs; one run if the steps are the same."""
     budget, cost = cost_of(base).flops, cost_of(run)
     at_tokens = base.optim.steps
     at_flops = round(budget / (cost.flops_per_token * cost.tokens_per_step))
@@ -109,17 +117,18 @@ class ContextRow:
 
 
 def context_rows(sweep: Sweep, runs: Path, evaluate: Evaluate) -> list[ContextRow]:
-    """Rows of every cell of a sweep that `scale context plan` wrote; DataError for another sweep."""
+    """Rows of every cell; DataError unless `scale context plan` wrote the sweep."""
     foreign = next((cell.name for cell in sweep.cells if "same_tokens" not in cell.facts), None)
     if foreign is not None:
         raise DataError(
-            f"cell {foreign} belongs to no context sweep; give one that 'scale context plan' wrote"
+            f"cell {foreign} is not part of a context sweep; use one that 'scale context plan' "
+            "wrote"
         )
     return [row for cell in sweep.cells for row in _rows(cell, runs / cell.name, evaluate)]
 
 
 def read_context(path: Path) -> list[ContextRow]:
-    """The evaluated rows of a table; DataError, in one line, for one that is damaged or holds none."""
+    """The evaluated rows of a table; DataError if it is corrupted or has none."""
     found = []
     for line, row in csv_rows(path, "'pretrain scale context collect' writes it"):
         missing = [
@@ -134,7 +143,7 @@ def read_context(path: Path) -> list[ContextRow]:
         if not row["excluded"]:
             found.append(_parsed(row, f"{path}: row {line}"))
     if not found:
-        raise DataError(f"{path} holds no evaluated run; let the sweep finish and collect again")
+        raise DataError(f"{path} contains no evaluated run; let the sweep finish and collect again")
     return found
 
 

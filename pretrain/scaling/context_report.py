@@ -61,7 +61,7 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
 
 
 def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
-    """Loss over the memory length of evaluation, a panel per segment length, a line per memory length of training."""
+    """Loss over the evaluation's memory length, a panel per segment, a line per training's."""
     segments, memories, evaluated = (
         sorted({int(getattr(row, name)) for row in rows})
         for name in ("segment_length", "memory_length", "evaluated_memory")
@@ -71,8 +71,9 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
     for axes, segment in zip(all_axes, segments, strict=True):
         axes.set_title(f"segments of {segment}", color=palette.ink, fontsize=8.5)
         for memory, color in zip(memories, spread_colors(len(memories)), strict=True):
-            _line(axes, [row for row in rows if (row.segment_length, row.memory_length) == (segment, memory)],
-                  evaluated, color, palette)  # fmt: skip
+            trained = [row for row in rows if row.segment_length == segment]
+            mine = [row for row in trained if row.memory_length == memory]
+            _line(axes, mine, evaluated, color, palette)
         every = -(-len(evaluated) // MOST_LABELS)
         axes.set_xticks(
             range(0, len(evaluated), every), [str(length) for length in evaluated[::every]]
@@ -118,17 +119,21 @@ SERIES = {  # attribute of a row -> title, what is equal in words
 
 
 def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str) -> Path:
-    """Write report.html and the PNGs into `directory`; returns the HTML's path."""
+    """Write report.html and the PNGs into `directory`; return the path of report.html."""
     directory.mkdir(parents=True, exist_ok=True)
     sections = [_series(rows, name, directory) for name in SERIES if _trained(rows, name)]
     sections.append(_evaluated(rows, directory))
     sizes = sorted({int(row.N) for row in rows})
     lead = (
         f"{len({row.name for row in rows})} runs of {' and '.join(amount(size) for size in sizes)} "
-        "parameters that differ in segment and memory length only, evaluated with memories of 0 to 8 times their own."
+        "parameters that differ in segment and memory length only, evaluated with memories of 0 "
+        "to 8 times their own."
     )
     path = directory / "report.html"
-    footer = "Written by 'pretrain scale context report'. Losses in nats per token of the validation split."
+    footer = (
+        "Written by 'pretrain scale context report'. "
+        "Losses in nats per token of the validation split."
+    )
     write_text(path, page(title, "Context lengths", lead, _cards(rows), sections, footer))
     return path
 
@@ -160,11 +165,13 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
     losses = {(row.name, float(row.times)): f"{row.loss:.4f}" for row in shown}
     cells = [[name, *(losses.get((name, value), "") for value in times)] for name in names]
     caption = (
-        "Loss of trained models when they are evaluated with other memory lengths than they were trained with (rings). "
+        "Loss of trained models when they are evaluated with other memory lengths than they were "
+        "trained with (rings). "
         "One panel per segment length, one line per memory length in training"
     )
     columns = (
-        "The same as numbers; columns say how many times the memory of training was used in evaluation. For runs "
+        "The same as numbers; columns say how many times the memory of training was used in "
+        "evaluation. For runs "
         "trained without memory (m0) it is how many times their segment length"
     )
     draw = lambda palette: loss_by_evaluated_memory(shown, palette)  # noqa: E731
@@ -187,8 +194,9 @@ def _cards(rows: Sequence[ContextRow]) -> list[Card]:
         mine = _trained(rows, name)
         if mine:
             best = min(mine, key=lambda row: float(row.loss))
-            words = f"is the least loss at {title[0].lower()}{title[1:]}: segments of {best.segment_length}, memory of "
-            cards.append(Card(f"{best.loss:.4f}", f"{words}{best.memory_length}"))
+            lengths = f"segments of {best.segment_length}, memory of {best.memory_length}"
+            words = f"lowest loss at {title[0].lower()}{title[1:]}: {lengths}"
+            cards.append(Card(f"{best.loss:.4f}", words))
     return cards
 
 

@@ -1,8 +1,10 @@
-"""Approach 1: the lower envelope of loss curves over FLOPs; which size is lowest at which C is the frontier.
+"""Approach 1: the lower envelope of loss curves over FLOPs. The size that is lowest at C is N*(C).
 
-Source: Hoffmann et al. 2022, section 3.1. Three kinds of curve: training curves of the runs; finished runs of one size
-joined over their tokens; and, where sizes have one run each, only the lowest run of each budget.
-Legend: K draws, R curves, G places on the axis of FLOPs, P points.
+Three kinds of curve, the first that the runs allow: training curves of the runs; finished runs of
+one size joined over their tokens; else only the lowest run of each budget.
+Legend: K draws, R curves, G positions on the axis of FLOPs, P points.
+
+Source: Hoffmann et al. 2022, section 3.1.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ NUM_PLACES = 64
 GOOD_WINNERS = 3
 DRAWS_AT_ONCE = 100
 KINDS = {
-    "curves": "training curves: their losses are those of the text just read, and before its end a run's learning rate "
+    "curves": "training curves: their losses are those of the text just read, and before its end "
+    "a run's learning rate "
     "is still high, which lifts every curve but its last part and biases the sizes",
-    "sizes": "finished runs joined by size: between two runs the curve is a straight line in ln loss over ln C",
-    "minimum": "the lowest run of each budget, not a curve: sizes come in steps, and a tie in noise moves a whole step",
+    "sizes": "finished runs joined by size: between two runs the curve is a straight line in ln "
+    "loss over ln C",
+    "minimum": "the lowest run of each budget, not a curve: sizes come in steps, and a tie in "
+    "noise moves a whole step",
 }
 
 
@@ -51,9 +56,11 @@ class EnvelopeFit:
 
 
 def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) -> EnvelopeFit:
-    """The frontier from `training` curves if given (see `training_curves`), else from the finished runs.
+    """The frontier from `training` curves if given (see `training_curves`), else from the finished
+    runs.
 
-    Raises DataError when fewer than two sizes are ever the lowest one with a smaller and a larger beside it.
+    Raises DataError when fewer than two sizes are ever the lowest one with a smaller and a larger
+    beside it.
     """
     curves = (
         training_curves(training)
@@ -64,8 +71,9 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
     winners = np.unique(n_KG[np.isfinite(n_KG)])
     if len(winners) < 2:
         raise DataError(
-            f"{points.source}: approach 1 needs two sizes that are lowest at some FLOPs with a smaller and a larger "
-            f"beside them, and found {len(winners) or 'none'}; add sizes or budgets"
+            f"{points.source}: approach 1 needs two sizes that are lowest at some FLOPs with a "
+            "smaller and a larger "
+            f"on either side, and found {len(winners) or 'none'}; add sizes or budgets"
         )
     warnings = [KINDS[curves.kind]]
     if len(winners) < GOOD_WINNERS:
@@ -77,7 +85,7 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
 
 
 def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -> Frontier:
-    """The frontier of each draw of curves, with replacement; one that loses a size lets its neighbours win there."""
+    """The frontier of each draw of curves; where one is missing, its neighbors win."""
     count = len(fit.curves.n_R)
     present_KR = rng.multinomial(count, np.full(count, 1 / count), size=num_draws) > 0
     if fit.kind == "minimum":  # keep every budget in every draw
@@ -96,7 +104,7 @@ def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -
 
 
 def training_curves(training: Mapping[str, Array]) -> Curves:
-    """Curves from columns `run`, `N`, `C`, `loss` of measurements during training, on common places of ln C."""
+    """Training curves (`run`, `N`, `C`, `loss`) interpolated to common values of ln C."""
     runs = np.unique(training["run"])
     pieces = []
     for run in runs:
@@ -108,7 +116,7 @@ def training_curves(training: Mapping[str, Array]) -> Curves:
 
 
 def _joined_by_size(points: Points) -> Curves | None:
-    """Each size's finished runs as a curve; None unless at least three sizes and half the runs make one."""
+    """Each size's finished runs as a curve; None below three sizes or half of the runs."""
     pieces, num_runs = [], 0
     for size in np.unique(points.parameters_P):
         mine = points.take(points.parameters_P == size)
@@ -150,7 +158,9 @@ def _budgets_as_places(points: Points) -> Curves:
 
 
 def _lowest(curves: Curves, present_KR: Array) -> tuple[Array, Array]:
-    """ln N and loss [K, G] of the lowest present curve; NaN where it is the smallest or largest there."""
+    """ln N and loss [K, G] of the lowest curve; NaN if it is the smallest or largest there."""
+    # A winner at the edge of the window of sizes proves nothing: a size outside might be lower.
+    # Only a size that beats a smaller and a larger curve at the same C is an optimum.
     reach_RG = np.isfinite(curves.loss_RG)
     n_RG = np.where(reach_RG, curves.n_R[:, None], np.nan)
     none_G = ~reach_RG.any(axis=0)

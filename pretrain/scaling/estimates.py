@@ -1,5 +1,6 @@
-"""All approaches fitted to the same runs, with and without the largest budget. An approach that these runs do not
-allow is recorded with its reason and raises no error. Legend: P points.
+"""All approaches fitted to the same runs, with and without the largest budget. Legend: P points.
+
+An approach that these runs do not allow is recorded with its reason and raises no error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TITLES = {"envelope": "1 envelope", "isoflop": "2 IsoFLOP", "parametric": "3 par
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """The fits without intervals; an approach that has none has its reason in `unavailable`."""
+    """The fits without intervals; `unavailable` has the reason for each that is missing."""
 
     envelope: EnvelopeFit | None
     isoflop: IsoflopFit | None
@@ -45,7 +46,7 @@ class Estimates:
 
 
 def estimate(points: Points, training: Mapping[str, Array] | None = None) -> Estimates:
-    """All three approaches on these runs; `training` holds measurements along them, for approach 1."""
+    """Fit all approaches to these runs; `training` has curves for approach 1."""
     unavailable: dict[str, str] = {}
 
     def attempt(key: str, function: Callable[[], T]) -> T | None:
@@ -65,7 +66,7 @@ def estimate(points: Points, training: Mapping[str, Array] | None = None) -> Est
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What the runs below the largest budget would have predicted for it."""
+    """The prediction of the largest budget from the runs at smaller ones."""
 
     budget: float
     law_error: (
@@ -79,7 +80,7 @@ class LeftOut:
 
 
 def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
-    """Fit without the largest budget and predict it; None when fewer than two budgets would be left."""
+    """Fit without the largest budget and predict it; None with fewer than three budgets."""
     budgets = points.budgets
     if len(budgets) < 3:
         return None

@@ -1,4 +1,4 @@
-"""All approaches on the same runs, side by side: what they agree on, what they do not, and what was left out."""
+"""One fit: all approaches on the same runs, with bootstrap intervals, checks and warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUGH_FLOPS_LAW = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Everything a fit found. Approaches that these runs do not allow are in `estimates.unavailable`."""
+    """The result of a fit; `estimates.unavailable` names the approaches that were not possible."""
 
     points: Points  # those fitted, with the exclusions
     flops_law: FlopsLaw
@@ -38,7 +38,7 @@ class Fit:
 
     @property
     def num_unpredicted(self) -> int:
-        """How many runs were held out in vain: only approach 3 predicts single runs."""
+        """How many runs were held out but not predicted: only approach 3 predicts single runs."""
         held_out = sum(item.reason == HELD_OUT for item in self.points.excluded)
         return held_out - len(self.holdouts)
 
@@ -54,7 +54,7 @@ def fit_all(
     num_draws: int = DEFAULT_DRAWS,
     seed: int = 0,
 ) -> Fit:
-    """Fit every approach; DataError when the runs allow none, or lie at a single budget."""
+    """Fit every approach; DataError if the runs allow none, or all have the same budget."""
     points = usable(runs)
     refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
@@ -120,13 +120,14 @@ def _with_draws(
 
 
 def refuse_single_budget(points: Points) -> None:
-    """DataError unless the runs lie at two budgets or more: at one, size and data change together."""
+    """Raise DataError unless there are two budgets: at one, size and data change together."""
     if not len(points):
         raise DataError(f"{points.source}: no usable runs; {_reasons(points)}")
     if len(points.budgets) < 2:
         raise DataError(
-            f"{points.source}: all {len(points)} usable runs share one budget ({points.budgets[0]:.3g} FLOPs); "
-            "a law needs at least two, and a third to check it: add runs at other budgets"
+            f"{points.source}: all {len(points)} usable runs share one budget "
+            f"({points.budgets[0]:.3g} FLOPs); "
+            "a law needs at least two, and a third to check it; add runs at other budgets"
         )
 
 
@@ -143,12 +144,14 @@ def _warnings(fit: Fit) -> list[str]:
     repeated = len(fit.points) - len(set(fit.points.names))
     if repeated:
         found.append(
-            f"{counted(repeated, 'row')} with the name of an earlier run: if they are points along one run, all "
+            f"{counted(repeated, 'row')} with the name of an earlier run: if they are points "
+            "along one run, all "
             "but the last are mid-schedule"
         )
     if fit.flops_law.largest_error > ROUGH_FLOPS_LAW:
         found.append(
-            f"FLOPs per token differ from a power of N by up to {fit.flops_law.largest_error:.0%} (shapes, segment or "
+            f"FLOPs per token differ from a power of N by up to {fit.flops_law.largest_error:.0%} "
+            "(shapes, segment or "
             "memory differ between runs): D* and approach 3's optimum carry that error"
         )
     if len(fit.points.budgets) == 2:

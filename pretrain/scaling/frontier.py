@@ -1,6 +1,8 @@
-"""The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by power laws.
+"""The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by
+power laws.
 
-Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a place that a draw does not have.
+Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a place that a draw
+does not have.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class LawLine:
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach's line, its draws, and what the reader must know about it."""
+    """One approach's line, its bootstrap draws and its warnings."""
 
     key: str
     title: str
@@ -88,7 +90,7 @@ REFINEMENTS = 6  # each divides the grid's spacing by 5
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Optimal sizes and losses at any FLOPs; every field has the shape [] or, for the draws of a bootstrap, [K]."""
+    """Optimal sizes and losses at any FLOPs; all fields are [], or [K] for bootstrap draws."""
 
     log_scale: Array  # ln k of N* = k C^a
     power: Array  # a
@@ -115,7 +117,7 @@ class Frontier:
 def fit_frontier(
     log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None
 ) -> Frontier:
-    """Least-squares power laws through the places of each draw; NaN for draws with fewer than two places."""
+    """Least-squares power laws through each draw's positions; NaN below two positions."""
     there_KF = np.isfinite(n_KF) & np.isfinite(loss_KF)
     weight_KF = np.where(there_KF, 1.0 if weight_KF is None else weight_KF, 0.0)
     n_KF, loss_KF = np.where(there_KF, n_KF, 0.0), np.where(there_KF, loss_KF, 1.0)
@@ -127,6 +129,7 @@ def fit_frontier(
     else:
         log_loss_scale, slope = _line(x_F, np.log(loss_KF), weight_KF)
         floor, decay = np.zeros_like(slope), -slope
+    # One position determines no power; such draws are left out of the intervals.
     unknown = (weight_KF > 0).sum(axis=-1) < 2
     fields = (
         np.where(unknown, np.nan, value)
@@ -148,7 +151,7 @@ def _line(x_F: Array, y_KF: Array, weight_KF: Array) -> tuple[Array, Array]:
 
 
 def _decay_to_floor(x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array, Array, Array]:
-    """The floor E >= 0, ln m and g >= 0 of E + m exp(-g x): E and m are linear, g is searched on ever finer grids."""
+    """E >= 0, ln m and g >= 0 of E + m exp(-g x): linear in E and m, finer and finer grids of g."""
     rows = loss_KF.shape[:-1]
     grid = np.broadcast_to(DECAY_GRID, (*rows, len(DECAY_GRID)))
     ratio = np.log(DECAY_GRID[1] / DECAY_GRID[0])
@@ -178,6 +181,7 @@ def _linear_part(
     scale = np.maximum(joint / np.maximum(spread, 1e-300), 0.0)
     floor = y_mean - scale * curve_mean
     alone = (w * curve * y).sum(axis=-1) / np.maximum((w * curve**2).sum(axis=-1), 1e-300)
+    # A negative floor would mean a negative loss at large C: then fit the scale without a floor.
     scale, floor = np.where(floor < 0, alone, scale), np.maximum(floor, 0.0)
     error = (w * (y - floor[..., None] - scale[..., None] * curve) ** 2).sum(axis=-1)
     return error, floor, scale

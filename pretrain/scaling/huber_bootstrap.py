@@ -1,6 +1,12 @@
 """Bootstrap of approach 3: the Huber fit repeated on resampled runs, vectorized over the draws.
 
-Legend: K draws, P points, G grid cells.
+Pairs are resampled: whole runs (N, D, loss) with replacement. That assumes nothing of the noise,
+and there are enough runs for it: approach 3 fits five numbers to all of them, whereas approach 2
+fits three numbers per budget (see `isoflop.isoflop_draws`).
+
+The minimum is that of `huber_fit.minimize`. The method is Levenberg-Marquardt with Huber's weights,
+because it batches: one step of all draws is a few matrix products. A thousand calls of L-BFGS would
+take minutes. Legend: K draws, P points, G grid cells.
 """
 
 from __future__ import annotations
@@ -22,10 +28,12 @@ DRAWS_AT_ONCE = 250  # keeps the arrays of one step within the processor's cache
 def fit_draws(
     n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float, start: Array | None = None
 ) -> Array:
-    """The laws theta [K, 5] that fit ln losses l_KP (K or 1 rows) under the points' weights, row by row.
+    """The laws theta [K, 5] that fit ln losses l_KP (K or 1 rows) under the points' weights, row by
+    row.
 
-    Each draw starts from its own variable projection and from `start` (the fit of all points), and keeps the better
-    end: draws that share one start understate how far apart the minima of different draws lie.
+    Each draw starts from its own variable projection and from `start` (the fit of all points), and
+    keeps the better end: draws that share one start understate how far apart the minima of
+    different draws lie.
     """
     center = np.array([n_P.mean(), d_P.mean()])
     n_P, d_P = n_P - center[0], d_P - center[1]
@@ -42,6 +50,7 @@ def fit_draws(
             weight_KP[rows],
             delta,
         )
+        # The draw's own projection finds its basin, the common start the basin of the full fit.
         if start is not None:
             common = start - np.array([0, start[3] * center[0], start[4] * center[1], 0, 0])
             other, other_objective = _descend(
@@ -53,7 +62,7 @@ def fit_draws(
 
 
 def project_draws(n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array) -> Array:
-    """Variable projection for every draw: the best of a coarse grid over (alpha, beta), by 3 x 3 normal equations."""
+    """Variable projection of every draw on a coarse (alpha, beta) grid, by normal equations."""
     alpha_G, beta_G = (grid.ravel() for grid in np.meshgrid(COARSE_GRID, COARSE_GRID))
     terms_3GP = np.stack(
         [
@@ -76,7 +85,7 @@ def project_draws(n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array) -> Arra
 
 
 def _best_nonnegative(gram: Array, target: Array) -> tuple[Array, Array]:
-    """Non-negative least squares of three unknowns by trying all seven sets of them; (coefficients, gain)."""
+    """Return (coefficients, gain) of the best of the seven sets of unknowns that may be nonzero."""
     best = np.zeros(target.shape)
     best_gain = np.zeros(target.shape[:-1])
     for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
@@ -111,6 +120,7 @@ def _descend(
         diagonal = curvature[busy].diagonal(axis1=1, axis2=2)
         scale = np.maximum(diagonal, 1e-9 * diagonal.max(axis=1, keepdims=True) + 1e-300)
         damped = curvature[busy] + damping[busy, None, None] * np.eye(5) * scale[:, None, :]
+        # Marquardt's scaling by the diagonal: the five numbers differ in curvature by many decades.
         step = -np.linalg.solve(damped, gradient[busy][..., None])[..., 0]
         candidate = theta[busy] + np.clip(step, -2.0, 2.0)
         value, new_gradient, new_curvature = _model(
@@ -131,7 +141,7 @@ def _descend(
 def _model(
     theta: Array, n_P: Array, d_P: Array, l_KP: Array, weight_KP: Array, delta: float
 ) -> tuple[Array, Array, Array]:
-    """The weighted sums of Huber [K], gradients [K, 5] and Gauss-Newton curvatures under Huber's weights [K, 5, 5]."""
+    """Weighted sums of Huber [K], their gradients [K, 5] and Gauss-Newton curvatures [K, 5, 5]."""
     terms = log_terms(theta, n_P, d_P)
     peak = terms.max(axis=1)
     shares = np.exp(terms - peak[:, None])
@@ -156,7 +166,7 @@ MOST_REDRAWS = 1000
 def parametric_draws(
     points: Points, fit: ParametricFit, rng: np.random.Generator, num_draws: int
 ) -> Array:
-    """The laws theta [K, 5] of `num_draws` resamples of these runs. Covers 90-97 % at a nominal 95 % (simulated)."""
+    """The laws theta [K, 5] of resamples of these runs. Coverage: docs/scaling.md, "Fit"."""
     weight_KP = pair_weights(len(points), rng, num_draws)
     n_P, d_P, l_P = (
         np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
@@ -165,7 +175,7 @@ def parametric_draws(
 
 
 def pair_weights(count: int, rng: np.random.Generator, num_draws: int) -> Array:
-    """How often each of `count` runs is in each draw; a draw of too few distinct runs to fit is drawn again."""
+    """How often each run is in each draw; draws with too few distinct runs are repeated."""
     weight_KP = rng.multinomial(count, np.full(count, 1 / count), size=num_draws)
     for _ in range(MOST_REDRAWS):
         poor_K = (weight_KP > 0).sum(axis=1) < min(FEWEST_POINTS, count)

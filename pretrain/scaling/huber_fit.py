@@ -1,4 +1,17 @@
-"""x"""
+"""Approach 3: the Huber fit of L(N, D) = E + A/N^alpha + B/D^beta to final losses.
+
+The objective is the sum over runs of Huber_delta(ln L(N, D) - ln loss). Logarithms make the errors
+relative, so that small models with high losses do not dominate. Huber's loss is linear beyond
+delta, so that a run that went wrong pulls with a bounded force. It is the sum and not the mean: a
+mean of such small numbers is below a solver's default tolerance far from the optimum, and the fit
+only looks converged.
+
+The objective has several minima, so the start matters. Variable projection finds it: on a grid over
+(alpha, beta) the best E, A, B >= 0 are a linear problem, solved exactly for each cell. L-BFGS goes
+from the best cell to the minimum. Legend: P points.
+
+Source: Hoffmann et al. 2022, section 3.3; Besiroglu et al. 2024 for what can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +26,8 @@ from pretrain.scaling.points import Array, Points
 HUBER_DELTA = 1e-3
 FEWEST_POINTS = 6  # five numbers and one point to contradict them
 EXPONENT_GRID = np.geomspace(0.02, 1.6, 60)
-SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term to be 0, its logarithm starts from here
+# of the mean loss: where the linear problem finds a term to be 0, its logarithm starts from here
+SMALLEST_TERM = 1e-6
 RELATIVE_TOLERANCE = (
     1e-12  # restarts of L-BFGS end when one gains less than this part of the objective
 )
@@ -22,7 +36,7 @@ PERTURBATION = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class ParametricFit:
-    """Approach 3's law, and whether the numbers deserve belief."""
+    """Approach 3's law, with what is needed to judge it."""
 
     law: Law
     objective: float  # sum of Huber over the points
@@ -35,27 +49,30 @@ class ParametricFit:
 
 
 def fit_parametric(points: Points, delta: float = HUBER_DELTA) -> ParametricFit:
-    """The best law for these points; DataError when they are too few or no such law falls with N and D."""
+    """Fit the law; DataError for too few points, or if the best law does not fall with N and D."""
     if len(points) < FEWEST_POINTS:
         raise DataError(
-            f"{points.source}: {len(points)} usable points, approach 3 needs at least {FEWEST_POINTS} for its five "
+            f"{points.source}: {len(points)} usable points, approach 3 needs at least "
+            f"{FEWEST_POINTS} for its five "
             "numbers; add runs"
         )
     for values_P, name in ((points.parameters_P, "N"), (points.tokens_P, "D")):
         if len(np.unique(values_P)) < 3:
             raise DataError(
-                f"{points.source}: fewer than 3 distinct {name}; an exponent needs at least 3 to be seen"
+                f"{points.source}: fewer than 3 distinct {name}; an exponent needs at least 3"
             )
     n_P, d_P, l_P = (
         np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
     )
     center = np.array([n_P.mean(), d_P.mean()])
+    # Centered logarithms keep A and B near 1 and decorrelate them from the exponents.
     n_P, d_P = n_P - center[0], d_P - center[1]
     start, on_edge = project(n_P, d_P, points.loss_P)
-    theta, objective = minimise(start, n_P, d_P, l_P, delta)
+    theta, objective = minimize(start, n_P, d_P, l_P, delta)
     if not min(theta[3:]) > 0:
         raise DataError(
-            f"{points.source}: the best law has alpha={theta[3]:.3g} and beta={theta[4]:.3g}; the loss must fall "
+            f"{points.source}: the best law has alpha={theta[3]:.3g} and beta={theta[4]:.3g}; the "
+            "loss must fall "
             "with N and with D (are all runs tuned and finished?)"
         )
     start_objective = huber_sum(start, n_P, d_P, l_P, delta)[0]
@@ -85,9 +102,10 @@ def uncenter(theta: Array, center: Array) -> Array:
 def project(
     n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID
 ) -> tuple[Array, bool]:
-    """Variable projection: the law of least squared relative error on the grid; whether it lies on the grid's edge."""
+    """Return the law of least squared relative error on the grid, and if it is on the edge."""
     from scipy.optimize import nnls
 
+    # Dividing each row by its loss makes least squares relative, close to the objective in ln loss.
     best: tuple[float, float, float, Array] | None = None
     target_P = np.ones_like(loss_P)
     for alpha in grid:
@@ -124,15 +142,15 @@ def huber_sum(
     )
 
 
-def minimise(start: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) -> tuple[Array, float]:
-    """L-BFGS on the summed Huber from `start`, restarted until it gains nothing; (law, objective)."""
+def minimize(start: Array, n_P: Array, d_P: Array, l_P: Array, delta: float) -> tuple[Array, float]:
+    """Return (law, objective) of L-BFGS from `start`, restarted until it gains nothing."""
     from scipy.optimize import minimize
 
     theta, objective = start, huber_sum(start, n_P, d_P, l_P, delta)[0]
     for _ in range(20):
         scale = 1 / max(
             objective, 1e-30
-        )  # the solver's tolerances are absolute around 1, the objective is near 1e-5
+        )  # the solver's tolerances are absolute, and the objective is near 1e-5
 
         def scaled(candidate: Array, scale: float = scale) -> tuple[float, Array]:
             value, gradient = huber_sum(candidate, n_P, d_P, l_P, delta)
@@ -161,17 +179,20 @@ def _warnings(
     n_P, d_P, l_P = data
     if np.allclose(theta, start, rtol=0, atol=1e-9) and start_objective > 1e-12 * len(l_P):
         found.append(
-            "the fit did not move from its start: the optimiser failed, do not use these numbers"
+            "the fit did not move from its start: the optimizer failed, do not use these numbers"
         )
+    # A start near the optimum must return to it; one that ends lower shows another minimum.
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=5)
-    again = minimise(theta + PERTURBATION * signs, n_P, d_P, l_P, delta)[1]
+    again = minimize(theta + PERTURBATION * signs, n_P, d_P, l_P, delta)[1]
     if again < objective * (1 - 1e-6) - 1e-15:
         found.append(
-            f"a restart beside the optimum found a lower one ({again:.6g} < {objective:.6g}): several minima"
+            f"a restart near the optimum found a lower one ({again:.6g} < {objective:.6g}): "
+            "several minima"
         )
     if on_edge:
         found.append(
-            f"the best start lies on the edge of the exponents' grid {EXPONENT_GRID[0]}..{EXPONENT_GRID[-1]}"
+            "the best start is on the edge of the exponents' grid "
+            f"{EXPONENT_GRID[0]}..{EXPONENT_GRID[-1]}"
         )
     shares = np.exp(log_terms(theta, n_P, d_P) - log_loss(theta, n_P, d_P)).max(axis=-1)
     for share, name in zip(shares, ("floor E", "size term A", "data term B"), strict=True):

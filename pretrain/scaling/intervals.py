@@ -1,4 +1,4 @@
-"""Bootstrap intervals, and numbers as text: estimates have a fixed number of digits, counts are short."""
+"""Bootstrap intervals, and numbers as text: fixed digits for estimates, few for counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pretrain.scaling.points import Array
 from pretrain.terminal.text import prefixed, si
 
-LEVEL = 95  # percent, of every interval
+LEVEL = 95  # percent of the draws that every interval holds
 ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
 
@@ -30,7 +30,7 @@ class Interval:
 
 
 def interval(value: float | Array, draws_K: Array) -> Interval:
-    """The interval of these draws around the estimate; NaN ends if fewer than half the draws have a value."""
+    """The estimate with the draws' interval; NaN ends if fewer than half have a value."""
     draws_K = np.asarray(draws_K, float)
     finite = draws_K[np.isfinite(draws_K)]
     if len(finite) < max(2, len(draws_K) / 2):

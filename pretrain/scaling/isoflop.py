@@ -1,7 +1,9 @@
-"""Approach 2: at each budget a parabola of the loss in ln N; its lowest points are the frontier.
+"""Approach 2: at each budget a parabola of the loss in ln N; its vertices are the frontier.
 
-Source: Hoffmann et al. 2022, section 3.2. Wide or off-centre grids bias the vertex (the true valley is no parabola), so
-both are said. Legend: K draws, F budgets, P points, S sizes of one budget.
+The true valley is not a parabola, so wide or off-center grids bias the vertex; both are warnings.
+Legend: K draws, F budgets, P points, S sizes of one budget.
+
+Source: Hoffmann et al. 2022, section 3.2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ GOOD_SIZES = 5
 WIDE_GRID = (
     40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
 )
-OFF_CENTRE = 0.25  # of the grid's width in ln N: a vertex nearer to an edge than this is said
+OFF_CENTER = 0.25  # of the grid's width in ln N: a vertex nearer to an edge than this is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ def fit_isoflop(points: Points) -> IsoflopFit:
         reasons = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise DataError(
-            f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 needs two "
+            f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
+            "needs two "
             f"({'; '.join(reasons[:3])}{more})"
         )
     log_flops_F, n_F, loss_F = (
@@ -73,11 +76,13 @@ def fit_isoflop(points: Points) -> IsoflopFit:
 def isoflop_draws(
     points: Points, fit: IsoflopFit, rng: np.random.Generator, num_draws: int
 ) -> Frontier:
-    """The frontier of each draw: the fitted parabolas plus resampled residuals, through the same budgets.
+    """The frontier of each draw: the fitted parabolas plus resampled residuals, through the same
+    budgets.
 
-    Not pairs: with five sizes a budget, resampling them leaves parabolas through three sizes, and intervals four times
-    too wide. Residuals are relative, divided by sqrt(1 - leverage), pooled over the budgets, and widened by Student's t
-    for the few degrees of freedom. A budget takes no part in a draw that gives it no bend or a vertex far outside.
+    Not pairs: with five sizes a budget, resampling them leaves parabolas through three sizes, and
+    intervals four times too wide. Residuals are relative, divided by sqrt(1 - leverage), pooled
+    over the budgets, and widened by Student's t for the few degrees of freedom. A budget takes no
+    part in a draw that gives it no bend or a vertex far outside.
     """
     used = [valley for valley in fit.valleys if valley.is_used]
     n_KF, loss_KF = np.full((2, num_draws, len(used)), np.nan)
@@ -85,12 +90,14 @@ def isoflop_draws(
         *(_fitted_and_residuals(points, valley) for valley in used), strict=True
     )
     pool = np.concatenate(residuals)
+    # Few runs per budget, so the residuals of all budgets make one pool, which is widened in turn.
     pool = (pool - pool.mean()) * _widening(len(pool) - 3 * len(used))
     for column, (valley, fitted_S) in enumerate(zip(used, fitted, strict=True)):
         x_S = np.log(points.parameters_P[points.budget_P == valley.budget])
         center, half = _frame(x_S)
         loss_KS = fitted_S * (1 + rng.choice(pool, size=(num_draws, len(x_S))))
         vertex, bottom, bend = _parabola((x_S - center) / half, loss_KS)
+        # A vertex over half a grid width outside is extrapolation; without bend there is none.
         good_K = (bend > 0) & (np.abs(vertex) < 2)
         n_KF[good_K, column] = (center + half * vertex)[good_K]
         loss_KF[good_K, column] = bottom[good_K]
@@ -98,7 +105,7 @@ def isoflop_draws(
 
 
 def _fitted_and_residuals(points: Points, valley: Valley) -> tuple[Array, Array]:
-    """The parabola at the budget's sizes, and the relative residuals as large as if the fit had not seen them."""
+    """The parabola at the budget's sizes, and residuals as large as for points left out."""
     mine_P = points.budget_P == valley.budget
     x_S, loss_S = np.log(points.parameters_P[mine_P]), points.loss_P[mine_P]
     center, half = _frame(x_S)
@@ -110,7 +117,7 @@ def _fitted_and_residuals(points: Points, valley: Valley) -> tuple[Array, Array]
 
 
 def _widening(degrees_of_freedom: int) -> float:
-    """How much wider Student's t is than the normal at 95 %; with no residuals there is nothing to widen."""
+    """How much wider Student's t is than the normal at 95%; 1 without residuals."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees_of_freedom, 0.975) / 1.959964) if degrees_of_freedom > 0 else 1.0
@@ -143,13 +150,13 @@ def _valley(points: Points, budget: float) -> Valley:
         float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None])
     )
     if not bend > 0:
-        return replace(valley, reason="the losses bend downwards: there is no lowest size")
+        return replace(valley, reason="the losses curve downward: there is no lowest size")
     size = float(np.exp(center + half * vertex))
     reason = ""
     if abs(vertex) > 1:
         side = "above" if vertex > 0 else "below"
         reason = (
-            f"vertex {size:.3g} lies {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
+            f"vertex {size:.3g} is {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
         )
     return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
 
@@ -170,14 +177,14 @@ def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
         found.append(
             f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at {few}"
         )
-    if near_edge := budgets_where(_is_off_centre):
-        found.append(f"the vertex lies near the edge of the sizes, which biases it, at {near_edge}")
+    if near_edge := budgets_where(_is_off_center):
+        found.append(f"the vertex is near the edge of the sizes, which biases it, at {near_edge}")
     if wide := budgets_where(lambda valley: valley.largest / valley.smallest > WIDE_GRID):
-        found.append(
-            f"sizes span over {WIDE_GRID:.0f}x, and no valley is a parabola that wide, at {wide}"
-        )
+        found.append(f"sizes span over {WIDE_GRID:.0f}x, too wide for a parabola, at {wide}")
     if len(used) == 2:
-        found.append("two budgets determine a line exactly: nothing checks it; add a third")
+        found.append(
+            "two budgets determine a line exactly and leave nothing to check it; add a third"
+        )
     elif len(used) < FEWEST_FOR_FLOOR:
         found.append(
             f"{len(used)} budgets show no floor of the loss: extrapolated losses come out too low"
@@ -185,6 +192,6 @@ def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     return found
 
 
-def _is_off_centre(valley: Valley) -> bool:
+def _is_off_center(valley: Valley) -> bool:
     edges = valley.parameters / valley.smallest, valley.largest / valley.parameters
-    return np.log(min(edges)) < OFF_CENTRE * np.log(valley.largest / valley.smallest)
+    return np.log(min(edges)) < OFF_CENTER * np.log(valley.largest / valley.smallest)

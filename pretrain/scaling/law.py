@@ -1,7 +1,9 @@
-"""The loss as a law of size and data, L(N, D) = E + A/N^alpha + B/D^beta, and the optimum it implies at given FLOPs.
+"""The loss as a law of size and data, L(N, D) = E + A/N^alpha + B/D^beta, and the optimum it
+implies at given FLOPs.
 
-Legend: K laws (draws of a bootstrap), P points. Laws are rows theta = (ln E, ln A, ln B, alpha, beta), so that all
-is evaluated in log space: A and B span many orders of magnitude. Source: Hoffmann et al. 2022, sections 3.3 and D.3.
+Legend: K laws (draws of a bootstrap), P points. Laws are rows theta = (ln E, ln A, ln B, alpha,
+beta), so that all is evaluated in log space: A and B span many orders of magnitude. Source:
+Hoffmann et al. 2022, sections 3.3 and D.3.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class Law:
 
 @dataclass(frozen=True)
 class FlopsLaw:
-    """Training FLOPs per token as a power of the size, C/D = scale * N^power; the common 6ND has scale 6 and power 1.
+    """Training FLOPs per token as a power of the size, C/D = scale * N^power; the common 6ND has
+    scale 6 and power 1.
 
-    Attention and the output layer make real models differ from 6N (Transformer-XL by 0.65x to 2.4x), by a factor that
-    changes slowly with the size: a power law over the fitted sizes holds it to a few per cent, and keeps closed forms.
+    Attention and the output layer make real models differ from 6N (Transformer-XL by 0.65x to
+    2.4x), by a factor that changes slowly with the size: a power law over the fitted sizes is
+    accurate to a few percent and keeps closed forms.
     """
 
     scale: float = 6.0
@@ -63,7 +67,7 @@ class FlopsLaw:
 
 
 def fit_flops_law(parameters_P: Array, tokens_P: Array, flops_P: Array) -> FlopsLaw:
-    """The FLOPs per token of these runs as a power of their size; exactly 6N when they are 6N to 1e-6."""
+    """FLOPs per token as a power of the size; exactly 6N if these runs have 6N to 1e-6."""
     log_ratio_P = np.log(flops_P / tokens_P)
     n_P = np.log(parameters_P)
     if np.allclose(log_ratio_P, np.log(6) + n_P, rtol=0, atol=1e-6):
@@ -99,10 +103,11 @@ def exponents(theta: Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
 
 
 def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
-    """(ln N*, ln D*) that minimise the loss at C FLOPs, in closed form.
+    """(ln N*, ln D*) that minimize the loss at C FLOPs, in closed form.
 
     With C = s N^p D the loss on the line is E + A N^-alpha + B (C/s)^-beta N^(p beta), least where
-    N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta; s = 6, p = 1 is equation 4 of Hoffmann et al. 2022.
+    N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta; s = 6, p = 1 is equation 4 of Hoffmann et
+    al. 2022.
     """
     _, a, b, alpha, beta = (theta[..., index] for index in range(5))
     with np.errstate(

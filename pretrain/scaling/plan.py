@@ -52,9 +52,11 @@ def plan_runs(
     lanes_multiple: int = 1,
     keep_layers: bool = False,
 ) -> list[PlannedRun]:
-    """Return `num_sizes` sizes at each budget, `spread` apart around `optimum(budget)`, and one run per hold-out.
+    """Return `num_sizes` sizes at each budget, `spread` apart around `optimum(budget)`, and one run
+    per hold-out.
 
-    Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole steps.
+    Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole
+    steps.
     """
     refuse_unsuited(base)
     if num_sizes < 1 or spread <= 1 or not budgets or min((*budgets, *holdouts)) <= 0 or not seeds:
@@ -71,8 +73,10 @@ def plan_runs(
         distinct = {cost_of(run).parameters: run for run in shaped}
         if len(distinct) < num_sizes:
             raise ConfigError(
-                f"at {budget:.3g} FLOPs only {len(distinct)} of {num_sizes} sizes around {optimum(budget):.3g} "
-                "parameters are different legal shapes; use a larger --spread, fewer sizes or a base with smaller heads"
+                f"at {budget:.3g} FLOPs only {len(distinct)} of {num_sizes} sizes around "
+                f"{optimum(budget):.3g} "
+                "parameters are different legal shapes; use a larger --spread, fewer sizes or a "
+                "base with smaller heads"
             )
         sized = [with_budget(run, budget, rule, lanes_multiple) for run in distinct.values()]
         runs += [
@@ -91,11 +95,12 @@ def plan_runs(
 def optimum_at_ratio(
     base: RunConfig, tokens_per_parameter: float, keep_layers: bool = False
 ) -> Callable[[float], float]:
-    """Return N(C), the parameters for which C FLOPs pay for `tokens_per_parameter` N tokens, counted exactly."""
+    """Return N(C), at which C FLOPs buy `tokens_per_parameter` N tokens, counted exactly."""
 
     def optimum(budget: float) -> float:
         size = math.sqrt(budget / (6 * tokens_per_parameter))
-        # FLOPs per token change slowly with the size, so this fixed point is reached in a few rounds.
+        # FLOPs per token change slowly with the size, so this fixed point is reached in a few
+        # rounds.
         for _ in range(20):
             per_parameter = _flops_per_parameter(base, size, keep_layers)
             size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
@@ -129,7 +134,7 @@ def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> flo
 
 
 def check_tokens(base: RunConfig, runs: Sequence[PlannedRun]) -> list[str]:
-    """Return a note if the corpus is not on this machine; DataError if a run reads more than one epoch."""
+    """Return a note if the corpus is not here; DataError if a run reads over one epoch."""
     directory = base.data.directory() / SPLITS[0]
     if not directory.is_dir():
         return [f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens"]
@@ -139,12 +144,13 @@ def check_tokens(base: RunConfig, runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
-    """Raise DataError if a cell (name -> tokens) reads more than one epoch: repeated tokens are worth less."""
+    """Raise DataError if a cell reads over one epoch: repeated tokens are worth less."""
     greedy = [name for name, count in tokens.items() if count > available]
     if greedy:
         worst = max(greedy, key=tokens.__getitem__)
         raise DataError(
-            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has ({available:,}); {worst} "
+            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has "
+            f"({available:,}); {worst} "
             f"needs {tokens[worst]:,}: use smaller budgets, larger sizes or more text"
         )
 
@@ -161,7 +167,7 @@ def write_plan(
     runs: Sequence[PlannedRun],
     notes: Sequence[str],
 ) -> None:
-    """Write the runs as the sweep `name` and print where; `base` is the experiment with the changes of --set."""
+    """Write the sweep `name` and print its path; `base` includes the changes of --set."""
     path = sweep_path(arguments, name)
     write_sweep(path, make_sweep(name, arguments.experiment, base, runs, path.parent, notes))
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
@@ -177,8 +183,9 @@ def make_sweep(
 ) -> Sweep:
     """Return the runs as a sweep whose file will be in `directory`.
 
-    Cells start from the experiment's file, so settings that `base` changes become overrides as well. A vocabulary
-    size that `base` leaves unset remains unset: it is read from the corpus when the cell runs.
+    Cells start from the experiment's file, so settings that `base` changes become overrides as
+    well. A vocabulary size that `base` leaves unset remains unset: it is read from the corpus when
+    the cell runs.
     """
     plain = load_config(RunConfig, experiment)
     relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))

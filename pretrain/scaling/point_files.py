@@ -25,7 +25,7 @@ NO = ("", "0", "0.0", "false", "no")
 
 
 def text_of(path: Path, origin: str) -> str:
-    """The file's text; DataError, with `origin` for an absent one, unless it is there and in UTF-8."""
+    """Read a text file in UTF-8; DataError if it is absent or has another encoding."""
     if path.is_dir():
         raise DataError(f"{path} is a directory; name a file: {origin}")
     if not path.is_file():
@@ -39,18 +39,19 @@ def text_of(path: Path, origin: str) -> str:
 
 
 def flag(value: object) -> bool | None:
-    """What a cell says that is to hold yes or no (true or false, 1 or 0, nothing for no); None for anything else."""
+    """Parse a yes-or-no cell (true or false, 1 or 0, nothing for no); None for anything else."""
     word = "" if value is None else str(value).strip().lower()
     return True if word in YES else False if word in NO else None
 
 
 def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
-    """Each row with its line number; DataError as `text_of`, and for a row with more cells than the header."""
+    """Return each row with its line number; DataError for a row longer than the header."""
     rows = []
     for number, row in enumerate(csv.DictReader(text_of(path, origin).splitlines()), 2):
         if None in row:
             raise DataError(
-                f"{path}: row {number} has more cells than the header names; is there a stray comma?"
+                f"{path}: row {number} has more cells than the header names; check for a stray "
+                "comma"
             )
         rows.append((number, row))
     return rows
@@ -61,13 +62,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of the columns in a file of runs. Only parameters and loss, and tokens or FLOPs, must be there."""
+    """Column names in a file of runs. Required: parameters, loss, and tokens or FLOPs."""
 
     parameters: str = "N"
     tokens: str = "D"
     loss: str = "loss"
     flops: str = "C"  # training FLOPs of the whole run; absent: 6 N D
-    budget: str = "budget"  # the FLOPs a group of runs was planned for; absent: runs of about equal FLOPs are grouped
+    # the FLOPs a group of runs was planned for; absent: runs of about equal FLOPs are grouped
+    budget: str = "budget"
     name: str = "name"
     progress: str = (
         "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
@@ -84,10 +86,12 @@ def read_points(
     exclude: Sequence[str] = (),
     holdout: Sequence[str] = (),
 ) -> Points:
-    """The runs of a CSV or JSON file. `where` keeps rows (column=value); `exclude` drops some (column=value: reason).
+    """Read the runs of a CSV or JSON file. `where` keeps rows (column=value); `exclude` drops some
+    (column=value: reason).
 
-    `holdout` (column=value) marks rows to be predicted and never fitted, beside those that the file marks itself.
-    Raises DataError, one line per kind of mistake: missing column, not a number, not positive, no rows left.
+    `holdout` (column=value) marks rows to be predicted and never fitted, in addition to those that
+    the file marks. Raises DataError, one line per kind of mistake: missing column, not a number,
+    not positive, no rows left.
     """
     columns = columns or Columns()
     rows = _rows_of(Path(path))
@@ -95,7 +99,8 @@ def read_points(
     rows = [row for row in rows if all(_matches(row, condition, path) for condition in where)]
     if not rows:
         raise DataError(
-            f"{path} holds no runs{' that match ' + ' and '.join(where) if where else ''}; check the file"
+            f"{path} contains no runs{' that match ' + ' and '.join(where) if where else ''}; "
+            "check the file"
         )
     kept: list[Row] = []
     excluded: list[Exclusion] = []
@@ -157,13 +162,14 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
 
 
 def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:
-    """DataError for a column that was named by hand and is not there: what it holds would be silently ignored."""
+    """Raise DataError for a missing column that was named by hand, not ignore it silently."""
     present = _column_names(rows[0]) if rows else []
     for field in fields(columns):
         column = getattr(columns, field.name)
         if rows and column != field.default and not any(column in row for row in rows):
             raise DataError(
-                f"{path}: no column {column!r} for --column {field.name}={column}{did_you_mean(column, present)}"
+                f"{path}: no column {column!r} for --column "
+                f"{field.name}={column}{did_you_mean(column, present)}"
             )
 
 
@@ -179,7 +185,8 @@ def _rows_of(path: Path) -> list[Row]:
     tree = tree.get("runs") if isinstance(tree, dict) else tree
     if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
         raise DataError(
-            f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such a list"
+            f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such "
+            "a list"
         )
     return [{**row, "_line": number} for number, row in enumerate(tree, 1)]
 
@@ -187,7 +194,7 @@ def _rows_of(path: Path) -> list[Row]:
 def _matches(row: Row, condition: str, path: Path) -> bool:
     column, equals, value = condition.partition("=")
     if not equals:
-        raise DataError(f"{condition!r} is no condition; write COLUMN=VALUE")
+        raise DataError(f"{condition!r} is not a condition; write COLUMN=VALUE")
     if column not in row:
         raise DataError(f"{path}: no column {column!r}{did_you_mean(column, _column_names(row))}")
     return str(row[column]) == value
@@ -198,7 +205,8 @@ def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
     present = [name for name in _column_names(rows[0]) if name is not None]
     if column not in present:
         raise DataError(
-            f"{path}: no column {column!r} (found: {', '.join(present)}); name it with --column {role}=NAME"
+            f"{path}: no column {column!r} (found: {', '.join(present)}); name it with --column "
+            f"{role}=NAME"
         )
     values = [_number(row.get(column)) for row in rows]
     for is_bad, wish in (
@@ -212,13 +220,14 @@ def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
 def _refuse_where(
     is_bad_P: Sequence[bool], rows: Sequence[Row], column: str, wish: str, path: Path
 ) -> None:
-    """DataError that counts the bad rows and shows the first; none without any."""
+    """Raise DataError that counts the bad rows and shows the first, if there are any."""
     bad = [row for row, is_bad in zip(rows, is_bad_P, strict=True) if is_bad]
     if bad:
         others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
         raise DataError(
-            f"{path}: row {bad[0]['_line']}: {column}={bad[0].get(column)!r}{others}, expected {wish}; "
-            "correct it or leave it out with --exclude 'COLUMN=VALUE: reason'"
+            f"{path}: row {bad[0]['_line']}: {column}={bad[0].get(column)!r}{others}, expected "
+            f"{wish}; "
+            "correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
         )
 
 
@@ -228,7 +237,7 @@ def _progress(rows: Sequence[Row], column: str, path: Path) -> Array:
         [not 0 <= value <= 1 for value in values],
         rows,
         column,
-        "a part of the schedule from 0 to 1 (0.4 for 40 %), or nothing for all of it",
+        "a fraction of the schedule from 0 to 1 (0.4 for 40%), or nothing for all of it",
         path,
     )
     return np.array(values)
@@ -247,7 +256,7 @@ def _holdout(rows: Sequence[Row], column: str, path: Path) -> Array:
 
 
 def _reason_in(row: Row, column: str) -> str:
-    """Why the file itself leaves the row out; empty when it does not."""
+    """The reason that the file gives for excluding the row; empty if there is none."""
     said = flag(row.get(column))
     return str(row[column]) if said is None else "excluded in the file" if said else ""
 

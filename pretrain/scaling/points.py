@@ -1,4 +1,4 @@
-"""Finished runs as points of a scaling law: left out of a fit only with a reason.
+"""Finished runs as the points of a fit. A run is left out only with a reason.
 
 Legend: P points. N parameters, D training tokens, C training FLOPs.
 """
@@ -28,7 +28,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Runs as columns of equal length P, with those left out and what the reader should know."""
+    """Runs as columns of equal length P, with those left out and notes for the reader."""
 
     names: tuple[str, ...]
     parameters_P: Array
@@ -52,7 +52,7 @@ class Points:
         return replace(self, names=tuple(self.names[i] for i in indices), **arrays)
 
     def without(self, bad_P: Array, reason_of: Callable[[int], str]) -> Points:
-        """The points outside the mask; those inside join the excluded ones with their reasons."""
+        """The points outside the mask; those inside are excluded with their reasons."""
         left_out = tuple(Exclusion(self.names[i], reason_of(int(i))) for i in np.flatnonzero(bad_P))
         return replace(self.take(~bad_P), excluded=self.excluded + left_out)
 
@@ -66,8 +66,9 @@ _ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "progres
 
 
 def grouped_budgets(flops_P: Array) -> Array:
-    """For each run the geometric mean of its group's FLOPs; a group spans at most the factor SAME_BUDGET."""
+    """Each run's budget: the geometric mean of a group that spans at most SAME_BUDGET."""
     order = np.argsort(flops_P, kind="stable")
+    # A group starts at its smallest run, so that a chain of close runs does not merge budgets.
     groups: list[list[int]] = []
     for index in order:
         if groups and flops_P[index] <= SAME_BUDGET * flops_P[groups[-1][0]]:
@@ -84,18 +85,19 @@ def grouped_budgets(flops_P: Array) -> Array:
 
 
 def usable(points: Points) -> Points:
-    """The points a fit of final losses may use: finished runs that are not held out; the others get their reason."""
+    """The points to fit: finished and not held out. The others are excluded with a reason."""
     points = points.without(points.holdout_P, lambda _: HELD_OUT)
     return points.without(
         points.progress_P < FINISHED,
         lambda i: (
-            f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not yet decayed"
+            f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not "
+            "yet decayed"
         ),
     )
 
 
 def without_repeats(points: Points) -> Points:
-    """A run listed twice would count double; later copies are excluded."""
+    """Exclude later copies of a run, which would otherwise count double."""
     seen: dict[tuple[float, ...], str] = {}
     repeats_P = np.zeros(len(points), bool)
     for index in range(len(points)):

@@ -1,4 +1,4 @@
-"""What the fit says of a budget, a size or a number of tokens, how sure it is, and when it should not be asked.
+"""Predictions from a fit for a budget, a size or a number of tokens, and reasons to doubt them.
 
 Legend: K draws, X sizes.
 """
@@ -38,9 +38,8 @@ class Forecast:
     parameters: Interval
     tokens: Interval
     loss: Interval
-    unanswered: (
-        float  # part of the draws that have no such optimum; the intervals are those of the others
-    )
+    # fraction of the draws that have no such optimum; the intervals are those of the others
+    unanswered: float
 
 
 def forecast(
@@ -51,7 +50,7 @@ def forecast(
     tokens: float = 0,
     parameters: float = 0,
 ) -> Forecast:
-    """The optimum at the FLOPs, or the one that has the tokens or the parameters (exactly one is given)."""
+    """The optimum of that many FLOPs, tokens or parameters (exactly one is given)."""
     assert bool(flops) + bool(tokens) + bool(parameters) == 1
     pair = []
     for line in (approach.line, approach.draws):
@@ -73,7 +72,7 @@ def forecast(
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
-    """The approach of that key, or the most trusted; ConfigError when the runs do not allow the one asked for."""
+    """Return the approach of that key, or the preferred one; ConfigError if it is missing."""
     refuse_unknown(key)
     if key and fit.approach(key) is None:
         raise ConfigError(
@@ -85,13 +84,13 @@ def preferred(fit: Fit, key: str = "") -> Approach:
 
 
 def refuse_unknown(key: str) -> None:
-    """ConfigError for a key that is no approach's; none at all is one."""
+    """Raise ConfigError for an unknown approach; an empty key is allowed."""
     if key and key not in PREFERRED:
-        raise ConfigError(f"--approach {key} is no approach{did_you_mean(key, PREFERRED)}")
+        raise ConfigError(f"--approach {key} is not an approach{did_you_mean(key, PREFERRED)}")
 
 
 def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
-    """L(N, D) by approach 3; ConfigError where these runs allow none."""
+    """Return L(N, D) by approach 3; ConfigError if these runs do not allow approach 3."""
     law = preferred(fit, "parametric")
     assert isinstance(law.line, LawLine)
     assert isinstance(law.draws, LawLine)
@@ -99,9 +98,9 @@ def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
 
 
 def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float, float] | None:
-    """The smallest and the largest size whose loss at these FLOPs is within `band` of the least.
+    """Return the smallest and largest size whose loss at these FLOPs is within `band` of the least.
 
-    None without a law, and where the law has no optimum.
+    None without a law, and if the law has no optimum.
     """
     law = fit.approach("parametric")
     if law is None:
@@ -115,23 +114,26 @@ def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float
 
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
-    """Why this fit should not be asked about these FLOPs; empty when it may."""
+    """Reasons not to rely on this fit at these FLOPs; empty if there are none."""
     found: list[str] = []
     low, high = float(fit.points.flops_P.min()), float(fit.points.flops_P.max())
     furthest = FURTHEST if len(fit.points.budgets) > 2 else FURTHEST_UNCHECKED
     limit = f"with {len(fit.points.budgets)} budgets the limit is {furthest:.0f} times"
     if flops > furthest * high:
         found.append(
-            f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest run fitted ({high:.3g}); {limit}"
+            f"{flops:.3g} FLOPs are {flops / high:.3g} times the largest fitted run ({high:.3g}); "
+            f"{limit}"
         )
     if flops < low / furthest:
         found.append(
-            f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest run fitted ({low:.3g}); {limit}"
+            f"{flops:.3g} FLOPs are {low / flops:.3g} times below the smallest fitted run "
+            f"({low:.3g}); {limit}"
         )
     size = approach.parameters(float(np.log(flops)))
     if not size.width <= WIDEST:
         found.append(
-            f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over {WIDEST:.0f}x wide"
+            f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over "
+            f"{WIDEST:.0f}x wide"
         )
     ratio = disagreement(fit.approaches, float(np.log(flops)))
     if ratio > LARGEST_DISAGREEMENT:
@@ -140,7 +142,7 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
 
 
 def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
-    """Why this fit should not be asked for the loss of one run; empty when it may."""
+    """Reasons not to rely on this fit for the loss of one run; empty if there are none."""
     found: list[str] = []
     points = fit.points
     asked = {
@@ -156,7 +158,8 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
         low, high = float(fitted_P.min()), float(fitted_P.max())
         if not low / furthest <= value <= high * furthest:
             found.append(
-                f"{value:.3g} {name} lie over {furthest:.0f}x outside those fitted ({low:.3g}..{high:.3g})"
+                f"{value:.3g} {name} are over {furthest:.0f}x outside the fitted range "
+                f"({low:.3g}..{high:.3g})"
             )
     loss = loss_of_run(fit, parameters, tokens)
     if not loss.width <= WIDEST_LOSS:
@@ -167,10 +170,11 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
 
 
 def refuse_wild(doubts: list[str]) -> None:
-    """ConfigError that lists the doubts, if there are any."""
+    """Raise ConfigError that lists the doubts, if there are any."""
     if doubts:
         raise ConfigError(
-            f"refusing to extrapolate: {'; '.join(doubts)}. Add runs nearer to it, or insist with --force"
+            f"prediction rejected as extrapolation: {'; '.join(doubts)}. Add runs nearer to it, "
+            "or use --force"
         )
 
 

@@ -1,4 +1,4 @@
-"""How a run is derived from the base experiment: its shape, then its learning rate, batch and number of steps."""
+"""How a run is derived from the base: its shape, learning rate, batch and steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from data_pipeline.errors import ConfigError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 
-DEPTH_FREEDOM = 1.4  # layers may differ from the base's ratio to the width by this factor, to come nearer to a size
+# layers may differ from the base's ratio to the width by this factor, to come nearer to a size
+DEPTH_FREEDOM = 1.4
 DEPTH_WEIGHT = 0.1  # how much a wrong depth counts against a wrong size, both as logarithms
 MOST_HEADS = 256
 INNER_MULTIPLE = 8
@@ -23,7 +24,7 @@ class Shape:
 
 
 def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
-    """The base experiment with another number of heads and layers, its widths in proportion."""
+    """Return the base with other numbers of heads and layers, its widths in proportion."""
     model = base.model
     growth = shape.num_heads / model.num_heads
     width = 2 * round(model.d_model * growth / 2)
@@ -45,9 +46,11 @@ def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
 
 
 def nearest_shape(base: RunConfig, parameters: float, keep_layers: bool = False) -> RunConfig:
-    """The legal shape whose parameters come nearest to the wanted number, at about the base's depth-to-width ratio.
+    """The legal shape whose parameters come nearest to the wanted number, at about the base's
+    depth-to-width ratio.
 
-    With `keep_layers` every shape has the base's depth: where few layers are wanted, whole ones jump too far.
+    With `keep_layers` every shape has the base's depth: where few layers are wanted, whole ones
+    jump too far.
     """
     best: tuple[float, RunConfig] | None = None
     group = _heads_per_key(base)
@@ -66,12 +69,14 @@ def nearest_shape(base: RunConfig, parameters: float, keep_layers: bool = False)
 
 
 def refuse_far_shape(run: RunConfig, parameters: float, tolerance: float = 0.5) -> None:
-    """ConfigError when even the nearest legal shape is not near: the base's heads or vocabulary do not allow it."""
+    """Raise ConfigError if the nearest legal shape is far off; the base does not allow it."""
     found = cost_of(run).parameters
     if abs(math.log(found / parameters)) > tolerance:
         raise ConfigError(
-            f"the nearest legal shape to {parameters:.3g} parameters has {found:.3g} (heads of {run.model.head_width}, "
-            f"vocabulary {run.model.vocab_size}); use a base experiment with smaller heads or another vocabulary"
+            f"the nearest legal shape to {parameters:.3g} parameters has {found:.3g} (heads of "
+            f"{run.model.head_width}, "
+            f"vocabulary {run.model.vocab_size}); use a base experiment with smaller heads or "
+            "another vocabulary"
         )
 
 
@@ -107,36 +112,38 @@ HIGHEST_LEARNING_RATE = (
     1e-2  # Step Law was measured from 60M parameters on; below, its rates outgrow what trains
 )
 WARMUP = 0.05  # of the steps
-FEWEST_STEPS = 100  # so that whole steps miss the budget by at most half a per cent
-SAVES = 4  # per run, so that a killed cell repeats at most a quarter
+FEWEST_STEPS = 100  # so that whole steps miss the budget by at most 0.5%
+SAVES = 4  # per run, so that a killed cell repeats at most a quarter of its steps
 TOLERANCE = 0.01  # of the budget's FLOPs
 DECAYED = 0.2  # the highest final fraction of the peak rate that still counts as decayed
 
 
 def step_law(body_parameters: float, tokens: float) -> tuple[float, float]:
-    """(peak learning rate, tokens per batch)."""
+    """Return (peak learning rate, tokens per batch)."""
     rate = 1.79 * body_parameters**-0.713 * tokens**0.307
     return min(rate, HIGHEST_LEARNING_RATE), 0.58 * tokens**0.571
 
 
 def refuse_unsuited(base: RunConfig) -> None:
-    """ConfigError for a schedule that leaves the rate high, since such losses are mid-schedule points; and for phases,
-    which begin at steps of their own whatever the length of a run."""
+    """Raise ConfigError for phases, which start at fixed steps, and for undecayed schedules."""
     if base.data.phases:
         raise ConfigError(
-            f"{base.name} has {len(base.data.phases)} phases (data.phases), and a plan counts every step alike; "
+            f"{base.name} has {len(base.data.phases)} phases (data.phases), and a plan counts all "
+            "steps as equal; "
             "take them out of the base"
         )
     schedule = base.optim.schedule
     if schedule.shape in ("constant", "inverse_sqrt") or schedule.final_fraction > DECAYED:
         raise ConfigError(
-            f"optim.schedule.shape={schedule.shape} final_fraction={schedule.final_fraction} does not decay the "
-            f"learning rate; scaling runs need linear, cosine or wsd with final_fraction of at most {DECAYED}"
+            f"optim.schedule.shape={schedule.shape} final_fraction={schedule.final_fraction} does "
+            "not decay the "
+            "learning rate; scaling runs need linear, cosine or wsd with final_fraction of at "
+            f"most {DECAYED}"
         )
 
 
 def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int = 1) -> RunConfig:
-    """The run with a batch by the rule and as many whole steps as `budget` FLOPs pay for, exact within 1 %."""
+    """Return the run with the rule's batch and the whole steps that `budget` FLOPs allow."""
     tokens = budget / cost_of(run).flops_per_token
     rate, lanes = run.optim.learning_rate, run.data.lanes
     if rule == "step-law":
@@ -151,8 +158,10 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
     steps = round(budget / (cost.flops_per_token * cost.tokens_per_step))
     if steps < FEWEST_STEPS // 2:
         raise ConfigError(
-            f"{budget:.3g} FLOPs pay for {steps} steps of {cost.tokens_per_step} tokens at {cost.parameters:.3g} "
-            f"parameters; a run needs at least {FEWEST_STEPS // 2}: use a larger budget or fewer lanes"
+            f"{budget:.3g} FLOPs pay for {steps} steps of {cost.tokens_per_step} tokens at "
+            f"{cost.parameters:.3g} "
+            f"parameters; a run needs at least {FEWEST_STEPS // 2}: use a larger budget or fewer "
+            "lanes"
         )
     run = with_steps(
         replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}"))), steps
@@ -163,7 +172,7 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """The run with so many steps; warm-up and checkpoints at their share of them."""
+    """Return the run with that many steps, and warm-up and checkpoints in proportion."""
     schedule = replace(
         run.optim.schedule, warmup_steps=max(1, round(WARMUP * steps)), decay_steps=0
     )

@@ -1,4 +1,4 @@
-"""A fit as one self-contained HTML file, its pictures beside it as PNG, and its numbers as JSON."""
+"""A fit as one self-contained HTML page, its charts as PNG and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_ROWS = 60
 
 
 def write_report(fit: Fit, directory: Path, title: str) -> Path:
-    """Write report.html, fit.json and the PNGs into `directory`; returns the HTML's path."""
+    """Write report.html, fit.json and the PNGs into `directory`; return the path of report.html."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
     for name, (chart, caption) in _charts(fit).items():
@@ -50,21 +50,22 @@ def write_report(fit: Fit, directory: Path, title: str) -> Path:
 
 
 def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
-    """The whole page; `drawn` holds the pictures by name."""
+    """The whole page; `drawn` has the charts as HTML by name."""
     points = fit.points
     lead = (
-        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from {points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} training FLOPs. Every interval holds {LEVEL} % of "
+        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from "
+        f"{points.flops_P.min():.3g} to "
+        f"{points.flops_P.max():.3g} training FLOPs. Every interval holds {LEVEL}% of "
         f"{counted(fit.num_draws, 'bootstrap draw')}."
     )
     sections = [
         _approaches(fit),
-        _pictures("Valleys of equal FLOPs", drawn, "isoflop"),
-        _pictures("The frontier", drawn, "frontier", "sizes", "tokens"),
+        _chart_section("Runs of equal FLOPs", drawn, "isoflop"),
+        _chart_section("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
         _law(fit, drawn),
         _checks(fit),
-        _pictures("What the bootstrap says", drawn, "exponents", "optimum"),
-        _pictures("Approach 1's curves", drawn, "envelope"),
+        _chart_section("Bootstrap", drawn, "exponents", "optimum"),
+        _chart_section("Approach 1's curves", drawn, "envelope"),
         _costs(fit),
         _warnings(fit),
         _left_out(fit),
@@ -79,16 +80,15 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
 
 
 def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
-    """Name -> (drawing, what it shows in words); only those that these runs allow."""
+    """Name -> (chart, caption); only those that these runs allow."""
     _, where = beyond(float(fit.points.budgets[-1]))
-    bands = (
-        f"Bands hold {LEVEL} % of the bootstrap draws; right of the dashed line is extrapolation"
-    )
+    bands = f"Bands hold {LEVEL}% of the bootstrap draws; right of the dashed line is extrapolation"
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
-            "Final loss over parameters N, one color per budget of training FLOPs: a dot is a run, a curve approach "
-            "2's parabola in ln N, a star its lowest point if that lies inside the sizes",
+            "Final loss over parameters N, one color per budget of training FLOPs: a dot is a "
+            "run, a curve approach "
+            "2's parabola in ln N, a star its lowest point if that is inside the sizes",
         ),
         "frontier": (
             charts.frontier,
@@ -104,28 +104,32 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
         ),
         "optimum": (
             charts.optimum_cloud,
-            f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the fit (stars)",
+            f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the "
+            "fit (stars)",
         ),
     }
     if fit.approach("parametric"):
         found["residuals"] = (
             charts.residuals,
-            "What approach 3's law predicts of every fitted run, minus what was measured, in per cent of the measured "
-            "loss. A trend with FLOPs or color is something the law does not hold",
+            "Prediction of approach 3's law minus measured loss of every fitted run, in percent "
+            "of the measured "
+            "loss. A trend with FLOPs or color is an effect that the law does not describe",
         )
         found["exponents"] = (
             charts.exponent_cloud,
-            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta in every bootstrap draw",
+            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta in every "
+            "bootstrap draw",
         )
     if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
         found["envelope"] = (
             charts.envelope_curves,
-            "The loss curves of approach 1 over FLOPs, and where the lowest one lies between smaller and larger sizes",
+            "The loss curves of approach 1 over FLOPs, and where the lowest one lies between "
+            "smaller and larger sizes",
         )
     return found
 
 
-def _pictures(title: str, drawn: dict[str, str], *names: str) -> str:
+def _chart_section(title: str, drawn: dict[str, str], *names: str) -> str:
     present = [drawn[name] for name in names if name in drawn]
     return section(title, *present) if present else ""
 
@@ -140,18 +144,20 @@ def _cards(fit: Fit) -> list[Card]:
     cards = [
         Card(
             as_size(size.value),
-            f"parameters ({low} to {high}) over {as_size(tokens.value)} tokens are optimal at {where}, "
+            f"parameters ({low} to {high}) over {as_size(tokens.value)} tokens are optimal at "
+            f"{where}, "
             f"by approach {approach.title}",
         ),
-        Card(as_exponent(a.value), f"is the exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
+        Card(as_exponent(a.value), f"exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
     ]
     if fit.left_out and fit.left_out.law_error is not None:
-        words = f"is how far the law of the smaller budgets misses the runs at {fit.left_out.budget:.3g} FLOPs, on "
-        cards.append(Card(f"{fit.left_out.law_error:.2%}", words + "average and whatever the sign"))
+        words = "mean absolute error of the law of the smaller budgets on the runs at "
+        words += f"{fit.left_out.budget:.3g} FLOPs"
+        cards.append(Card(f"{fit.left_out.law_error:.2%}", words))
     if fit.holdouts:
         furthest = max(fit.holdouts, key=lambda item: item.flops)
-        words = f"is by how much the loss of the run held out at {furthest.flops:.3g} FLOPs was predicted too high "
-        cards.append(Card(f"{furthest.error:+.2%}", words + "(-: too low)"))
+        words = f"error of the predicted loss of the run held out at {furthest.flops:.3g} FLOPs "
+        cards.append(Card(f"{furthest.error:+.2%}", words + "(+: predicted too high)"))
     return cards
 
 
@@ -173,7 +179,8 @@ def _approaches(fit: Fit) -> str:
         low, high = (as_size(size) for size in band)
         parts.append(
             paragraph(
-                f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} by approach 3."
+                f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} "
+                "by approach 3."
             )
         )
     return section("Three approaches side by side", *parts)
@@ -184,7 +191,8 @@ def _law(fit: Fit, drawn: dict[str, str]) -> str:
     if not law:
         return ""
     assert fit.estimates.parametric
-    words = f"L(N, D) = E + A/N^alpha + B/D^beta; mean error on its own runs {fit.estimates.parametric.mean_error:.3%}."
+    error = f"mean absolute error on its own runs {fit.estimates.parametric.mean_error:.3%}"
+    words = f"L(N, D) = E + A/N^alpha + B/D^beta; {error}."
     rows = [
         [name, *map(as_factor, (value.value, value.low, value.high))] for name, value in law.items()
     ]
@@ -208,7 +216,8 @@ def _checks(fit: Fit) -> str:
         ]  # fmt: skip
         parts.append(
             paragraph(
-                f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that budget:"
+                f"The optimum at {left.budget:.3g} FLOPs, predicted without the runs of that "
+                "budget:"
             )
         )
         parts.append(table(["", "N*", "loss", "error of N*", "error of the loss"], rows, "named"))
@@ -221,12 +230,13 @@ def _checks(fit: Fit) -> str:
         ]  # fmt: skip
         parts.append(
             paragraph(
-                "Runs that were held out; the interval is the law's and holds no noise of a single run:"
+                "Held-out runs; the interval is the law's and does not include the noise of a "
+                "single run:"
             )
         )
         parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
     errors = paragraph(f"{ERRORS[0].upper()}{ERRORS[1:]}.")
-    return section("Runs the fit did not see", *parts, errors) if parts else ""
+    return section("Validation", *parts, errors) if parts else ""
 
 
 def _costs(fit: Fit) -> str:
@@ -254,7 +264,7 @@ def _costs(fit: Fit) -> str:
     )
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
-    return section("What it cost", paragraph(law), table(heads, rows, "named"))
+    return section("Cost", paragraph(law), table(heads, rows, "named"))
 
 
 def _warnings(fit: Fit) -> str:
@@ -287,6 +297,4 @@ def _runs(fit: Fit) -> str:
         if len(points) > MOST_ROWS
         else f"All {len(points)}."
     )
-    return section(
-        "The runs", paragraph(more), table(["run", "N", "D", "C", "loss"], rows, "named")
-    )
+    return section("Runs", paragraph(more), table(["run", "N", "D", "C", "loss"], rows, "named"))

@@ -1,4 +1,4 @@
-"""A fit and its forecasts as lines for people and as a tree for programs."""
+"""A fit and its forecasts, as human-readable lines and as a JSON tree."""
 
 from __future__ import annotations
 
@@ -63,12 +63,14 @@ def law_intervals(fit: Fit) -> dict[str, Interval]:
 
 
 def fit_lines(fit: Fit) -> list[str]:
-    """Everything a fit found, for the terminal."""
+    """The whole fit as lines for the terminal."""
     points = fit.points
     heads, rows = approach_table(fit)
     lines = [
-        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')}, {points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL} % of {counted(fit.num_draws, 'bootstrap draw')}",
+        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')}, "
+        f"{points.flops_P.min():.3g} to "
+        f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL}% of "
+        f"{counted(fit.num_draws, 'bootstrap draw')}",
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}"
         + (f", within {fit.flops_law.largest_error:.2%}" if fit.flops_law.largest_error else ""),
         *(f"note: {note}" for note in points.notes),
@@ -81,12 +83,10 @@ def fit_lines(fit: Fit) -> list[str]:
         numbers = "  ".join(f"{name} {shown(law[name], as_factor)}" for name in law)
         lines += ["", f"L(N, D) = E + A/N^alpha + B/D^beta: {numbers}"]
         lines.append(
-            f"mean error on the fitted runs {fit.estimates.parametric.mean_error:.3%}, whatever its sign"
+            f"mean absolute error on the fitted runs {fit.estimates.parametric.mean_error:.3%}"
         )
     if (spread := seed_spread(points)) is not None:
-        lines.append(
-            f"losses that differ only by the seed spread by {spread:.3%} (standard deviation)"
-        )
+        lines.append(f"standard deviation of losses that differ only by the seed: {spread:.3%}")
     lines += check_lines(fit)
     excluded = [f"left out: {item.name}: {item.reason}" for item in points.excluded]
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)
@@ -101,7 +101,7 @@ def unavailable_lines(fit: Fit) -> list[str]:
 
 
 def check_lines(fit: Fit) -> list[str]:
-    """What the fit says of runs it did not see."""
+    """Predictions of runs that the fit did not see."""
     lines = []
     if len(fit.approaches) > 1:
         flops, where = beyond(float(fit.points.budgets[-1]))
@@ -110,7 +110,8 @@ def check_lines(fit: Fit) -> list[str]:
     if left := fit.left_out:
         lines += [
             "",
-            f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; {ERRORS}",
+            f"the largest budget ({left.budget:.3g} FLOPs) as a fit without it predicts it; "
+            f"{ERRORS}",
         ]
         lines += [f"  {line}" for line in _left_out_lines(left)]
         lines += [f"  {line}" for line in lost_lines(fit)]
@@ -122,11 +123,12 @@ def check_lines(fit: Fit) -> list[str]:
     for item in fit.holdouts:
         predicted = shown(item.predicted, as_loss)
         lines.append(
-            f"  held out {item.name}: measured {as_loss(item.measured)}, predicted {predicted} ({item.error:+.2%})"
+            f"  held out {item.name}: measured {as_loss(item.measured)}, predicted {predicted} "
+            f"({item.error:+.2%})"
         )
     if fit.num_unpredicted:
         words = counted(fit.num_unpredicted, "held-out run")
-        lines.append(f"{words} not predicted: that takes approach 3, which is not available")
+        lines.append(f"{words} not predicted: only approach 3 can, and it is not available")
     return lines
 
 
@@ -134,13 +136,14 @@ def _left_out_lines(left: LeftOut) -> list[str]:
     lines = []
     if left.law_error is not None:
         lines.append(
-            f"approach 3 misses the runs of that budget by {left.law_error:.2%} on average, whatever the sign"
+            f"approach 3: mean absolute error {left.law_error:.2%} on the runs of that budget"
         )
     if left.measured:
         size, loss = left.measured
         lines.append(f"measured: N* {as_size(size)}, loss {as_loss(loss)}")
         lines += [
-            f"{TITLES[key]}: N* {as_size(predicted_size)} ({relative_error(predicted_size, size):+.0%}), "
+            f"{TITLES[key]}: N* {as_size(predicted_size)} "
+            f"({relative_error(predicted_size, size):+.0%}), "
             f"loss {as_loss(predicted_loss)} ({relative_error(predicted_loss, loss):+.2%})"
             for key, (predicted_size, predicted_loss) in left.optimum.items()
         ]
@@ -200,7 +203,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
 
 
 def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of an optimum by every approach; what was `asked` for (flops, tokens, parameters) is no column."""
+    """Heads and rows of an optimum by every approach, without the column that was `asked` for."""
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "parameters": ("N*", as_size),
         "tokens": ("D*", as_size),

@@ -10,7 +10,8 @@ cells:
     facts: {budget: 1.0e+17, ...}    # numbers of the plan; a runner copies them, and needs none
     holdout: false                   # true: predicted from the others, never fitted
 
-Instead of cells there may be a grid, from which they follow, one for each combination, the last setting changing first:
+Instead of cells there may be a grid, from which they follow, one for each combination, the last
+setting changing first:
 
 experiment: ../experiments/books.yaml
 grid: {optim.learning_rate: [3e-4, 1e-3], model.memory_length: [64, 128]}
@@ -34,7 +35,7 @@ from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
-_SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # what else would not do in a directory's name
+_SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # characters that a directory's name should not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Sweep:
         ]
         if repeated:
             raise ConfigError(
-                f"cells: the name {repeated[0]!r} is there twice; each cell needs a directory of its own"
+                f"cells: the name {repeated[0]!r} is used twice; each cell needs its own directory"
             )
         unusable = [
             cell.name
@@ -76,7 +77,8 @@ class Sweep:
         ]
         if unusable:
             raise ConfigError(
-                f"cells: {unusable[0]!r} cannot be the name of a directory; use letters, digits, - and _"
+                f"cells: {unusable[0]!r} cannot be the name of a directory; use letters, digits, "
+                "- and _"
             )
 
 
@@ -108,7 +110,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
     """The same sweep with the cells of its grid."""
     grid, experiment = tree.pop("grid"), tree.pop("experiment", None)
     if "cells" in tree:
-        raise ConfigError(f"{path}: cells and grid are both there; a sweep has one of them")
+        raise ConfigError(f"{path}: found both cells and grid; use one of them")
     if not isinstance(experiment, str):
         raise ConfigError(
             f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies"

@@ -44,7 +44,9 @@ def duration(seconds: float) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows, heads first, in aligned columns: those of index `left` flush left, all others flush right."""
+    """Rows, heads first, in aligned columns: those of index `left` flush left, all others flush
+    right.
+    """
     widths = _widths(rows)
     flush_left = {index % len(widths) for index in left}
     return "\n".join(

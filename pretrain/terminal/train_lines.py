@@ -10,7 +10,9 @@ from pretrain.terminal.text import duration
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """An interval's measurements: the mean loss of its steps that were not skipped, everything else at its end."""
+    """An interval's measurements: the mean loss of its steps that were not skipped, everything else
+    at its end.
+    """
     line, losses = lines[-1], [each["loss"] for each in lines if not each["skipped"]]
     loss = sum(losses) / len(losses) if losses else math.nan
     parts = [

@@ -84,7 +84,7 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
     figure = chart(fit, PRINT)
     figure.draw_without_rendering()
     (legend,) = figure.legends
-    assert "95 % of the bootstrap draws" in legend.get_title().get_text()
+    assert "95% of the bootstrap draws" in legend.get_title().get_text()
     assert "largest run fitted" in {text.get_text() for text in legend.get_texts()}
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
 

@@ -160,7 +160,7 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
         row["name"]: row["excluded"]
         for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
     }
-    assert "never started" in reasons[cells[0].name]
+    assert "not started" in reasons[cells[0].name]
     assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
     assert reasons[cells[2].name] == "diverged: its last evaluation's loss is nan"
     assert reasons[cells[3].name] == "finished without a last evaluation"
@@ -190,7 +190,7 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     )
 
 
-def test_a_plan_can_be_centred_on_earlier_runs(collected):
+def test_a_plan_can_be_centered_on_earlier_runs(collected):
     out = collected / "next.yaml"
     around = ("--budgets", "1e17", "--around", collected / "runs.csv", "--out", out, "--sizes", 3)
     assert command("plan", collected / "books.yaml", *around) == 0
@@ -212,7 +212,8 @@ def test_predict_answers_for_one_run_and_refuses_wild_questions(collected, capsy
     assert re.search(r"loss of N = 10M over D = 1G .*: 4\.\d+ \[", capsys.readouterr().out)
     assert command("predict", collected / "runs.csv", "--draws", 50, "--flops", "1e22") == 2
     assert re.fullmatch(
-        r"error: refusing to extrapolate: 1e\+22 FLOPs are .* --force\n", capsys.readouterr().err
+        r"error: prediction rejected as extrapolation: 1e\+22 FLOPs are .* --force\n",
+        capsys.readouterr().err,
     )
     assert (
         command("predict", collected / "runs.csv", "--draws", 50, "--flops", "1e22", "--force") == 0
@@ -243,7 +244,7 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     for words in (
         "<h1>Books</h1>",
         "Three approaches side by side",
-        "What it cost",
+        "Cost",
         "Left out",
         "run held out at 1e+17",
     ):
@@ -292,7 +293,7 @@ def test_wrong_questions_take_one_line(collected, capsys):
         (("predict", runs, "--flops", "1e16", "--write", "x.yaml"), "--write needs --experiment"),
         (
             ("predict", runs, "--flops", "1e16", "--approach", "bogus"),
-            "--approach bogus is no approach; known here: env",
+            "--approach bogus is not an approach; expected one of: env",
         ),
         (
             ("predict", runs, "--flops", "1e16", "--experiment", collected),
@@ -300,7 +301,7 @@ def test_wrong_questions_take_one_line(collected, capsys):
         ),
         (
             ("predict", runs, "--params", "1e6", "--tokens", "1e8", "--approach", "isoflop"),
-            "--approach says nothing to --tokens with --params",
+            "--approach has no effect with both --tokens and --params",
         ),
         (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
         (("fit", runs, "--draws", "5"), "--draws 5 is too few"),
@@ -387,7 +388,7 @@ def test_predict_gives_an_interval_to_everything_but_what_was_asked(
         "--params": "of N = 5M param",
     }
     assert asked[question[0]] in first
-    assert "intervals hold 95 % of 50 bootstrap draws" in first
+    assert "intervals hold 95% of 50 bootstrap draws" in first
     assert head.split() == heads
     for row, title in zip(rows, ("1 envelope", "2 IsoFLOP", "3 parametric"), strict=False):
         assert row.startswith(title)
@@ -402,4 +403,4 @@ def test_others_data_are_fitted_with_their_own_column_names(capsys):
     assert command("fit", PUBLISHED_DATA / "olmo_ladder.csv", *roles, *rows, "--draws", 50) == 0
     said = capsys.readouterr().out
     assert "held out peteish13_eval_final: measured 2.4379, predicted 2.3444" in said
-    assert "mean error on the fitted runs 0.247%" in said
+    assert "mean absolute error on the fitted runs 0.247%" in said

@@ -57,7 +57,7 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
     ("base", "segments", "memories", "said"),
     [
         (BASE, [24], [0, 32], "segments of 24 do not divide the 512 tokens of a step"),
-        (BASE, [32, 32], [8], "compares nothing"),
+        (BASE, [32, 32], [8], "leaves nothing to compare"),
         (BASE, [0], [8, 16], "--segments must be positive"),
         (
             replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
@@ -140,7 +140,7 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
     rows = list(csv.DictReader((swept / "context.csv").read_text().splitlines()))
     cells = read_sweep(swept / "sweep.yaml").cells
     assert "2 of 3 cells evaluated" in said
-    assert f"left out: {NOT_TRAINED}: never started: there is no run directory" in said
+    assert f"left out: {NOT_TRAINED}: not started: there is no run directory" in said
     for cell in cells:
         mine = [row for row in rows if row["name"] == cell.name and not row["excluded"]]
         if cell.name == NOT_TRAINED:
@@ -224,7 +224,10 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
             "HEAD\na,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n",
             "row 2: same_tokens='maybe', expected yes or nothing",
         ),
-        ("HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n", "holds no evaluated run"),
+        (
+            "HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n",
+            "contains no evaluated run",
+        ),
     ],
 )
 def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
@@ -256,7 +259,7 @@ def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_
     )
     collect = ["scale", "context", "collect", str(tmp_path / "sweep.yaml"), "--runs-dir"]
     for runs, said in (
-        (tmp_path, "belongs to no context sweep"),
+        (tmp_path, "is not part of a context sweep"),
         (tmp_path / "nowhere", "is not a directory"),
     ):
         assert main([*collect, str(runs)]) == 2

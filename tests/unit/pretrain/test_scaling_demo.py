@@ -20,7 +20,7 @@ from pretrain.demo import texts
 from pretrain.scaling.sweep_file import config_of, read_sweep
 
 REPOSITORY = Path(__file__).parents[3]
-SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbours ship is more
+SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbors ship is more
 
 
 @pytest.fixture(scope="module")

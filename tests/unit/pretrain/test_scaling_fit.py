@@ -171,7 +171,7 @@ def test_held_out_runs_that_nothing_predicts_are_said_to_be():
     )
     fit = fit_all(replace(few, holdout_P=few.parameters_P > 9e7), training=training, num_draws=20)
     assert [approach.key for approach in fit.approaches] == ["envelope"]
-    said = "1 held-out run not predicted: that takes approach 3, which is not available"
+    said = "1 held-out run not predicted: only approach 3 can, and it is not available"
     assert check_lines(fit)[-1] == said
 
 

@@ -49,7 +49,7 @@ def test_vertex_outside_the_sizes_is_not_used_and_said():
     kept = points.take(~far | (points.parameters_P < np.median(points.parameters_P[far]) * 0.6))
     fit = fit_isoflop(kept)
     assert [valley.is_used for valley in fit.valleys] == [True] * 5 + [False]
-    assert "lies above the sizes" in fit.valleys[-1].reason
+    assert "is above the sizes" in fit.valleys[-1].reason
     assert any(warning.startswith("budget 1e+20 is not used: vertex") for warning in fit.warnings)
 
 
@@ -63,8 +63,10 @@ def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():
         points.parameters_P
         < 1.6 * np.exp(log_optimum(HOFFMANN.theta, np.log(points.flops_P), SIX_N)[0])
     )
-    assert "lies near the edge" in " ".join(fit_isoflop(lopsided).warnings)
-    assert "nothing checks it" in " ".join(fit_isoflop(simulated(budgets=(1e18, 1e19, 2))).warnings)
+    assert "is near the edge" in " ".join(fit_isoflop(lopsided).warnings)
+    assert "leave nothing to check it" in " ".join(
+        fit_isoflop(simulated(budgets=(1e18, 1e19, 2))).warnings
+    )
 
 
 def test_losses_that_bend_downwards_are_no_valley():
@@ -72,7 +74,7 @@ def test_losses_that_bend_downwards_are_no_valley():
     budget_P = np.repeat([1e17, 1e18], 5)
     loss_P = 4 - 0.1 * np.tile(np.linspace(-1, 1, 5), 2) ** 2
     points = make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P, source="runs.csv")
-    with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*bend downwards"):
+    with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*curve downward"):
         fit_isoflop(points)
 
 
@@ -133,7 +135,9 @@ def test_envelope_of_one_run_per_size_is_said_to_be_only_the_lowest_run_of_each_
     assert "lowest run of each budget" in fit.warnings[0]
     assert fit.frontier.power == pytest.approx(A_TRUE, abs=0.02)
     lonely = simulated(num_sizes=1)
-    with pytest.raises(DataError, match="with a smaller and a larger beside them, and found none"):
+    with pytest.raises(
+        DataError, match="with a smaller and a larger on either side, and found none"
+    ):
         fit_envelope(replace(lonely, source="runs.csv"))
 
 

@@ -10,7 +10,7 @@ import scipy.optimize
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.huber_bootstrap import fit_draws
-from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimise
+from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimize
 from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
 from pretrain.scaling.point_files import Columns, read_points
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
@@ -67,7 +67,7 @@ def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection
         (-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0)
     )
     ends = [
-        minimise(np.array(start), n_P, d_P, l_P, 1e-3)[1]
+        minimize(np.array(start), n_P, d_P, l_P, 1e-3)[1]
         for start in itertools.islice(grid, 0, None, 4)
     ]
     assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
@@ -166,6 +166,6 @@ def test_fits_of_many_draws_at_once_end_where_single_fits_end():
         drawn = np.repeat(np.arange(len(points)), weights)
         data = n_P[drawn] - center[0], d_P[drawn] - center[1], l_P[drawn]
         centered = theta - np.array([0, theta[3] * center[0], theta[4] * center[1], 0, 0])
-        single, objective = minimise(centered, *data, 1e-3)
+        single, objective = minimize(centered, *data, 1e-3)
         assert huber_sum(centered, *data, 1e-3)[0] == pytest.approx(objective, rel=1e-4)
         assert theta[3:] == pytest.approx(single[3:], abs=1e-3)

@@ -183,7 +183,7 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
         ("format: 1\nname: x\ncells: []\n", "cells is empty"),
         (
             "format: 1\nname: x\ncells: [{name: a, experiment: e}, {name: a, experiment: e}]\n",
-            "'a' is there twice",
+            "'a' is used twice",
         ),
         (
             "format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n",

@@ -51,25 +51,25 @@ def test_tokens_follow_from_flops_where_there_is_no_column_of_tokens(tmp_path):
         ("N,loss\n1,2\n", "no column 'D' (found: N, loss); name it with --column tokens=NAME"),
         (
             "N,D,loss,progress\n1,2,3,half\n",
-            "row 2: progress='half', expected a part of the schedule from 0 to 1",
+            "row 2: progress='half', expected a fraction of the schedule from 0 to 1",
         ),
         (
             "N,D,loss,progress\n1,2,3,1\n1,3,3,40\n",
-            "row 3: progress='40', expected a part of the schedule from 0 to 1",
+            "row 3: progress='40', expected a fraction of the schedule from 0 to 1",
         ),
         (
             "N,D,loss,progress\n1,2,3,-0.1\n",
-            "row 2: progress='-0.1', expected a part of the schedule",
+            "row 2: progress='-0.1', expected a fraction of the schedule",
         ),
         (
             "N,D,loss,progress\n1,2,3,inf\n",
-            "row 2: progress='inf', expected a part of the schedule",
+            "row 2: progress='inf', expected a fraction of the schedule",
         ),
         (
             "N,D,loss,holdout\n1,2,3,ja\n1,3,3,2\n",
             "row 2: holdout='ja' (and 1 more such row), expected 1, true or yes",
         ),
-        ("N,D,loss\n", "holds no runs"),
+        ("N,D,loss\n", "contains no runs"),
         ("N,D,loss\n1,2,3,4\n", "row 2 has more cells than the header names"),
     ],
 )
@@ -175,7 +175,7 @@ def test_conditions_choose_rows_and_unknown_columns_are_refused(tmp_path):
     assert len(read_points(path, where=["mode=train"])) == 1
     with pytest.raises(DataError, match="no column 'mod'; did you mean 'mode'"):
         read_points(path, where=["mod=train"])
-    with pytest.raises(DataError, match="holds no runs that match mode=test"):
+    with pytest.raises(DataError, match="contains no runs that match mode=test"):
         read_points(path, where=["mode=test"])
 
 
