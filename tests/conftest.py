@@ -7,7 +7,8 @@ import pytest
 
 from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 
-# One thread per process: workers and ranks share the cores, and threads that wait for each other cost many times more.
+# One thread per process: workers and ranks share the cores, and threads that wait for each other
+# cost many times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

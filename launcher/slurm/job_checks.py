@@ -142,5 +142,6 @@ def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> 
     return [
         f"note: a checkpoint is saved about every {between / 3600:.1f} hours, a job lasts "
         f"{cluster.time_limit}; a "
-        f"failure may lose all steps of a job: lower checkpoint.interval={config.checkpoint.interval}"
+        "failure may lose all steps of a job: "
+        f"lower checkpoint.interval={config.checkpoint.interval}"
     ]

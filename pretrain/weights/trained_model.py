@@ -80,7 +80,8 @@ def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
             f"{trained.config.model.vocab_size}; give the corpus of the run "
-            f"({path_text(trained.config.data.path)}) or one built with its tokenizer (tokenizer.path)"
+            f"({path_text(trained.config.data.path)}) "
+            "or one built with its tokenizer (tokenizer.path)"
         )
     own = trained.tokenizer_home / "tokenizer"
     if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():

@@ -1,10 +1,12 @@
-"""A two-rank run killed again and again at random moments, compared bitwise with the same run left alone.
+"""A two-rank run killed again and again at random moments, compared bitwise with the same run left
+alone.
 
     python -m tests.helpers.chaos --kills 30 [--corpus CORPUS] [--work-dir DIR] [--seed S]
 
-Ranks are forked (`forked_ranks`), so that the kills fall into what a run does rather than into its imports. Half of the
-kills wait for a save to be under way; the rest fall anywhere, also before the first step. One rank is killed first and
-the other up to 50 ms later, as when nodes go one after the other.
+Ranks are forked (`forked_ranks`), so that the kills fall into what a run does rather than into its
+imports. Half of the kills wait for a save to be under way; the rest fall anywhere, also before the
+first step. One rank is killed first and the other up to 50 ms later, as when nodes go one after the
+other.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 RANKS = 2
 STEPS_PER_KILL = 15
 SETTINGS = (
-    "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8", "model.dropout=0.1",
-    "data.lanes=4", "data.segment_length=8", "engine.micro_batch_lanes=1", "engine.zero_stage=2", "engine.threads=1",
-    "checkpoint.interval=3", "checkpoint.keep_last=2", "evaluation.interval=20", "evaluation.max_tokens=400",
+    "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8",
+    "model.dropout=0.1", "data.lanes=4", "data.segment_length=8",
+    "engine.micro_batch_lanes=1", "engine.zero_stage=2", "engine.threads=1",
+    "checkpoint.interval=3", "checkpoint.keep_last=2",
+    "evaluation.interval=20", "evaluation.max_tokens=400",
     "metrics.interval=5", "metrics.tensorboard=false",
 )  # fmt: skip
 
@@ -179,7 +183,8 @@ def run() -> int:
     kills = kill_often(killed, arguments, work, options.kills, options.seed)
     counts = collections.Counter(kill.phase for kill in kills).items()
     print(
-        f"{len(kills)} kills, {time.monotonic() - began:.0f} s in all: {', '.join(f'{n} {p}' for p, n in counts)}"
+        f"{len(kills)} kills, {time.monotonic() - began:.0f} s in all: "
+        f"{', '.join(f'{n} {p}' for p, n in counts)}"
     )
     problems = differences(undisturbed, killed, steps)
     print(

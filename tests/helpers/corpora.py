@@ -49,7 +49,7 @@ TINY_VOCABULARIES = {"bytes": 300, "unigram": 320, "bpe": 400}
 
 
 def make_text(generator: random.Random, sentences: int) -> str:
-    """Sentences with a structure that a small model can learn; each document keeps to one subject."""
+    """Sentences that a small model can learn; each document keeps to one subject."""
     subject = generator.choice(SUBJECTS)
     lines = []
     for number in range(sentences):
@@ -71,7 +71,8 @@ def make_tiny_corpus(
 ) -> Path:
     """Build a train and a validation split of generated documents in `directory`, which comes back.
 
-    About 400 bytes a document, several shards a split; `vocabulary` is a tokenizer kind: bytes, unigram or bpe.
+    About 400 bytes a document, several shards a split; `vocabulary` is a tokenizer kind: bytes,
+    unigram or bpe.
     """
     generator = random.Random(seed)
     texts = [make_text(generator, generator.randint(2, 20)) for _ in range(documents)]
@@ -91,9 +92,11 @@ def make_tiny_corpus(
 def write_numbered_corpus(
     directory: Path, shards: list[list[int]], shard_format: ShardFormat = "mds"
 ) -> Corpus:
-    """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order of storage.
+    """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order
+    of storage.
 
-    A token's value thus says where it is from. Only the text is missing: shards and manifest are the real ones.
+    A token's value thus says where it is from. Only the text is missing: shards and manifest are
+    the real ones.
     """
     directory.mkdir(parents=True, exist_ok=True)
     infos, first = [], 0

@@ -1,4 +1,5 @@
-"""Ranks forked from a process that has imported everything: a start takes a tenth of the time, and the rest is as ever.
+"""Ranks forked from a process that has imported everything: a start takes a tenth of the time, and
+the rest is as ever.
 
 The process must not have threads when it forks.
 """
@@ -25,7 +26,10 @@ def import_everything() -> None:
 
 
 def fork_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> list[int]:
-    """Start the program as every rank, its output going to `logs`; the process ids. Its result is the exit status."""
+    """Start the program as every rank, its output going to `logs`; the process ids.
+
+    Its result is the exit status.
+    """
     shared = rank_environment(num_ranks, os.environ)
     return [
         _fork_rank(rank, shared, rank_program, logs / f"rank-{rank}.log")

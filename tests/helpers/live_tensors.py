@@ -1,4 +1,5 @@
-"""What of a model is alive while its engine is built: `python -m tests.helpers.live_tensors OUTPUT CELLS.json RANKS`.
+"""What of a model is alive while its engine is built: `python -m tests.helpers.live_tensors OUTPUT
+CELLS.json RANKS`.
 
 Every rank counts the bytes of all tensors that hold as much as one whole parameter, operation by
 operation, and compares its fragments with the model built whole. It writes OUTPUT/SETTING-RANK.json
@@ -30,7 +31,9 @@ from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within it: `peak` bytes at a time in storages of exactly one of the given sizes, however they came about."""
+    """Within it: `peak` bytes at a time in storages of exactly one of the given sizes, however they
+    came about.
+    """
 
     def __init__(self, sizes: set[int]) -> None:
         super().__init__()
@@ -50,7 +53,9 @@ class LiveTensors(TorchDispatchMode):
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
-    """The peak while the run's engine is built, what the whole model takes, and whether its weights are as drawn."""
+    """The peak while the run's engine is built, what the whole model takes, and whether its weights
+    are as drawn.
+    """
     world = init_world()
     torch.manual_seed(run.seed)
     whole = dict(TransformerXL(run.model).named_parameters())

@@ -1,4 +1,5 @@
-"""Peak memory of training steps, really measured: `python -m tests.helpers.peak_memory '[SETTINGS, ...]'`.
+"""Peak memory of training steps, really measured: `python -m tests.helpers.peak_memory '[SETTINGS,
+...]'`.
 
 Prints a JSON list with the bytes each run's engine and steps took at their highest, over what the
 process held before. Set MALLOC_MMAP_THRESHOLD_=65536 for it, so that the C library returns what is

@@ -18,9 +18,10 @@ State = dict[str, Tensor]
 Settings = dict[str, Any]
 
 DEFAULTS: Settings = {
-    "n_token": 37, "n_layer": 2, "n_head": 2, "d_model": 16, "d_head": 8, "d_inner": 24, "d_embed": 16, "div_val": 1,
-    "cutoffs": [], "tie_weight": True, "tie_projs": [False], "pre_lnorm": False, "tgt_len": 6, "mem_len": 6,
-    "ext_len": 0, "same_length": False, "clamp_len": -1, "untie_r": False, "attn_type": 0, "bsz": 3, "n_seg": 3,
+    "n_token": 37, "n_layer": 2, "n_head": 2, "d_model": 16, "d_head": 8, "d_inner": 24,
+    "d_embed": 16, "div_val": 1, "cutoffs": [], "tie_weight": True, "tie_projs": [False],
+    "pre_lnorm": False, "tgt_len": 6, "mem_len": 6, "ext_len": 0, "same_length": False,
+    "clamp_len": -1, "untie_r": False, "attn_type": 0, "bsz": 3, "n_seg": 3,
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""A training step as the original takes it: the yardstick for the speed of a whole step, written from the formulas.
+"""A training step as the original takes it: the yardstick for the speed of a whole step, written
+from the formulas.
 
-Time-major rows [L, B, D], plain dropout, the original's names for parameters, post-norm, one pair u, v for all layers.
+Time-major rows [L, B, D], plain dropout, the original's names for parameters, post-norm, one pair
+u, v for all layers.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class _Tables(nn.Module):
 
 
 class ReferenceTransformerXL(nn.Module):
-    """Mean loss of a segment and the memory after it, one tensor [M, B, D] per layer and one more, as the original."""
+    """Mean loss of a segment and the memory after it, one tensor [M, B, D] per layer and one more,
+    as the original.
+    """
 
     def __init__(
         self,
@@ -101,7 +105,9 @@ class ReferenceTransformerXL(nn.Module):
 
 
 class ReferenceTrainer:
-    """Segment after segment with memory carried over: forward, backward, clipping and Adam as in the original."""
+    """Segment after segment with memory carried over: forward, backward, clipping and Adam as in
+    the original.
+    """
 
     def __init__(self, model: ReferenceTransformerXL, memory_length: int) -> None:
         self._model = model

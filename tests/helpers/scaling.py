@@ -55,7 +55,9 @@ def simulated(
     seed: int = 0,
     flops_law: FlopsLaw = SIX_N,
 ) -> Points:
-    """`num_sizes` sizes from 1/spread to spread times the optimum at each budget; `noise` is relative, of the loss."""
+    """`num_sizes` sizes from 1/spread to spread times the optimum at each budget; `noise` is
+    relative, of the loss.
+    """
     low, high, count = budgets
     budget_P = np.repeat(np.geomspace(low, high, count), num_sizes)
     factor_P = np.tile(np.geomspace(1 / spread, spread, num_sizes), count)

@@ -1,4 +1,6 @@
-"""Real servers on loopback to fetch corpora from: one of files, which may go wrong, and one that speaks S3."""
+"""Real servers on loopback to fetch corpora from: one of files, which may go wrong, and one that
+speaks S3.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ CREDENTIALS = {
 class FileServer(ThreadingHTTPServer):
     """Serves the files below a directory, or what another server answers.
 
-    The first `faulty` answers with each shard's content go wrong as `fault` says; `bytes_per_second` slows all of them.
+    The first `faulty` answers with each shard's content go wrong as `fault` says;
+    `bytes_per_second` slows all of them.
     """
 
     daemon_threads = True

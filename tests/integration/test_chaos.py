@@ -1,4 +1,6 @@
-"""Kills at random moments, in one group of processes of its own: it forks, so it must not have threads yet."""
+"""Kills at random moments, in one group of processes of its own: it forks, so it must not have
+threads yet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A start that was overtaken: its ranks may live on, on a host that was cut off, but they change nothing any more."""
+"""A start that was overtaken: its ranks may live on, on a host that was cut off, but they change
+nothing any more.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs that heal themselves, as a user meets them: a poisoned document, a rank out of memory, a slow rank."""
+"""Runs that heal themselves, as a user meets them: a poisoned document, a rank out of memory, a
+slow rank.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ STEPS = 220
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a corpus with one document of random characters, which lane 3 reads from step 164 to 195."""
+    """A run on a corpus with one document of random characters, which lane 3 reads from step 164 to
+    195.
+    """
     directory = tmp_path_factory.mktemp("healing")
     generator = random.Random(0)
     texts = [make_text(generator, generator.randint(2, 20)) for _ in range(120)]

@@ -109,7 +109,8 @@ def test_the_command_writes_an_export_that_can_be_evaluated(
     _, state = original({"n_token": Tokenizer.load(tiny_corpus / "tokenizer").vocab_size})
     torch.save(state, tmp_path / "state.pt")
     (tmp_path / "original.yaml").write_text(
-        f"""model: {{num_layers: 2, d_model: 16, num_heads: 2, d_head: 8, d_inner: 24, memory_length: 6}}
+        f"""model: {{num_layers: 2, d_model: 16, num_heads: 2, d_head: 8,
+  d_inner: 24, memory_length: 6}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 1}}
 """

@@ -1,4 +1,6 @@
-"""`launcher local` with real ranks: finished, killed and restarted, hopeless, refused, stopped by Ctrl-C."""
+"""`launcher local` with real ranks: finished, killed and restarted, hopeless, refused, stopped by
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,10 @@ def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, t
     )
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    reason = r"gave up: rank [01] was killed by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0"
+    reason = (
+        r"gave up: rank [01] was killed by SIGKILL; "
+        r"2 attempts in a row brought no checkpoint beyond step 0"
+    )
     assert re.search(reason, output), output
     assert output.count("attempt 0: ") == output.count("attempt 1: ") == 1
     assert "attempt 2: " not in output

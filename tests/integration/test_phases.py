@@ -1,4 +1,7 @@
-"""Runs in three phases: another mixture, then more lanes; longer and longer segments. Undisturbed, and killed."""
+"""Runs in three phases: another mixture, then more lanes; longer and longer segments.
+
+Undisturbed, and killed.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,8 @@ def test_lanes_of_a_later_phase_that_do_not_fit_are_refused_at_once(experiment, 
 
 LENGTHS = (16, 32, 64)
 WARM_UP = (
-    f"data.phases=[{{from_step: 6, segment_length: {LENGTHS[1]}}}, {{from_step: 12, segment_length: {LENGTHS[2]}}}]",
+    f"data.phases=[{{from_step: 6, segment_length: {LENGTHS[1]}}}, "
+    f"{{from_step: 12, segment_length: {LENGTHS[2]}}}]",
     "engine.micro_batch_lanes=2",
     "engine.offload_memories=true",  # the loop that never stops leaves them where they are
     "checkpoint.asynchronous=false",  # so that step 10 is there when the kill comes
@@ -160,7 +164,9 @@ def world():
 def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(
     corpora, experiment, world
 ):
-    """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses two borders."""
+    """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses
+    two borders.
+    """
     run_dir = RunDir(experiment.with_name("warm-up"))
     assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9
     ended = train(experiment, run_dir, *WARM_UP)

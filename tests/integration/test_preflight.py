@@ -1,4 +1,6 @@
-"""`launcher preflight --local` with real ranks: on one machine nothing can be compared, but all of it is measured."""
+"""`launcher preflight --local` with real ranks: on one machine nothing can be compared, but all of
+it is measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a run does when its storage fails it: each fault is named in one line, and nothing is trained past it."""
+"""What a run does when its storage fails it: each fault is named in one line, and nothing is
+trained past it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import pytest
 from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
-# A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory "$RUN".
+# A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory
+# "$RUN".
 SMALL_DISK = """
 set -u
 mount -t tmpfs -o size=2m tmpfs "$RUN"
@@ -53,7 +56,9 @@ def command(experiment: Path, run_dir: Path) -> list[str]:
 
 
 def can_mount() -> bool:
-    """Whether this user may mount file systems in a namespace of its own; containers often forbid it."""
+    """Whether this user may mount file systems in a namespace of its own; containers often forbid
+    it.
+    """
     probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return (
         shutil.which("unshare") is not None

@@ -1,4 +1,6 @@
-"""A sweep of real runs on this machine: killed cells are tried again, alone, and end with the same losses."""
+"""A sweep of real runs on this machine: killed cells are tried again, alone, and end with the same
+losses.
+"""
 
 from __future__ import annotations
 

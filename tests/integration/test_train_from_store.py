@@ -1,4 +1,6 @@
-"""From a built corpus to a bucket to a run of two ranks that share a cache smaller than the corpus; killed; resumed."""
+"""From a built corpus to a bucket to a run of two ranks that share a cache smaller than the corpus;
+killed; resumed.
+"""
 
 from __future__ import annotations
 

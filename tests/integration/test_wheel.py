@@ -27,7 +27,9 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy: setuptools leaves a build/ whose old files go into later wheels."""
+    """The wheel, built from a copy: setuptools leaves a build/ whose old files go into later
+    wheels.
+    """
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         ignored = shutil.ignore_patterns("__pycache__")

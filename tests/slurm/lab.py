@@ -1,7 +1,9 @@
-"""A real Slurm of several hosts on this machine, each host in network, process and mount namespaces of its own.
+"""A real Slurm of several hosts on this machine, each host in network, process and mount namespaces
+of its own.
 
-All of it lives under one process namespace whose first process dies with the one that made it: nothing stays behind.
-Hosts can be powered off, cut from the network and brought back; the controller can be stopped.
+All of it lives under one process namespace whose first process dies with the one that made it:
+nothing stays behind. Hosts can be powered off, cut from the network and brought back; the
+controller can be stopped.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ _LIBC = ctypes.CDLL(None)
 FABRIC = r"""
 set -e
 D=$1; N=$2
-ip link set lo up; ip link add br0 type bridge; ip addr add 10.206.0.254/24 dev br0; ip link set br0 up
+ip link set lo up; ip link add br0 type bridge
+ip addr add 10.206.0.254/24 dev br0; ip link set br0 up
 mount --bind $D/hosts /etc/hosts; mount --bind $D/nsswitch /etc/nsswitch.conf
 export SLURM_CONF=$D/slurm.conf
-/usr/sbin/munged --foreground --force --key-file=$D/munge/key --socket=$D/munge/s --pid-file=$D/munge/pid \
+/usr/sbin/munged --foreground --force --key-file=$D/munge/key --socket=$D/munge/s \
+  --pid-file=$D/munge/pid \
   --log-file=$D/munge/log --seed-file=$D/munge/seed &
 until [ -S $D/munge/s ]; do sleep 0.05; done
 [ ! -f $D/accounting.sh ] || . $D/accounting.sh
@@ -49,11 +53,14 @@ ip link add ve$I type veth peer name eth0 netns $P; ip link set ve$I master br0 
 echo $P > $D/n$I.pid
 """
 ACCOUNTING = r"""
-mariadb-install-db --no-defaults --datadir=$D/db --user=root --auth-root-authentication-method=normal --skip-test-db
-mariadbd --no-defaults --datadir=$D/db --user=root --socket=$D/db.s --pid-file=$D/db.pid --bind-address=127.0.0.1 \
+mariadb-install-db --no-defaults --datadir=$D/db --user=root \
+  --auth-root-authentication-method=normal --skip-test-db
+mariadbd --no-defaults --datadir=$D/db --user=root --socket=$D/db.s --pid-file=$D/db.pid \
+  --bind-address=127.0.0.1 \
   --skip-name-resolve --innodb-buffer-pool-size=64M --innodb-flush-log-at-trx-commit=0 &
 until mariadb --no-defaults -uroot -S$D/db.s -e "
-  create user slurm@'127.0.0.1' identified by 'slurm'; grant all on *.* to slurm@'127.0.0.1'"; do sleep 0.2; done
+  create user slurm@'127.0.0.1' identified by 'slurm';
+  grant all on *.* to slurm@'127.0.0.1'"; do sleep 0.2; done
 /usr/sbin/slurmdbd -D &
 until sacctmgr -n list cluster; do sleep 0.2; done
 sacctmgr -i add cluster lab
@@ -61,9 +68,11 @@ sacctmgr -i add cluster lab
 
 
 class SlurmLab:
-    """Use as a context manager; `run` runs a command on the controller's host, which serves as login node.
+    """Use as a context manager; `run` runs a command on the controller's host, which serves as
+    login node.
 
-    With `accounting` there is a database of jobs, and the controller itself forgets those that ended within seconds.
+    With `accounting` there is a database of jobs, and the controller itself forgets those that
+    ended within seconds.
     """
 
     def __init__(self, num_nodes: int = 4, accounting: bool = False) -> None:
@@ -96,7 +105,9 @@ class SlurmLab:
         self.close()
 
     def close(self) -> None:
-        """End every process of the lab; they share one process namespace, which ends with its first process."""
+        """End every process of the lab; they share one process namespace, which ends with its first
+        process.
+        """
         self._outer.kill()
         self._outer.wait()
         for _ in range(20):  # what still dies may still write
@@ -161,12 +172,15 @@ class SlurmLab:
         self._checked("ip", "link", "set", f"ve{node[1:]}", "up")
 
     def stop_controller_at_next_sbatch(self, seconds: float) -> Path:
-        """A directory for PATH whose sbatch finds slurmctld stopped, for so long, when it hands over its job."""
+        """A directory for PATH whose sbatch finds slurmctld stopped, for so long, when it hands
+        over its job.
+        """
         controller = (self.path / "ctl.pid").read_text().strip()
         script = self.path / "bin" / "sbatch"
         script.parent.mkdir()
         script.write_text(
-            f"#!/bin/bash\nkill -STOP {controller}; (sleep {seconds}; kill -CONT {controller}) > /dev/null 2>&1 &\n"
+            f"#!/bin/bash\nkill -STOP {controller}\n"
+            f"(sleep {seconds}; kill -CONT {controller}) > /dev/null 2>&1 &\n"
             'exec /usr/bin/sbatch "$@"\n'
         )
         script.chmod(0o755)
@@ -242,10 +256,13 @@ StorageLoc=slurm_acct_db
 
 
 def slurm_conf(d: Path, nodes: list[str], accounting: bool) -> str:
-    """Two partitions over the same hosts: jobs of `urgent` preempt those of `main`, with notice; all waits short."""
+    """Two partitions over the same hosts: jobs of `urgent` preempt those of `main`, with notice;
+    all waits short.
+    """
     name = os.uname().nodename
     lines = [
-        f"NodeName={node} NodeHostname={node} NodeAddr=10.206.0.{node[1:]} CPUs=8 RealMemory=8000 State=UNKNOWN"
+        f"NodeName={node} NodeHostname={node} NodeAddr=10.206.0.{node[1:]} "
+        "CPUs=8 RealMemory=8000 State=UNKNOWN"
         for node in nodes
     ]
     storage = "none"

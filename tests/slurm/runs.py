@@ -1,4 +1,6 @@
-"""Runs of the real trainer in the lab: submitted with `launcher submit`, disturbed by tests, compared afterwards."""
+"""Runs of the real trainer in the lab: submitted with `launcher submit`, disturbed by tests,
+compared afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `launcher status` learns from accounting about jobs whose own words were lost with their hosts."""
+"""What `launcher status` learns from accounting about jobs whose own words were lost with their
+hosts.
+"""
 
 from __future__ import annotations
 

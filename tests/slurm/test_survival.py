@@ -1,7 +1,8 @@
-"""What happens to runs on a real Slurm of four hosts, 2 hosts x 2 ranks; each has to end as the undisturbed one did.
+"""What happens to runs on a real Slurm of four hosts, 2 hosts x 2 ranks; each has to end as the
+undisturbed one did.
 
-Runs that take their time (two minutes to a time limit, a watchdog's patience) are begun first and looked at last. All
-is in one file, for one cluster to serve it.
+Runs that take their time (two minutes to a time limit, a watchdog's patience) are begun first and
+looked at last. All is in one file, for one cluster to serve it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
 
 @pytest.fixture(scope="module")
 def limited(runs: Runs) -> SlurmRun:
-    """A run whose jobs last two minutes. It makes some steps in each of the first two, then waits for the notice."""
+    """A run whose jobs last two minutes.
+
+    It makes some steps in each of the first two, then waits for the notice.
+    """
     run = runs.submit("limited", time_limit="00:02:00", **FAR)
 
     def disturb() -> None:
@@ -61,7 +65,9 @@ def limited(runs: Runs) -> SlurmRun:
 
 @pytest.fixture(scope="module")
 def crashing(runs: Runs) -> SlurmRun:
-    """A run that loses a rank, then rank 0 while it writes a checkpoint, then another rank there, then hangs."""
+    """A run that loses a rank, then rank 0 while it writes a checkpoint, then another rank there,
+    then hangs.
+    """
     run = runs.submit("crashing", "engine.watchdog_timeout_seconds=150", **FAR)
 
     def disturb() -> None:

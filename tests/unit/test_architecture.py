@@ -1,4 +1,6 @@
-"""The packages' direction and the homes of heavy dependencies, read from the imports of every module."""
+"""The packages' direction and the homes of heavy dependencies, read from the imports of every
+module.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_the_rule_sees_imports_inside_functions(tmp_path):
 
 
 def module_graph(paths: list[Path]) -> dict[str, set[str]]:
-    """module -> modules among `paths` that it imports anywhere: in functions and under TYPE_CHECKING too."""
+    """module -> modules among `paths` that it imports anywhere: in functions and under
+    TYPE_CHECKING too.
+    """
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     graph: dict[str, set[str]] = {}
     for path in paths:
@@ -95,7 +99,9 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """What is left of a graph after nodes without arrows out, or in, have been taken away again and again."""
+    """What is left of a graph after nodes without arrows out, or in, have been taken away again and
+    again.
+    """
     graph = {node: set(targets) - {node} for node, targets in graph.items()}
     while True:
         reached = set().union(*graph.values()) if graph else set()
@@ -108,7 +114,9 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def folder_of(module: str) -> str:
-    """`pretrain.model` for `pretrain.model.layer`; a module at the top of a package stands for itself."""
+    """`pretrain.model` for `pretrain.model.layer`; a module at the top of a package stands for
+    itself.
+    """
     parts = module.split(".")
     return ".".join(parts[:2])
 

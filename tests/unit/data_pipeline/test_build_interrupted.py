@@ -129,7 +129,9 @@ def test_an_unfinished_build_refuses_other_settings_and_edited_text(tmp_path, pr
 
 
 def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> None:
-    """Run the command with files limited to `limit` bytes, which makes the kernel refuse writes half way."""
+    """Run the command with files limited to `limit` bytes, which makes the kernel refuse writes
+    half way.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with open(errors, "w") as sys.stderr:

@@ -1,4 +1,6 @@
-"""What must hold for every corpus, every number of lanes and ranks, and every interruption: drawn by hypothesis."""
+"""What must hold for every corpus, every number of lanes and ranks, and every interruption: drawn
+by hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Shards = list[list[int]]  # lengths of the documents of each shard
 
 @dataclass(frozen=True)
 class Session:
-    """A run's life between two interruptions: `steps` count, the `lost` ones after them were never saved."""
+    """A run's life between two interruptions: `steps` count, the `lost` ones after them were never
+    saved.
+    """
 
     world_size: int
     steps: int
@@ -49,7 +53,9 @@ def runs(draw) -> tuple[int, list[Session]]:
 
 
 def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> list[list[int]]:
-    """Each lane's tokens of an epoch, one document after the other, from the definition in docs/lanes.md."""
+    """Each lane's tokens of an epoch, one document after the other, from the definition in
+    docs/lanes.md.
+    """
     begins = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
     total, place = begins[-1], 0
     lanes: list[list[int]] = [[] for _ in range(num_lanes)]
@@ -66,7 +72,9 @@ def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> lis
 
 
 def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
-    """The steps that count, handed out by a stream that may have read ahead; then as many again as are lost."""
+    """The steps that count, handed out by a stream that may have read ahead; then as many again as
+    are lost.
+    """
     count = session.steps + session.lost
     if not session.reads_ahead:
         return iter([next(stream) for _ in range(count)])

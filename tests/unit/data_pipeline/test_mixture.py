@@ -24,7 +24,9 @@ SHARDS = st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=12), min_siz
 
 
 def mixture_in(directory: str, drawn: list[tuple[list[list[int]], Fraction]]) -> Mixture:
-    """Corpora whose tokens are 0, 1, 2, ... each; the lengths of the documents tell them apart in the tests."""
+    """Corpora whose tokens are 0, 1, 2, ... each; the lengths of the documents tell them apart in
+    the tests.
+    """
     corpora = [
         write_numbered_corpus(Path(directory) / str(part), shards)
         for part, (shards, _) in enumerate(drawn)
@@ -86,7 +88,9 @@ def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_i
 
 
 def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
-    """The lane's first tokens, one document after the other; checks that an epoch's lanes hold all its documents."""
+    """The lane's first tokens, one document after the other; checks that an epoch's lanes hold all
+    its documents.
+    """
     tokens: list[int] = []
     for epoch in range(1000):
         if len(tokens) >= count:

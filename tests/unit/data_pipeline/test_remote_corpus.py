@@ -120,7 +120,8 @@ def test_what_lanes_need_next_is_fetched_before_they_need_it(tmp_path):
         stream = LaneStream(remote(corpus, server.url, tmp_path / "cache"), 2, SEED, 64, range(2))
         next(stream)
         deadline = time.monotonic() + 10
-        # Each lane stands in a shard and has asked for the one behind it; the second ends where the first lane begins.
+        # Each lane stands in a shard and has asked for the one behind it; the second ends where the
+        # first lane begins.
         while len(server.asked) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         asked = set(server.asked)

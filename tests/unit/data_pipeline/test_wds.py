@@ -16,7 +16,9 @@ from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
 
 def documents(dtype: str) -> list[tuple[str, np.ndarray]]:
-    """Ids that WebDataset's keys cannot hold as they are, some beyond a tar header's name; lengths around a block."""
+    """Ids that WebDataset's keys cannot hold as they are, some beyond a tar header's name; lengths
+    around a block.
+    """
     ids = ["a.b/c.txt", "\u00e9 %2E", "d\nd", "../x", "", "x" * 90, "y" * 300, "\u6f22" * 60]
     lengths = [1, 2, 191, 192, 193, 448, 70000, 5]
     generator = np.random.default_rng(0)

@@ -1,4 +1,6 @@
-"""`launcher preflight` without ranks; with real ones: tests/integration, on real Slurm: tests/slurm."""
+"""`launcher preflight` without ranks; with real ones: tests/integration, on real Slurm:
+tests/slurm.
+"""
 
 from __future__ import annotations
 

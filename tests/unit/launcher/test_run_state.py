@@ -245,7 +245,7 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     assert evidence().goodput(is_running=False) is None
 
 
-def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one_and_lines_cut_short(
+def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one(
     tmp_path,
 ):
     lines = [{"kind": "train", "step": step, "loss": 9.0 - step} for step in range(1, 5)]

@@ -1,4 +1,6 @@
-"""`launcher sweep` before anything runs; with real ranks: tests/integration, with real Slurm: tests/slurm."""
+"""`launcher sweep` before anything runs; with real ranks: tests/integration, with real Slurm:
+tests/slurm.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,8 @@ def grid(sweep: Path) -> Path:
     path = sweep.parent / "grid.yaml"
     path.write_text(
         "format: 1\nname: grid\nexperiment: tiny.yaml\n"
-        "grid: {optim.learning_rate: [3e-4, 1e-3], optim.schedule.shape: [cosine], data.lanes: [4, 8]}\n"
+        "grid: {optim.learning_rate: [3e-4, 1e-3], optim.schedule.shape: [cosine], "
+        "data.lanes: [4, 8]}\n"
     )
     return path
 
@@ -160,7 +163,10 @@ def test_a_grid_becomes_a_cell_for_each_combination(grid):
 
 
 def test_settings_of_one_name_keep_their_full_names_in_cells(grid):
-    text = "format: 1\nname: grid\nexperiment: tiny.yaml\ngrid: {checkpoint.interval: [5], evaluation.interval: [0]}\n"
+    text = (
+        "format: 1\nname: grid\nexperiment: tiny.yaml\n"
+        "grid: {checkpoint.interval: [5], evaluation.interval: [0]}\n"
+    )
     grid.write_text(text)
     assert cells_of(grid)[0].cell.name == "checkpoint.interval_5-evaluation.interval_0"
 

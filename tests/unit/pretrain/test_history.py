@@ -59,7 +59,9 @@ KILLED = AttemptEnded(
 
 
 def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) -> Path:
-    """40 steps of 1 s in intervals of 5; step 20 skipped; a rewind, a crash of 20 s, and an evaluation every 10."""
+    """40 steps of 1 s in intervals of 5; step 20 skipped; a rewind, a crash of 20 s, and an
+    evaluation every 10.
+    """
     config = RunConfig(
         name=name,
         data=DataConfig(lanes=2, segment_length=4),
@@ -69,8 +71,15 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
     lines: list[dict] = []
     for step in range(1, STEPS + 1):
         skipped = step == 20
-        line = {"kind": "train", "step": step, "tokens": 8 * step, "loss": None if skipped else 4.0 - step / 40,
-                "learning_rate": 1e-3, "grad_norm": None if skipped else 1.0, "skipped": skipped}  # fmt: skip
+        line = {
+            "kind": "train",
+            "step": step,
+            "tokens": 8 * step,
+            "loss": None if skipped else 4.0 - step / 40,
+            "learning_rate": 1e-3,
+            "grad_norm": None if skipped else 1.0,
+            "skipped": skipped,
+        }
         if step % 5 == 0:
             line |= {
                 "seconds": 5.0,

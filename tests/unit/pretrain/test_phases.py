@@ -115,7 +115,8 @@ def test_data_passed_over_is_of_the_phase_in_which_the_spike_was_met():
 
 
 def test_a_window_that_crosses_into_longer_segments_counts_their_tokens():
-    # Steps 29 and 30 read 32 tokens of a lane each, 31 and 32 read 64: as much as six segments of 32.
+    # Steps 29 and 30 read 32 tokens of a lane each, 31 and 32 read 64: as much as six segments of
+    # 32.
     window = window_of(Spike(29, 32, 9.0, 3.0), [], WARM_UP, to_step=20)
     assert window == range(27, 28 + 6 + SETTINGS.skip_margin_segments)
     assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(

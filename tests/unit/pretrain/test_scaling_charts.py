@@ -1,4 +1,6 @@
-"""Pictures a reader can decode: labels with units that do not run into each other, legends that cover nothing."""
+"""Pictures a reader can decode: labels with units that do not run into each other, legends that
+cover nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CHARTS = [
 
 @pytest.fixture(scope="module")
 def fit():
-    """Runs at three budgets within one decade, as small sweeps have them, with curves for approach 1."""
+    """Runs at three budgets within one decade, as small sweeps have them, with curves for approach
+    1.
+    """
     points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 3), num_sizes=5, seed=1)
     size_P, tokens_P = (
         np.repeat(np.geomspace(1e4, 1e6, 9), 20),

@@ -38,7 +38,9 @@ def command(*arguments: object) -> int:
 def train_by_the_law(
     directory, config: RunConfig, until: float = 1.0, loss: float | None = None
 ) -> None:
-    """A run directory as training leaves it, with the losses that the law gives; `until` is the part that was done."""
+    """A run directory as training leaves it, with the losses that the law gives; `until` is the
+    part that was done.
+    """
     run_dir, cost = RunDir.create(directory, config), cost_of(config)
     last = round(until * config.optim.steps)
     lines = []

@@ -1,4 +1,6 @@
-"""`pretrain scale context`: the plan's arithmetic, and plan, training, collection and report for real."""
+"""`pretrain scale context`: the plan's arithmetic, and plan, training, collection and report for
+real.
+"""
 
 from __future__ import annotations
 

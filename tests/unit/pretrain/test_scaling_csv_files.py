@@ -1,4 +1,6 @@
-"""Every table of the scaling commands is read by one reader, which names what is wrong with the file."""
+"""Every table of the scaling commands is read by one reader, which names what is wrong with the
+file.
+"""
 
 from __future__ import annotations
 

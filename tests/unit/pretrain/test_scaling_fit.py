@@ -146,7 +146,8 @@ def test_every_error_is_predicted_minus_measured():
 
 
 def test_an_approach_that_is_lost_with_the_largest_budget_says_why():
-    # The middle of three sizes is lowest at the first two budgets, the next one at the third: without it, one step.
+    # The middle of three sizes is lowest at the first two budgets, the next one at the third:
+    # without it, one step.
     size_P, budget_P = np.tile([1e6, 2e6, 4e6, 8e6], 3), np.repeat([1e16, 2e16, 8e16], 4)
     loss_P = np.array([4.0, 3.8, 3.9, 4.1, 3.8, 3.6, 3.7, 3.9, 3.6, 3.3, 3.2, 3.4])
     fit = fit_all(make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P), num_draws=20)
@@ -215,7 +216,8 @@ def test_traps_are_named():
 
 def test_approaches_that_disagree_are_said_to():
     size_P, tokens_P = simulated().parameters_P, simulated().tokens_P
-    # A learning rate that suits only small models lifts the loss of large ones: the valley moves, the law bends.
+    # A learning rate that suits only small models lifts the loss of large ones: the valley moves,
+    # the law bends.
     loss_P = HOFFMANN.loss(size_P, tokens_P) * np.exp(0.008 * np.log(size_P / size_P.min()) ** 2)
     fit = fit_all(make_points(size_P, tokens_P, loss_P, budget=simulated().budget_P), num_draws=20)
     ratio = disagreement(fit.approaches, FURTHER)

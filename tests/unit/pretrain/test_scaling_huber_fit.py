@@ -1,4 +1,6 @@
-"""Approach 3 against laws that are known: simulated, Stanford's CS336 points, the OLMo ladder's published fit."""
+"""Approach 3 against laws that are known: simulated, Stanford's CS336 points, the OLMo ladder's
+published fit.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def olmo_ladder():
 
 
 def test_olmo_ladder_fit_predicts_what_was_published():
-    """The published fit: the 16 training rungs, loss averaged over the last 5 evaluations, sum of Huber 1e-3."""
+    """The published fit: the 16 training rungs, loss averaged over the last 5 evaluations, sum of
+    Huber 1e-3.
+    """
     points = olmo_ladder()
     assert len(points) == 16
     fit = fit_parametric(points)
