@@ -1,104 +1,131 @@
-"""The training loop, and nothing else: `pretrain/run.py` builds what it works with."""
+"""The training loop and nothing else: `pretrain/run.py` builds what it works with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
 
-import torch
-
-from data_pipeline.lanes.segment_batch import SegmentBatch
+from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import begins_phase
 from pretrain.config.run import RunConfig
-from pretrain.engines.engine import Engine, Memory
+from pretrain.distributed.world import World
+from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
-from pretrain.model.memory import after_forgotten_segment
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
-from pretrain.recovery.rewind import SpikeMonitor
+from pretrain.recovery.loss_spikes import SpikeMonitor
 from pretrain.recovery.stop_requests import StopRequest
+from pretrain.rundir.fence import Fence
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.state import TrainState
+from pretrain.rundir.run_dir import RunDir
+from pretrain.state import TrainState, memories_without
 
 
-def train(
-    run: RunConfig,
-    engine: Engine,
-    lanes: Iterator[SegmentBatch],
-    state: TrainState,
-    checkpointer: Checkpointer,
-    metrics: MetricsRecorder,
-    evaluate: Callable[[], dict[str, float]],
-    spike_monitor: SpikeMonitor,
-    stop: StopRequest,
-    fault: Fault,
-    heartbeat: Heartbeat,
-) -> bool:
-    """Train until `optim.steps` (returns True), or until a phase ends or any rank is asked to stop (returns False).
+class Ending(Enum):
+    """Why the loop returned. A checkpoint of its last step is on disk in each case."""
 
-    All leave a checkpoint behind.
+    FINISHED = auto()
+    PHASE_FINISHED = auto()
+    STOPPED = auto()
 
-    SpikeFound, on every rank, when the losses are far out of line; CheckpointError when a rank cannot write its part.
+
+@dataclass(frozen=True)
+class RankProcess:
+    """What a rank keeps for as long as its process lives, however often the run restarts in it."""
+
+    config: RunConfig  # with all phases, as the user wrote it
+    run_dir: RunDir
+    world: World
+    fence: Fence
+    stop: StopRequest
+    fault: Fault
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is built from the latest checkpoint at each start, and dropped at the next one."""
+
+    config: RunConfig  # in the current phase, with a micro-batch that fits
+    engine: Engine
+    state: TrainState
+    batches: Iterator[SegmentBatch]
+    checkpointer: Checkpointer
+    metrics: MetricsRecorder
+    spike_monitor: SpikeMonitor
+    evaluate: Callable[[], dict[str, float]]
+
+
+def train(parts: Parts, process: RankProcess) -> Ending:
+    """Train until the run or its phase is finished, or any rank is asked to stop; then save.
+
+    Raises SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write.
     """
-    offload = MemoryOffload(engine.world.device, run.engine.offload_memories)
-    while state.step < run.optim.steps:
-        batch = next(lanes)
+    config, state, engine = parts.config, parts.state, parts.engine
+    checkpointer, metrics = parts.checkpointer, parts.metrics
+    offload = MemoryOffload(process.world.device, config.engine.offload_memories)
+    while state.step < config.optim.steps:
+        # Forward and backward, slot by slot: each slot continues with the memory it left last step.
+        batch = next(parts.batches)
         metrics.add_batch(batch)
         memories_before = list(state.memories)
         for slot, part in enumerate(batch.split(len(state.memories))):
-            # A slot is a fixed group of lanes, so each slot carries its own memory from step to step.
-            loss, memory = engine.forward_backward(
-                part, offload.fetch(slot, state.memories[slot]), state.step
-            )
+            memory = offload.fetch(slot, state.memories[slot])
+            loss, memory = engine.forward_backward(part, memory, state.step)
             state.memories[slot] = offload.store(slot, memory)
             metrics.add_loss(loss)
-        learning_rate = learning_rate_at(run.optim, state.step)
+
+        # Update the weights. A save may still be copying those that the update changes.
         with metrics.saving():
-            checkpointer.wait_for_copy()  # the update changes what is still being copied
-        ends_interval = (state.step + 1) % run.metrics.interval == 0
+            checkpointer.wait_for_copy()
+        learning_rate = learning_rate_at(config.optim, state.step)
+        ends_interval = (state.step + 1) % config.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
         if result.skipped and not result.overflowed:
-            # What a harmful step left in memory would spoil all later ones. Overflows leave the forward pass sound.
+            # What a harmful segment left in memory would spoil all later steps. An overflow is only
+            # the gradients' business: the loss scale was too large, but the forward pass was sound.
             offload.wait()
-            state.memories = memories_behind(batch, memories_before)
-        state.step += 1
-        state.tokens_seen += run.tokens_per_step
-        state.cursor = batch.cursor
+            state.memories = memories_without(batch, memories_before)
+        state.advance(batch, config.tokens_per_step)
         metrics.end_step(state, result, learning_rate)
 
-        stopping, save_failed = stop.requested_or_failed(checkpointer.has_failed)
+        # Agree with the other ranks on what follows.
+        stopping, save_failed = process.stop.requested_or_failed(checkpointer.has_failed)
         if save_failed:
-            checkpointer.finish()  # which raises it on every rank: to train on would only lose more
-        finished = state.step == run.optim.steps
-        leaving = finished or stopping or begins_phase(run, state.step)
-        saving = leaving or state.step % run.checkpoint.interval == 0
-        if saving or state.step % run.metrics.interval == 0:
+            checkpointer.finish()  # raises on every rank: further training could not be saved
+        ending = _ending_at(config, state.step, stopping)
+        saving = ending is not None or state.step % config.checkpoint.interval == 0
+        if saving or state.step % config.metrics.interval == 0:
             offload.wait()
-            spike_monitor.check(metrics.write())
-        fault.trigger(state.step)
+            parts.spike_monitor.check(metrics.write())  # before a save could keep the spike
+        process.fault.trigger(state.step)
+
         validation_loss = None
-        if finished or (run.evaluation.interval and state.step % run.evaluation.interval == 0):
-            heartbeat.beat(state.step, "evaluate")
-            evaluation = evaluate()
+        evaluates = config.evaluation.interval and state.step % config.evaluation.interval == 0
+        if evaluates or ending is Ending.FINISHED:
+            process.heartbeat.beat(state.step, "evaluate")
+            evaluation = parts.evaluate()
             validation_loss = evaluation["loss"]
             metrics.write_evaluation(state.step, evaluation)
         if saving:
-            heartbeat.beat(state.step, "save")
+            process.heartbeat.beat(state.step, "save")
             with metrics.saving():
                 checkpointer.save(engine, state, validation_loss)
-                if leaving:
+                if ending is not None:
                     checkpointer.finish()
-        if leaving and not finished:
-            return False
-        heartbeat.beat(state.step, "train")
-    return True
+        if ending is not None:
+            return ending
+        process.heartbeat.beat(state.step, "train")
+    return Ending.FINISHED
 
 
-def memories_behind(batch: SegmentBatch, memories: Sequence[Memory | None]) -> list[Memory | None]:
-    """The memories of the slots where nothing of this batch is remembered."""
-    slots = batch.split(len(memories))
-    return [
-        after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
-        for memory, slot in zip(memories, slots, strict=True)
-    ]
+def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:
+    """How the loop ends after this step; None if it continues."""
+    if step == config.optim.steps:
+        return Ending.FINISHED
+    if stopping:
+        return Ending.STOPPED
+    return Ending.PHASE_FINISHED if begins_phase(config, step) else None

@@ -1,7 +1,7 @@
 """Which settings may change when a run is resumed: metadata of the fields themselves. Torch-free.
 
-The rule: a setting may change if it does not change which model learns from which tokens. A section's
-mark holds for all settings in it, except those that have their own.
+The rule: a setting may change if it does not change which model learns from which tokens. A
+section's mark holds for all settings in it, except those that have their own.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.d_model < 2 or self.num_heads < 1:
             raise ConfigError(
-                f"model.num_layers={self.num_layers} d_model={self.d_model} num_heads={self.num_heads}: "
-                "each must be positive"
+                f"model.num_layers={self.num_layers} d_model={self.d_model} "
+                f"num_heads={self.num_heads}: each must be positive"
             )
         if self.positions == "relative" and self.d_model % 2:
             raise ConfigError(
@@ -77,7 +77,7 @@ class ModelConfig:
             raise ConfigError("model.memory_length and model.clamp_length must be 0 or more")
         if self.same_length and not self.memory_length:
             raise ConfigError(
-                "model.same_length needs model.memory_length > 0, the number of keys each query sees"
+                "model.same_length needs model.memory_length > 0, the number of keys of each query"
             )
         if self.z_loss < 0.0:
             raise ConfigError(f"model.z_loss={self.z_loss} must be 0 or more")
@@ -128,7 +128,8 @@ class ModelConfig:
             return
         if not self.memory_length:
             raise ConfigError(
-                "model.compressed_length needs model.memory_length > 0: it compresses what leaves it"
+                "model.compressed_length needs model.memory_length > 0: it compresses what leaves "
+                "the memory"
             )
         if self.same_length:
             raise ConfigError(

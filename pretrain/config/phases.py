@@ -79,7 +79,7 @@ def lanes_since(run: RunConfig, step: int) -> int:
 
 
 def lane_seed_at(run: RunConfig, step: int) -> int:
-    """The seed of the lanes' order: the run's plus the number of the phase in which they started."""
+    """The seed of the lanes' order: the run's, plus the number of the phase that started them."""
     return run.seed + phase_at(run, lanes_since(run, step))
 
 

@@ -53,7 +53,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which corpus, in how many lanes. The global batch is `lanes` rows of `segment_length` tokens."""
+    """Which corpus, in how many lanes. A batch is `lanes` rows of `segment_length` tokens."""
 
     # A directory made by `data-pipeline build`, or the URL it was uploaded to. A corpus may move:
     # its manifest's hash is compared with the one in the lanes' cursor.

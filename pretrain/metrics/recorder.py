@@ -176,7 +176,7 @@ class MetricsRecorder:
             self._files.close()
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Sums over ranks: losses by step, the ranks' measurements, lanes' counts, squared norms."""
+        """Sums over ranks: losses by step, ranks' measurements, lanes' counts, squared norms."""
         losses = torch.stack([step.loss_sum for step in steps])
         own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
         of_lanes = self._lane_meter.take(losses.device)

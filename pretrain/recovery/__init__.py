@@ -1,4 +1,4 @@
-"""Loss spikes and rewinds, stop requests, injected faults.
+"""Rewinds after loss spikes, smaller micro-batches when out of memory, stop requests, faults.
 
 Imported by `train.py`, `run.py` and commands; uses checkpoint, rundir and distributed.
 """

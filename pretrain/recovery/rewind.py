@@ -1,223 +1,141 @@
-"""How the ranks heal a run together: rank 0 decides from the losses, all go back, the suspect documents are named."""
+"""Rewinding after a loss spike: back to the checkpoint before it, then past its data.
+
+A segment's number counts the batches that lanes delivered since the run started. Without rewinds,
+step n reads segment n - 1. A window of segments that a rewind skips shifts all later ones. Windows
+are part of the ledger, and the segment of a step is a pure function of them: so a run that is
+resumed anywhere reads the same data, and rewinding needs no other state.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.config import SegmentLengths
 from data_pipeline.errors import TrainingError
-from data_pipeline.lanes.audit import ReadSpan, audit_steps
-from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.lanes.mixture import Mixture
+from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint import directory as files
-from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
+from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, any_rank, broadcast_object, raise_on_all_ranks
-from pretrain.engines.engine import Engine, Memory
-from pretrain.recovery.loss_spikes import (
-    Spike,
-    SpikeDetector,
-    lane_lengths,
-    segments_consumed,
-    skipped_windows,
-    window_of,
-)
+from pretrain.distributed.world import World, raise_on_all_ranks
+from pretrain.recovery.loss_spikes import Spike
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import (
-    Event,
-    GaveUp,
-    Rewind,
-    SuspectDocument,
-    SuspectDocuments,
-)
-from pretrain.state import TrainState
+from pretrain.rundir.training_events import Event, GaveUp, Rewind
 
 logger = logging.getLogger(__name__)
 
-NUM_SUSPECTS = 5
-WITHOUT_END = 1 << 62
-
-
-class SpikeFound(Exception):
-    """Raised on every rank at the same step."""
-
-    def __init__(self, spike: Spike) -> None:
-        super().__init__(spike.describe())
-        self.spike = spike
-
-
-class SpikeMonitor:
-    """Watches the losses. What it knows comes from metrics.jsonl, so a resumed run decides as an undisturbed one."""
-
-    def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
-        self._detector = SpikeDetector(run.recovery)
-        if world.is_main:
-            measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
-            self._observe(line for line in measured if line["step"] <= state.step)
-
-    def check(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Hear of new steps (rank 0 has their lines); SpikeFound on all ranks if they are out of line."""
-        spike = self._observe(lines)
-        if any_rank(spike is not None):
-            raise SpikeFound(broadcast_object(spike))  # type: ignore[arg-type]  (rank 0 has it)
-
-    def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
-        found = None
-        for line in lines:
-            if line.get("overflowed"):
-                continue  # the loss scale was too large, which says nothing about data or weights
-            found = (
-                self._detector.observe(line["step"], None if line["skipped"] else line["loss"])
-                or found
-            )
-        return found
-
 
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
-    """Let the next start go on from the checkpoint before the spike and pass over its data; TrainingError if that was
-    done too often already."""
+    """Let the next start resume from before the spike and skip its data.
+
+    Raises TrainingError after `recovery.max_rewinds` rewinds.
+    """
     with raise_on_all_ranks():
         if not world.is_main:
             return
         ledger = run_dir.ledger.read()
-        windows = skipped_windows(ledger)
         num_rewinds = len(events_of(ledger, Rewind))  # windows that touch are one
+        at: dict[str, Any] = {
+            "first_step": spike.first_step,
+            "step": spike.last_step,
+            "loss": spike.loss,
+            "usual_loss": spike.usual,
+        }
         if num_rewinds >= run.recovery.max_rewinds:
-            run_dir.ledger.append(
-                GaveUp(
-                    first_step=spike.first_step,
-                    step=spike.last_step,
-                    loss=spike.loss,
-                    usual_loss=spike.usual,
-                )
-            )
+            run_dir.ledger.append(GaveUp(**at))
             raise TrainingError(_report(run, spike, ledger))
-        # Before the ledger knows: with the window but on the spike's branch a crash would leave a run of neither kind.
+        # Checkpoints go first. After a crash in between, the run just meets the spike again. In the
+        # other order the window could skip segments that the remaining weights have already read.
         files.discard_from(run_dir.checkpoints, spike.first_step)
         step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-        window = window_of(spike, windows, run, step)
-        run_dir.ledger.append(
-            Rewind(
-                first_step=spike.first_step,
-                step=spike.last_step,
-                to_step=step,
-                segments=(window.start, window.stop),
-                loss=spike.loss,
-                usual_loss=spike.usual,
-            )
-        )
+        window = window_of(spike, skipped_windows(ledger), run, step)
+        run_dir.ledger.append(Rewind(**at, to_step=step, segments=(window.start, window.stop)))
         logger.warning(
-            "recovery: %s; rewinding to step %d, skipping segments %d to %d (rewind %d of at most %d)",
-            spike.describe(),
-            step,
-            window.start,
-            window.stop - 1,
-            num_rewinds + 1,
+            "recovery: %s; rewinding to step %d, skipping segments %d to %d "
+            "(rewind %d of at most %d)",
+            spike.describe(), step, window.start, window.stop - 1, num_rewinds + 1,
             run.recovery.max_rewinds,
-        )
+        )  # fmt: skip
 
 
-def name_suspects(
-    run: RunConfig,
-    run_dir: RunDir,
-    engine: Engine,
-    corpus: Corpus | Mixture,
-    state: TrainState,
-    lanes: range,
-) -> None:
-    """After a rewind: write down which documents of the last window the good weights find hardest to predict.
+def skipped_windows(ledger: Sequence[Event]) -> list[range]:
+    """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    windows: list[range] = []
+    for start, stop in sorted(event.segments for event in events_of(ledger, Rewind)):
+        if windows and start <= windows[-1].stop:
+            start, stop = windows[-1].start, max(stop, windows[-1].stop)
+            windows.pop()
+        windows.append(range(start, stop))
+    return windows
 
-    `run` has all its phases, `corpus` and `lanes` are those of the state's.
+
+def segments_consumed(step: int, windows: Sequence[range]) -> int:
+    """How many segments of every lane a run has read or skipped after `step` updates."""
+    count = step
+    for window in windows:
+        # A window at the very next segment is not consumed yet: the next batch comes after it.
+        if count > window.start:
+            count += len(window)
+    return count
+
+
+def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
+    """The segments to skip: from one before the spike to `skip_margin_segments` after it.
+
+    One before, because a step's loss shows what the update before it did. None is from before
+    step `to_step`, to which the run rewinds, or from before the phase in which the spike started.
+    Segments are counted in that phase, so longer ones of a later phase count for several.
     """
-    earlier, window = broadcast_object(_open_case(run_dir))
-    if window is None:
-        return
-    phase = _segments_of_phase(run, state.step, earlier)
-    window = range(max(window.start, phase.start), min(window.stop, phase.stop))
-    if not window:
-        return  # it lies in a later phase
-    data, seed = run_at(run, state.step).data, lane_seed_at(run, state.step)
-    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
-    for _ in range(segments_consumed(state.step, earlier), window.start):
-        next(stream)
-    sums: dict[tuple[str, int], tuple[float, int]] = {}
-    memories: list[Memory | None] = [None] * len(state.memories)
-    lanes_begin = segments_consumed(lanes_since(run, state.step), earlier)
-    since_then = range(window.start - lanes_begin, window.stop - lanes_begin)
-    pieces = audit_steps(
-        corpus, data.lanes, seed, lane_lengths(run, state.step, earlier), since_then, lanes
-    )
-    for _ in window:
-        losses = []
-        for slot, part in enumerate(next(stream).split(len(memories))):
-            nll_BL, memories[slot] = engine.evaluate(part, memories[slot], run.model.memory_length)
-            losses += nll_BL.flatten().tolist()
-        _add_losses(sums, pieces, losses)
-    _write_suspects(run_dir, engine.world, sums, window)
-
-
-def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
-    """The segments of every lane that the phase reads or passes over, counted from the run's beginning."""
-    end = next(
-        (phase.from_step for phase in run.data.phases if phase.from_step > step), WITHOUT_END
-    )
-    return range(
-        segments_consumed(first_step_at(run, step), windows), segments_consumed(end, windows)
-    )
-
-
-def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
-    """The windows of earlier rewinds, and that of the last one if its suspects are not named yet."""
-    events = events_of(run_dir.ledger.read(), Rewind, SuspectDocuments)
-    if not events or isinstance(events[-1], SuspectDocuments):
-        return [], None
-    return skipped_windows(events[:-1]), range(*events[-1].segments)
-
-
-def _add_losses(
-    sums: dict[tuple[str, int], tuple[float, int]], pieces: Iterable[ReadSpan], losses: list[float]
-) -> None:
-    """Share out one step's losses, lane after lane, among the documents they belong to."""
-    place = 0
-    for piece in pieces:
-        total, tokens = sums.get((piece.document, piece.lane), (0.0, 0))
-        total += sum(losses[place : place + piece.tokens])
-        sums[piece.document, piece.lane] = (total, tokens + piece.tokens)
-        place += piece.tokens
-        if place == len(losses):
-            return
-
-
-def _write_suspects(
-    run_dir: RunDir, world: World, sums: dict[tuple[str, int], tuple[float, int]], window: range
-) -> None:
-    own = [
-        SuspectDocument(document=document, lane=lane, loss=total / tokens, tokens=tokens)
-        for (document, lane), (total, tokens) in sums.items()
+    first_phase = first_step_at(run, spike.first_step - 1)
+    kept = segments_consumed(max(to_step, first_phase), windows)
+    length = run_at(run, first_phase).data.segment_length
+    lengths = [
+        run_at(run, step - 1).data.segment_length
+        for step in range(spike.first_step, spike.last_step + 1)
     ]
-    gathered: list[Any] = [own]
-    if world.world_size > 1:
-        gathered = [None] * world.world_size
-        dist.all_gather_object(gathered, own)
-    if not world.is_main:
-        return
-    documents = (each for part in gathered for each in part)
-    ranked = tuple(sorted(documents, key=lambda each: -each.loss)[:NUM_SUSPECTS])
-    segments = (window.start, window.stop)
-    run_dir.ledger.append(SuspectDocuments(segments=segments, documents=ranked))
-    worst = ", ".join(map(str, ranked))
-    logger.warning("recovery: hardest to predict in the skipped segments: %s", worst)
+    more = max(0, math.ceil(sum(lengths) / length) - len(lengths))
+    stop = segments_consumed(spike.last_step, windows) + more + run.recovery.skip_margin_segments
+    return range(max(kept, segments_consumed(spike.first_step, windows) - 2), stop)
+
+
+def skip_windows(
+    batches: Iterable[SegmentBatch], num_consumed: int, windows: Sequence[range]
+) -> Iterator[SegmentBatch]:
+    """The batches outside `windows`; `num_consumed` segments came before the first.
+
+    After a gap every lane is treated as starting a document: its memory holds another text.
+    """
+    after_gap = False
+    for number, batch in enumerate(batches, num_consumed):
+        if any(number in window for window in windows):
+            after_gap = True
+            continue
+        if after_gap:
+            batch.starts_BL[:, 0] = True
+        after_gap = False
+        yield batch
+
+
+def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> SegmentLengths:
+    """How long the segments of the lanes of `step` are, by number since these lanes started."""
+    start = lanes_since(run, step)
+    first = segments_consumed(start, windows)
+    changes = (phase.from_step for phase in run.data.phases if start < phase.from_step <= step)
+    lengths = {
+        segments_consumed(each, windows) - first: run_at(run, each).data.segment_length
+        for each in (start, *changes)
+    }
+    return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
 def _report(run: RunConfig, spike: Spike, ledger: Sequence[Event]) -> str:
     rewinds = [f"\n  step {event.step}: {event.spike}" for event in events_of(ledger, Rewind)]
     return (
-        f"{spike.describe()}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds}):"
-        f"{''.join(rewinds)}\nlower optim.learning_rate or clean the documents that ledger.jsonl names; "
-        "a higher recovery.max_rewinds goes on"
+        f"{spike.describe()}, after {len(rewinds)} rewinds "
+        f"(recovery.max_rewinds={run.recovery.max_rewinds}):{''.join(rewinds)}\n"
+        "lower optim.learning_rate or clean the documents that ledger.jsonl names; "
+        "to continue anyway, raise recovery.max_rewinds"
     )

@@ -45,8 +45,7 @@ from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
-from pretrain.state import TrainState
-from pretrain.train import memories_behind
+from pretrain.state import TrainState, memories_without
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 MODEL: dict[str, Any] = {
@@ -146,7 +145,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
                 layers.setdefault(key, {})[state.step] = value.hex()
         if result.skipped:
             if not result.overflowed:
-                state.memories = memories_behind(batch, memories)
+                state.memories = memories_without(batch, memories)
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)

@@ -18,9 +18,9 @@ from pretrain.recovery.stop_requests import StopRequest
 
 def wait_for_ever():
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not stop._asked:
+    while time.monotonic() < deadline and not stop._requested:
         time.sleep(0.02)
-    sys.exit("stop requested" if stop._asked else "never ended")
+    sys.exit("stop requested" if stop._requested else "never ended")
 
 stop = StopRequest()
 with Heartbeat(Path(sys.argv[1]), rank=3, watchdog_timeout_seconds=float(sys.argv[2])) as heartbeat:

@@ -21,9 +21,10 @@ from pretrain.config.phases import (
     tokens_of_steps,
 )
 from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.recovery.loss_spikes import Spike, lane_lengths, segments_consumed, window_of
+from pretrain.recovery.loss_spikes import Spike
+from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
 from pretrain.rundir.run_dir import RunDir
-from tests.unit.pretrain.test_healing import SETTINGS
+from tests.unit.pretrain.test_recovery import SETTINGS
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 AT_40 = PhaseConfig(from_step=40, lanes=4)

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunConfig
 from pretrain.metrics.stragglers import Straggler, StragglerWatch, slowest_of
-from pretrain.recovery.loss_spikes import (
-    Spike,
-    SpikeDetector,
-    memory_settings,
-    segments_consumed,
-    skip_windows,
-    skipped_windows,
-    window_of,
-    with_fitting_micro_batch,
-)
+from pretrain.recovery.loss_spikes import Spike, SpikeDetector
+from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
+from pretrain.recovery.rewind import segments_consumed, skip_windows, skipped_windows, window_of
 from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)
@@ -160,7 +153,7 @@ def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again()
 
 
 def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
-    with pytest.raises(ConfigError, match=r"not even one lane.*activation_checkpointing=full"):
+    with pytest.raises(ConfigError, match=r"a single lane .*activation_checkpointing=full"):
         with_fitting_micro_batch(RUN, 2, [out_of_memory(1)])
 
 
