@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list | verify | prune RUN`: what a run has saved, whether it is whole, and what may go."""
+"""`pretrain checkpoint list | verify | prune RUN`: what a run has saved, and deleting some of it."""
 
 from __future__ import annotations
 
@@ -7,123 +7,128 @@ import json
 from pathlib import Path
 
 from data_pipeline.errors import CheckpointError, ConfigError
+from data_pipeline.program import Program
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.text import text_table
 
-EXIT_DAMAGED = 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain checkpoint`."""
-    parser.add_argument(
-        "action",
-        choices=("list", "verify", "prune"),
-        help="list them, read them all, or remove some",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument(
-        "--keep-last", type=int, help="prune: the newest K stay (default: as the run is configured)"
-    )
-    parser.add_argument(
-        "--keep-every", type=int, help="prune: multiples of N stay too (default: as configured)"
-    )
-    parser.add_argument(
-        "--keep-best",
-        type=int,
-        help="prune: the K of lowest validation loss stay too (default: same)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="prune: only say what would go")
+EXIT_CORRUPTED = 1
+HERE = "pretrain.commands.checkpoint"
+PROGRAM = Program(
+    "pretrain checkpoint",
+    "The checkpoints of a run.",
+    {
+        "list": (f"{HERE}:list", "list step, ranks, tokens, validation loss and size of each"),
+        "verify": (f"{HERE}:verify", "read every byte of each; exit status 1 if one is corrupted"),
+        "prune": (f"{HERE}:prune", "delete those that the run's settings, or flags, do not keep"),
+    },
+)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; 1 if `verify` found a checkpoint damaged."""
-    run_dir = RunDir.open(arguments.run)
-    if arguments.action == "prune":
-        return _prune(run_dir, arguments)
-    if arguments.dry_run or any(number is not None for number in _kept(arguments)):
-        raise ConfigError(
-            f"--keep-... and --dry-run belong to 'checkpoint prune', not 'checkpoint {arguments.action}'"
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    add_list_arguments(parser)
+
+
+def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
+    add_list_arguments(parser)
+    flags = {
+        "--keep-last": "keep the latest N",
+        "--keep-every": "also keep steps that are multiples of N; 0: none",
+        "--keep-best": "also keep the N with the lowest validation loss",
+    }
+    for flag, meaning in flags.items():
+        parser.add_argument(
+            flag, type=int, metavar="N", help=f"{meaning} (default: the run's setting)"
         )
-    steps = files.steps_on_disk(run_dir.checkpoints)
-    if not steps:
-        print(f"{run_dir.checkpoints} holds no checkpoint yet")
-        return 0
-    return _list(run_dir, steps) if arguments.action == "list" else _verify(run_dir, steps)
+    parser.add_argument("--dry-run", action="store_true", help="report only, delete nothing")
 
 
-def _list(run_dir: RunDir, steps: list[int]) -> int:
-    print(f"{'step':>10}  {'ranks':>5}  {'tokens':>14}  {'validation':>10}  {'MiB':>9}")
-    for step in steps:
-        directory = files.step_directory(run_dir.checkpoints, step)
-        mebibytes = sum(path.stat().st_size for path in directory.iterdir()) / 2**20
-        print(f"{step:10}  {_origin(directory)}  {mebibytes:9.1f}")
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print a line per checkpoint; nothing is verified."""
+    root, steps = _checkpoints(arguments.run)
+    rows = [_row(files.step_directory(root, step), step) for step in steps]
+    if rows:
+        print(text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows], left=()))
     return 0
 
 
-def _origin(directory: Path) -> str:
-    """Ranks, tokens and validation loss, as the index says without being checked."""
+def _row(directory: Path, step: int) -> tuple[str, ...]:
+    size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
     try:
         index = json.loads((directory / files.INDEX).read_text())
         loss = index.get("validation_loss")
-        return f"{index['world_size']:5}  {index['tokens_seen']:14}  {'-' if loss is None else f'{loss:.4f}':>10}"
+        shown = "-" if loss is None else f"{loss:.4f}"
+        return str(step), str(index["world_size"]), str(index["tokens_seen"]), shown, size
     except (OSError, ValueError, KeyError):
-        return f"{'?':>5}  {'unreadable':>14}  {'?':>10}"
+        return str(step), "?", "unreadable", "?", size
 
 
-def _verify(run_dir: RunDir, steps: list[int]) -> int:
-    damaged = 0
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Read every checkpoint; 1 if one is corrupted."""
+    root, steps = _checkpoints(arguments.run)
+    valid = 0
     for step in steps:
         try:
-            marker.verify(files.step_directory(run_dir.checkpoints, step))
-            print(f"step {step}: good", flush=True)
+            marker.verify(files.step_directory(root, step))
+            valid += 1
+            print(f"step {step}: valid", flush=True)
         except CheckpointError as error:
-            damaged += 1
-            print(f"step {step}: DAMAGED  {error}", flush=True)
-    print(f"{len(steps) - damaged} of {len(steps)} checkpoints are good")
-    return EXIT_DAMAGED if damaged else 0
+            print(f"step {step}: CORRUPTED  {error}", flush=True)
+    if steps:
+        print(f"{valid} of {len(steps)} checkpoints are valid")
+    return 0 if valid == len(steps) else EXIT_CORRUPTED
 
 
-def _kept(arguments: argparse.Namespace) -> tuple[int | None, int | None, int | None]:
-    return arguments.keep_last, arguments.keep_every, arguments.keep_best
-
-
-def _prune(run_dir: RunDir, arguments: argparse.Namespace) -> int:
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Delete checkpoints that are not to be kept; CheckpointError if no valid one would remain."""
+    run_dir = RunDir.open(arguments.run)
     configured = run_dir.config.checkpoint
-    defaults = (configured.keep_last, configured.keep_every, configured.keep_best)
     last, every, best = (
-        default if asked is None else asked
-        for asked, default in zip(_kept(arguments), defaults, strict=True)
+        getattr(configured, name) if getattr(arguments, name) is None else getattr(arguments, name)
+        for name in ("keep_last", "keep_every", "keep_best")
     )
     if last < 1 or every < 0 or best < 0:
         raise ConfigError(
-            f"--keep-last {last} must be at least 1, --keep-every {every} and --keep-best {best} at least 0"
+            f"--keep-last={last} must be at least 1, --keep-every={every} and --keep-best={best} "
+            "at least 0"
         )
-    with run_dir.locked():  # a run that trains removes its own
-        steps = files.steps_on_disk(run_dir.checkpoints)
-        going = files.steps_to_prune(
-            steps, last, every, files.best_steps(run_dir.checkpoints, best)
-        )
-        _refuse_to_remove_the_last_good(run_dir, going)
+    root = run_dir.checkpoints
+    with run_dir.locked():  # a run that trains prunes its own checkpoints
+        steps = files.steps_on_disk(root)
+        pruned = files.steps_to_prune(steps, last, every, files.best_steps(root, best))
+        _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:
-            files.prune(run_dir.checkpoints, last, every, best)
-    verb = "would remove" if arguments.dry_run else "removed"
-    print(f"{verb} the checkpoints of {len(going)} steps: {', '.join(map(str, going)) or 'none'}")
+            files.prune(root, last, every, best)
+    verb = "would delete" if arguments.dry_run else "deleted"
+    print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
     return 0
 
 
-def _refuse_to_remove_the_last_good(run_dir: RunDir, going: list[int]) -> None:
-    """CheckpointError if checkpoints would go and none of those that stay can be resumed from."""
-    if not going:
+def _require_valid_rest(root: Path, pruned: list[int], rest: list[int]) -> None:
+    """CheckpointError if checkpoints are to be deleted and the run could resume from no other."""
+    if not pruned:
         return
-    staying = [step for step in files.steps_on_disk(run_dir.checkpoints) if step not in going]
-    for step in reversed(staying):
+    for step in reversed(rest):
         try:
-            marker.verify(files.step_directory(run_dir.checkpoints, step))
+            marker.verify(files.step_directory(root, step))
             return
         except CheckpointError:
             continue
     raise CheckpointError(
-        f"{run_dir.checkpoints}: every checkpoint that would stay is damaged (steps {', '.join(map(str, staying))}); "
-        "nothing was removed; keep more of them, 'pretrain checkpoint verify' says which are good"
+        f"{root}: every checkpoint to keep is corrupted (steps {', '.join(map(str, rest))}); "
+        "nothing was deleted. Keep more of them; 'pretrain checkpoint verify' names valid ones"
     )
+
+
+def _checkpoints(run: Path) -> tuple[Path, list[int]]:
+    """The directory of a run's checkpoints and their steps."""
+    root = RunDir.open(run).checkpoints
+    steps = files.steps_on_disk(root)
+    if not steps:
+        print(f"no checkpoint found in {root}")
+    return root, steps

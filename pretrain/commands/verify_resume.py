@@ -1,10 +1,11 @@
-"""`pretrain verify-resume`: proof, on the user's own configuration, that a killed run equals an undisturbed one.
+"""`pretrain verify-resume`: check, on the user's configuration, that a killed run resumes exactly.
 
-Three starts of real ranks: one to the end; one that SIGKILLs itself after a step, between two checkpoints; one that
-goes on from what the second left on disk. Then every loss and every byte of the final state is compared.
+It trains three times with real ranks: to the end; until all ranks SIGKILL themselves, a step after
+a checkpoint; and from what that run left on disk. Then it compares every loss and every byte of
+the final states.
 
-With `--resume-ranks` or `--resume-zero` the third start has other ranks or another ZeRO stage. Rounding differs then:
-losses are compared to 1e-5 of their size, counters and the lanes' cursors exactly.
+With `--resume-ranks` or `--resume-zero` the third time has other ranks or another ZeRO stage, so
+rounding differs: losses must agree to 1e-5 relative, counters and the lanes' cursors exactly.
 """
 
 from __future__ import annotations
@@ -29,62 +30,53 @@ from pretrain.rundir.run_dir import RunDir
 EXIT_DIFFERENT = 1
 START_SECONDS = 600.0
 KILLED = -9
-ELASTIC_TOLERANCE = 1e-5  # of a loss, in fp32
+ELASTIC_TOLERANCE = 1e-5  # relative, of losses in fp32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain verify-resume`."""
+    """Define the flags of `pretrain verify-resume`."""
     parser.add_argument("config", type=Path, help="experiment file (YAML)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument("--steps", type=int, default=20, help="steps to train (default 20)")
+    parser.add_argument(
+        "--kill-at", type=int, default=7, metavar="STEP", help="SIGKILL after it (default 7)"
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, help="ranks on this machine (default %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=20, help="length of the run (default %(default)s)"
-    )
-    parser.add_argument(
-        "--kill-at",
-        type=int,
-        default=7,
-        help="every rank is SIGKILLed after it (default %(default)s)",
-    )
-    parser.add_argument(
-        "--resume-ranks",
-        type=int,
-        metavar="N",
-        help="ranks of the resumed start (default: the same)",
+        "--resume-ranks", type=int, metavar="N", help="ranks when resuming (default: the same)"
     )
     parser.add_argument(
         "--resume-zero",
         type=int,
         choices=(0, 1, 2, 3),
-        help="ZeRO stage of the resumed start (default: the same)",
+        help="ZeRO stage when resuming (default: the same)",
     )
     parser.add_argument(
-        "--work-dir", type=Path, help="keep the runs here (default: a temporary directory, removed)"
+        "--work-dir", type=Path, help="keep the runs in DIR (default: a temporary directory)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare a killed and resumed run with an undisturbed one; 0 if they agree, 1 if not."""
+    """Compare a killed and resumed run with an uninterrupted one; 0 if they agree, 1 if not."""
     if not 1 <= arguments.kill_at < arguments.steps:
         raise ConfigError(
-            f"--kill-at {arguments.kill_at} must be at least 1 and below --steps {arguments.steps}"
+            f"--kill-at={arguments.kill_at} must be at least 1 and below --steps={arguments.steps}"
         )
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
         for phase in runs_of_phases(config):
-            accumulation_steps(phase, ranks)  # refused here rather than by every rank
+            accumulation_steps(phase, ranks)  # one error here instead of one from every rank
     if _is_elastic(arguments) and config.engine.precision != "fp32":
         raise ConfigError(
-            f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero losses are compared to "
-            f"{ELASTIC_TOLERANCE:g}, which only fp32 holds; add engine.precision=fp32"
+            f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero "
+            f"losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
+            "engine.precision=fp32"
         )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
-        problems = _prove(arguments, _settings(arguments, config), work)
+        problems = _train_and_compare(arguments, _settings(arguments, config), work)
     finally:
         if arguments.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
@@ -95,45 +87,38 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_DIFFERENT
     if _is_elastic(arguments):
         print(
-            f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane cursors exactly"
+            f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane "
+            "cursors exactly"
         )
-        return 0
-    print(
-        f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors and random numbers"
-    )
+    else:
+        print(
+            f"identical: {arguments.steps} losses, weights, optimizer state, memories, cursors "
+            "and random-number states"
+        )
     return 0
 
 
-def _prove(arguments: argparse.Namespace, settings: Sequence[str], work: Path) -> list[str]:
+def _train_and_compare(
+    arguments: argparse.Namespace, settings: Sequence[str], work: Path
+) -> list[str]:
     from pretrain.commands.same_run import differences
 
-    undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
-    for run_dir in (undisturbed, killed):
+    uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
+    for run_dir in (uninterrupted, killed):
         if run_dir.exists():
-            raise ConfigError(
-                f"{run_dir.path} is there from an earlier proof; remove it or choose another --work-dir"
-            )
-    _say(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, undisturbed")
-    start = functools.partial(train_ranks, arguments.config, timeout=START_SECONDS)
-    start(settings, undisturbed, arguments.ranks)
-    _say(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
-    start(settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
+            raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
+    train = functools.partial(train_ranks, arguments.config, timeout=START_SECONDS)
+    _report(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, uninterrupted")
+    train(settings, uninterrupted, arguments.ranks)
+    _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
+    train(settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
     steps = files.steps_on_disk(killed.checkpoints)
-    _say(
-        f"3/3 resumed from {f'the checkpoint of step {steps[-1]}' if steps else 'the beginning: no checkpoint yet'}"
-    )
+    start = f"the checkpoint of step {steps[-1]}" if steps else "the start: no checkpoint yet"
+    _report(f"3/3 resumed from {start}")
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
-    start([*settings, *zero], killed, _resume_ranks(arguments))
-    tolerance = ELASTIC_TOLERANCE if _is_elastic(arguments) else 0.0
-    return differences(undisturbed, killed, arguments.steps, tolerance)
-
-
-def _is_elastic(arguments: argparse.Namespace) -> bool:
-    return arguments.resume_ranks is not None or arguments.resume_zero is not None
-
-
-def _resume_ranks(arguments: argparse.Namespace) -> int:
-    return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
+    train([*settings, *zero], killed, _resume_ranks(arguments))
+    tolerance = ELASTIC_TOLERANCE if _is_elastic(arguments) else None
+    return differences(uninterrupted, killed, arguments.steps, tolerance)
 
 
 def train_ranks(
@@ -147,7 +132,7 @@ def train_ranks(
     timeout: float | None = None,
     is_shown: bool = False,
 ) -> None:
-    """Train on ranks of this machine to the end or, with the fault sigkill@N, until step N kills them.
+    """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 
     `is_shown` shows the output of rank 0. Raises UserError with the last lines of the rank that
     failed if the ranks exit in any other way.
@@ -165,25 +150,33 @@ def train_ranks(
         raise UserError(failure)
 
 
+def _is_elastic(arguments: argparse.Namespace) -> bool:
+    return arguments.resume_ranks is not None or arguments.resume_zero is not None
+
+
+def _resume_ranks(arguments: argparse.Namespace) -> int:
+    return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
+
+
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
-    """The user's settings, and those of a run as short as the proof."""
-    # The last checkpoint before the kill lies one step back, so that resuming has something to redo.
-    interval = max(1, arguments.kill_at - 1)
+    """The user's settings, and those of a run as short as this check."""
     schedule = config.optim.schedule
     return [
         *arguments.overrides,
         f"optim.steps={arguments.steps}",
         f"optim.schedule.warmup_steps={min(schedule.warmup_steps, arguments.steps // 2)}",
         f"optim.schedule.decay_steps={min(schedule.decay_steps, arguments.steps // 2)}",
-        f"checkpoint.interval={interval}",
+        # The last checkpoint before the kill is one step older, so that a step is repeated.
+        f"checkpoint.interval={max(1, arguments.kill_at - 1)}",
         "checkpoint.keep_last=3",
         "checkpoint.keep_best=0",
-        "checkpoint.asynchronous=false",  # the same bytes, and surely there when the kill comes a step later
+        # The bytes are the same, and they are on disk when the kill comes a step later.
+        "checkpoint.asynchronous=false",
         f"evaluation.interval={max(1, arguments.steps // 4)}",
         "evaluation.max_tokens=2000",
         "metrics.tensorboard=false",
     ]
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, flush=True)

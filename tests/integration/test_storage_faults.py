@@ -87,7 +87,7 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_
     assert re.findall(r"^[a-z-]+: \d+$", done.stdout, re.M) == [
         "full: 2", "verified: 0", "room: 0", "read-only: 2", "untouched: 0",
     ], (done, said)  # fmt: skip
-    assert "step 10: good" in done.stdout
+    assert "step 10: valid" in done.stdout
     assert re.search(
         r"^ERROR .*: could not save step 20: .*: found .* MiB free, expected .* MiB; ",
         said["full"],

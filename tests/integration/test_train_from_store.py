@@ -15,7 +15,7 @@ from data_pipeline.cli import main as data_pipeline
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.shard_cache import GIB
 from pretrain.cli import main as pretrain
-from pretrain.commands.same_run import losses_apart
+from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
@@ -92,7 +92,7 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
     assert sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").iterdir()) <= limit
     resumed = launch(experiment, remote.path, *from_bucket)
     assert resumed.returncode == 0, resumed.stdout
-    assert losses_apart(local, remote, 1e-5) == []
+    assert differing_losses(local, remote, 1e-5) == []
     assert events_of(remote.ledger.read(), TrainingEnded)[-1].tokens_of_corpora == {
         f"{url}/train": STEPS * 2 * 512
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli import main
-from pretrain.commands.same_run import losses_apart
+from pretrain.commands.same_run import differing_losses
 from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
@@ -46,20 +46,22 @@ def written(path: Path, losses: list[float | None]) -> RunDir:
     return run_dir
 
 
-def test_losses_apart_names_what_rounding_does_not_explain(tmp_path):
+def test_differences_beyond_rounding_are_named(
+    tmp_path,
+):
     left = written(tmp_path / "left", [5.0, 4.0, 3.0])
-    assert losses_apart(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
-    assert losses_apart(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == [
+    assert differing_losses(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
+    assert differing_losses(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == [
         "step 1: loss 5.0 against 5.001"
     ]
-    assert losses_apart(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == [
-        "step 3: only in one of the runs"
+    assert differing_losses(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == [
+        "step 3: only in left"
     ]
 
 
-def test_losses_apart_compares_losses_that_were_no_numbers(tmp_path):
+def test_losses_that_were_not_finite_are_compared(tmp_path):
     left = written(tmp_path / "left", [5.0, None])
-    assert losses_apart(left, written(tmp_path / "same", [5.0, None]), 1e-5) == []
-    assert losses_apart(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == [
+    assert differing_losses(left, written(tmp_path / "same", [5.0, None]), 1e-5) == []
+    assert differing_losses(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == [
         "step 2: loss None against 4.0"
     ]
