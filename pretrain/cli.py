@@ -1,4 +1,4 @@
-"""`pretrain train | evaluate | ...`: its commands, and how its processes end."""
+"""The console script `pretrain`: its commands, and how its process exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 from data_pipeline.program import Program
 from pretrain.terminal.log import set_up_logging
 
-# name -> (module, what it does)
+# name -> (module, what it does); the modules are imported when they are needed
 COMMANDS = {
     "train": (
         "pretrain.commands.train",
@@ -18,30 +18,30 @@ COMMANDS = {
     ),
     "evaluate": (
         "pretrain.commands.evaluate",
-        "loss and bits per character with memories of any length, and how far back models look",
+        "measure loss at any memory length, and how far back models use context",
     ),
     "generate": ("pretrain.commands.generate", "sample text from a checkpoint"),
     "export": (
         "pretrain.commands.export",
-        "a run's model as safetensors, settings and tokenizer, in one directory",
+        "write a run's model as safetensors, with settings and tokenizer, to one directory",
     ),
     "import-original": (
         "pretrain.commands.import_original",
-        "weights of the original PyTorch code, or in Hugging Face's layout, as an export",
+        "convert weights of the original PyTorch code, or in Hugging Face's layout, to an export",
     ),
     "describe": (
         "pretrain.commands.describe",
-        "parameters, FLOPs, memory and disk of a run before it starts",
+        "estimate parameters, FLOPs, memory and disk space of a run before it starts",
     ),
     "report": (
         "pretrain.commands.report",
-        "a run's loss, speed, failures and settings as one page",
+        "show a run's loss, speed, failures and settings on one page",
     ),
     "compare": (
         "pretrain.commands.compare",
-        "several runs side by side: numbers, settings, curves",
+        "show numbers, settings and curves of several runs side by side",
     ),
-    "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune what a run has saved"),
+    "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune a run's checkpoints"),
     "golden": (
         "pretrain.commands.golden",
         "compare the model with recorded results of the original implementation",
@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "scale": (
         "pretrain.commands.scale",
-        "scaling-law experiments: plan, collect, fit, predict, report, context",
+        "run scaling-law experiments: plan, collect, fit, predict, report, context",
     ),
     "demo": (
         "pretrain.demo.command",
@@ -68,14 +68,14 @@ main = PROGRAM.main
 
 
 def console() -> NoReturn:
-    """What the console script and `python -m pretrain` run: `main`, then the end of the process."""
+    """Run `main` and exit: the entry point of the script and of `python -m pretrain`."""
     set_up_logging("pretrain")
     end_process(main())
 
 
 def end_process(status: int) -> NoReturn:
-    """Leave at once. While Python shuts down, gloo's threads now and then abort a process whose work is done."""
+    """Exit without Python's shutdown, in which gloo's threads sometimes abort a finished process."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
     os._exit(status)

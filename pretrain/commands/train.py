@@ -1,4 +1,4 @@
-"""`pretrain train`: one rank's program."""
+"""`pretrain train`: the program of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain train`, one rank's program."""
+    """Define the flags of `pretrain train`."""
     parser.add_argument("config", type=Path, help="experiment file (YAML)")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or resume the run of this directory as one rank of WORLD_SIZE."""
+    """Train or resume the run of the directory, as one rank of WORLD_SIZE."""
     config = resolve(load_config(RunConfig, arguments.config, arguments.overrides))
     from pretrain.distributed.world import (
         destroy_process_group,

@@ -1,12 +1,10 @@
-"""A two-rank run killed again and again at random moments, compared bitwise with the same run left
-alone.
+"""A two-rank run killed again and again at random moments, compared with an uninterrupted one.
 
     python -m tests.helpers.chaos --kills 30 [--corpus CORPUS] [--work-dir DIR] [--seed S]
 
-Ranks are forked (`forked_ranks`), so that the kills fall into what a run does rather than into its
-imports. Half of the kills wait for a save to be under way; the rest fall anywhere, also before the
-first step. One rank is killed first and the other up to 50 ms later, as when nodes go one after the
-other.
+Ranks are forked (`forked_ranks`), so that kills hit what a run does rather than its imports. Half
+of the kills wait for a save to be in progress; the rest hit at any time, also before the first
+step. One rank is killed first and the other up to 50 ms later, as when nodes fail one by one.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
 from pretrain.cli import main
-from pretrain.commands.same_run import differing_losses, differing_state, summary
+from pretrain.commands.same_run import differences, summary
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
@@ -37,17 +34,16 @@ RANKS = 2
 STEPS_PER_KILL = 15
 SETTINGS = (
     "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8",
-    "model.dropout=0.1", "data.lanes=4", "data.segment_length=8",
-    "engine.micro_batch_lanes=1", "engine.zero_stage=2", "engine.threads=1",
-    "checkpoint.interval=3", "checkpoint.keep_last=2",
-    "evaluation.interval=20", "evaluation.max_tokens=400",
-    "metrics.interval=5", "metrics.tensorboard=false",
+    "model.dropout=0.1", "data.lanes=4", "data.segment_length=8", "engine.micro_batch_lanes=1",
+    "engine.zero_stage=2", "engine.threads=1", "checkpoint.interval=3", "checkpoint.keep_last=2",
+    "evaluation.interval=20", "evaluation.max_tokens=400", "metrics.interval=5",
+    "metrics.tensorboard=false",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: so many seconds after the start, or after the n-th save of this start began."""
+    """When to kill: `seconds` after the start, or after the start of its n-th `save`."""
 
     seconds: float
     save: int
@@ -57,12 +53,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Kill:
-    step: int  # of the newest checkpoint then
+    step: int  # of the latest checkpoint then
     phase: str
 
 
 def random_moments(generator: random.Random) -> Iterator[Moment]:
-    """Half of them in a save, a quarter between saves, a quarter at any time from the start on."""
+    """Half of them during a save, a quarter between saves, a quarter at any time."""
     while True:
         rank, between = (
             generator.randrange(RANKS),
@@ -75,14 +71,14 @@ def random_moments(generator: random.Random) -> Iterator[Moment]:
 
 
 def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> list[int]:
-    """The ranks of one start; their process ids."""
+    """Start the ranks; their process ids."""
     return fork_ranks(
         RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs
     )
 
 
 def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill | None:
-    """Wait for the ranks' end, or kill them at the moment; None if they had ended before it."""
+    """Wait until the ranks exit, or kill them at the moment; None if they exited before it."""
     since = time.monotonic()
     left_behind = _partial(run_dir)
     saves: set[str] = set()
@@ -111,7 +107,7 @@ def _partial(run_dir: RunDir) -> set[str]:
 def _kill(pids: list[int], run_dir: RunDir, moment: Moment, left_behind: set[str]) -> Kill:
     step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
     killed = Kill(
-        step, "in a save" if _partial(run_dir) - left_behind else _heard_from(pids[0], run_dir)
+        step, "in a save" if _partial(run_dir) - left_behind else _last_phase(pids[0], run_dir)
     )
     os.kill(pids[moment.first_rank], signal.SIGKILL)
     time.sleep(moment.seconds_between)
@@ -121,19 +117,19 @@ def _kill(pids: list[int], run_dir: RunDir, moment: Moment, left_behind: set[str
     return killed
 
 
-def _heard_from(pid: int, run_dir: RunDir) -> str:
-    """Where the process was at its last heartbeat."""
+def _last_phase(pid: int, run_dir: RunDir) -> str:
+    """The phase of the process at its last heartbeat."""
     with contextlib.suppress(OSError, ValueError):
         beat = json.loads((run_dir.heartbeats / "rank-00000.json").read_text())
         if beat["pid"] == pid:
             return f"in {beat['phase']}"
-    return "before the first sign of life"
+    return "before the first heartbeat"
 
 
 def kill_often(
     run_dir: RunDir, arguments: list[str], logs: Path, num_kills: int, seed: int
 ) -> list[Kill]:
-    """Train to the end through so many kills."""
+    """Train to the end through `num_kills` kills."""
     kills: list[Kill] = []
     moments = random_moments(random.Random(seed))
     while len(kills) < num_kills:
@@ -150,15 +146,14 @@ def kill_often(
     return kills
 
 
-def differences(left: RunDir, right: RunDir, step: int) -> list[str]:
-    """Every loss of every step, every evaluation, and every byte of the last checkpoint."""
+def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
+    """Where losses, evaluations or a byte of the last checkpoint differ."""
     evaluations = [
         [line for line in run.read_metrics() if line["kind"] == "evaluation"]
         for run in (left, right)
     ]
-    ends = [marker.verify(files.step_directory(run.checkpoints, step)) for run in (left, right)]
-    problems = differing_losses(left, right) + differing_state(*ends)
-    return problems if evaluations[0] == evaluations[1] else [*problems, "evaluations differ"]
+    same = evaluations[0] == evaluations[1]
+    return differences(left, right, step) + ([] if same else ["evaluations differ"])
 
 
 def run() -> int:
@@ -167,26 +162,28 @@ def run() -> int:
     )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--corpus", type=Path, help="default: a tiny one, made now")
-    parser.add_argument("--work-dir", type=Path, help="default: a temporary directory, which stays")
+    parser.add_argument("--corpus", type=Path, help="default: build a tiny one")
+    parser.add_argument(
+        "--work-dir", type=Path, help="default: a temporary directory, which is kept"
+    )
     options = parser.parse_args()
     work = options.work_dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     corpus = options.corpus or make_tiny_corpus(work / "corpus")
     (work / "tiny.yaml").write_text(f"data: {{path: {corpus}}}\n")
     steps = STEPS_PER_KILL * options.kills
     arguments = [str(work / "tiny.yaml"), *SETTINGS, f"optim.steps={steps}"]
-    undisturbed, killed = RunDir(work / "undisturbed"), RunDir(work / "killed")
+    uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
     import_everything()
-    began = time.monotonic()
-    run_until(start_ranks(undisturbed, arguments, work), undisturbed, None)
-    print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+    started = time.monotonic()
+    run_until(start_ranks(uninterrupted, arguments, work), uninterrupted, None)
+    print(f"uninterrupted: {steps} steps in {time.monotonic() - started:.0f} s", flush=True)
     kills = kill_often(killed, arguments, work, options.kills, options.seed)
     counts = collections.Counter(kill.phase for kill in kills).items()
     print(
-        f"{len(kills)} kills, {time.monotonic() - began:.0f} s in all: "
+        f"{len(kills)} kills, {time.monotonic() - started:.0f} s in total: "
         f"{', '.join(f'{n} {p}' for p, n in counts)}"
     )
-    problems = differences(undisturbed, killed, steps)
+    problems = differing_runs(uninterrupted, killed, steps)
     print(
         f"different:\n{summary(problems)}"
         if problems

@@ -1,6 +1,4 @@
-"""Kills at random moments, in one group of processes of its own: it forks, so it must not have
-threads yet.
-"""
+"""Kills at random moments, in a separate process: it forks, so it must not have threads yet."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one_bitwise(
+def test_a_run_killed_at_random_moments_ends_bitwise_as_the_uninterrupted_one(
     tiny_corpus: Path, tmp_path: Path
 ):
     command = [sys.executable, "-m", "tests.helpers.chaos", "--kills=5", f"--corpus={tiny_corpus}"]

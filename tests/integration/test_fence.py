@@ -1,6 +1,4 @@
-"""A start that was overtaken: its ranks may live on, on a host that was cut off, but they change
-nothing any more.
-"""
+"""A stale attempt: its ranks may survive on a node that was cut off, but they write nothing."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ metrics: {{interval: 1, tensorboard: false}}
 """
 
 
-def test_an_overtaken_start_writes_neither_measurements_nor_checkpoints(
-    tiny_corpus: Path, tmp_path: Path
-):
+def test_a_stale_attempt_writes_neither_metrics_nor_checkpoints(tiny_corpus: Path, tmp_path: Path):
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS.format(corpus=tiny_corpus))
     run_dir = RunDir(tmp_path / "run")

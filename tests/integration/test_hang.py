@@ -1,4 +1,4 @@
-"""A rank that stops running: the others do not wait for it for ever."""
+"""A rank that stops running: the others do not wait for it forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_a_stopped_one_show_their_stacks_and_end(
+def test_ranks_that_wait_for_a_stopped_one_write_their_stacks_and_exit(
     tiny_corpus: Path, tmp_path: Path
 ):
     experiment = tmp_path / "tiny.yaml"

@@ -1,7 +1,4 @@
-"""Runs in three phases: another mixture, then more lanes; longer and longer segments.
-
-Undisturbed, and killed.
-"""
+"""Runs in three phases: another mixture, then more lanes; longer segments. Also killed."""
 
 from __future__ import annotations
 
@@ -85,8 +82,8 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(experiment: Path) -> tuple[RunDir, str]:
-    run_dir = RunDir(experiment.with_name("undisturbed"))
+def uninterrupted(experiment: Path) -> tuple[RunDir, str]:
+    run_dir = RunDir(experiment.with_name("uninterrupted"))
     ended = train(experiment, run_dir)
     assert ended.returncode == 0, ended.stderr
     return run_dir, ended.stderr
@@ -96,8 +93,8 @@ def ends_of_phases(run_dir: RunDir) -> list[TrainingEnded]:
     return events_of(run_dir.ledger.read(), PhaseFinished, Finished)
 
 
-def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
-    run_dir, said = undisturbed
+def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
+    run_dir, said = uninterrupted
     assert "phase 1 from step 6: 4 lanes restart; memories are kept" in said
     assert "phase 2 from step 12: 8 lanes restart; memories are reset" in said
     alone, *mixed = (Corpus.open(path / "train") for path in (corpora[0], *corpora))
@@ -127,18 +124,18 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, undisturbed):
     )
 
 
-def test_a_run_killed_in_a_later_phase_goes_on_to_the_losses_of_the_undisturbed_run(
-    experiment, undisturbed
+def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupted_run(
+    experiment, uninterrupted
 ):
     run_dir = RunDir(experiment.with_name("killed"))
     assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
     ended = train(experiment, run_dir)
     assert ended.returncode == 0, ended.stderr
     assert "step-00000012" in ended.stderr, "the border was saved"
-    assert not differing_losses(undisturbed[0], run_dir)
+    assert not differing_losses(uninterrupted[0], run_dir)
 
 
-def test_lanes_of_a_later_phase_that_do_not_fit_are_refused_at_once(experiment, tmp_path):
+def test_lanes_of_a_later_phase_that_do_not_divide_are_an_error_at_the_start(experiment, tmp_path):
     phases = "data.phases=[{from_step: 6, lanes: 6}]"
     refused = train(experiment, RunDir(tmp_path / "run"), phases, "engine.micro_batch_lanes=4")
     assert refused.returncode == 2
@@ -161,7 +158,7 @@ def world():
     destroy_process_group()
 
 
-def test_a_killed_run_with_longer_and_longer_segments_equals_a_loop_that_never_stops(
+def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(
     corpora, experiment, world
 ):
     """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses

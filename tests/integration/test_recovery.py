@@ -1,6 +1,4 @@
-"""Runs that heal themselves, as a user meets them: a poisoned document, a rank out of memory, a
-slow rank.
-"""
+"""Runs that recover: from a poisoned document, from a rank out of memory; and a slow rank."""
 
 from __future__ import annotations
 
@@ -114,9 +112,9 @@ def audited(experiment: Path, steps: range) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def recovered(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Trained to the end by two ranks under ZeRO-2, with nobody looking."""
-    run_dir = RunDir(tmp_path_factory.mktemp("healed") / "run")
+    run_dir = RunDir(tmp_path_factory.mktemp("recovered") / "run")
     settings = [
         str(experiment),
         "--run-dir",
@@ -133,38 +131,38 @@ def healed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir
 
 
 @pytest.mark.slow
-def test_a_poisoned_document_sends_the_run_back_and_is_passed_over_and_named(healed, experiment):
-    rewinds = events_of(healed.ledger.read(), Rewind)
+def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped_and_named(recovered, experiment):
+    rewinds = events_of(recovered.ledger.read(), Rewind)
     assert [rewind.to_step for rewind in rewinds] == [150]
     assert (rewinds[0].loss or 0.0) > (rewinds[0].usual_loss or 0.0) + 0.5
     begin, end = rewinds[0].segments
     assert begin <= 163 < 195 < end, "the whole document, in segments counted from 0"
     assert POISONED in {piece["document"] for piece in audited(experiment, range(begin, end))}
-    suspects = events_of(healed.ledger.read(), SuspectDocuments)[0].documents
+    suspects = events_of(recovered.ledger.read(), SuspectDocuments)[0].documents
     assert (suspects[0].document, suspects[0].lane) == (POISONED, 3)
     assert suspects[0].loss > 2 * suspects[1].loss
 
 
 @pytest.mark.slow
-def test_a_healed_run_has_every_step_once_and_no_spike_in_it(healed):
-    lines = [line for line in healed.read_metrics() if line["kind"] == "train"]
+def test_a_recovered_run_has_every_step_once_and_no_spike(recovered):
+    lines = [line for line in recovered.read_metrics() if line["kind"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert max(line["loss"] for line in lines[150:]) < 2.9
 
 
 @pytest.mark.slow
-def test_a_healed_run_killed_afterwards_resumes_bitwise(experiment, tmp_path):
-    undisturbed, killed = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "killed")
-    assert train(experiment, undisturbed).returncode == 0
+def test_a_recovered_run_killed_afterwards_resumes_bitwise(experiment, tmp_path):
+    uninterrupted, killed = RunDir(tmp_path / "uninterrupted"), RunDir(tmp_path / "killed")
+    assert train(experiment, uninterrupted).returncode == 0
     assert train(experiment, killed, fault="sigkill@210").returncode == -9
     assert events_of(killed.ledger.read(), Rewind)
     assert train(experiment, killed).returncode == 0
-    problems = differing_losses(undisturbed, killed)
+    problems = differing_losses(uninterrupted, killed)
     assert not problems, summary(problems)
 
 
 @pytest.mark.slow
-def test_a_run_that_may_not_go_back_again_stops_with_a_report(experiment, tmp_path):
+def test_a_run_that_may_not_rewind_again_stops_with_a_report(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     ended = train(experiment, run_dir, "recovery.max_rewinds=0")
     assert ended.returncode == 2
@@ -200,9 +198,7 @@ def short(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.slow
-def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(
-    short, experiment, tmp_path
-):
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(short, experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     ended = train(experiment, run_dir, *SHORT, fault="oom:1@15")
     assert ended.returncode == 0, ended.stderr
@@ -215,7 +211,7 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_losses_as_they_are(
 
 
 @pytest.mark.slow
-def test_ranks_of_which_one_is_out_of_memory_start_again_together_and_a_slow_one_is_named(
+def test_ranks_restart_together_when_one_is_out_of_memory_and_a_slow_one_is_named(
     short, experiment, tmp_path
 ):
     run_dir = RunDir(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The proof of elastic resume as a user runs it, and that it can fail."""
+"""`verify-resume` with other ranks and another ZeRO stage, and that the comparison can fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(
+def test_a_run_resumes_with_fewer_ranks_and_another_stage_within_rounding(
     tiny_corpus: Path, tmp_path: Path, capsys
 ):
     experiment = tmp_path / "tiny.yaml"
-    warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the proof
+    warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the run
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")
     settings = [each for each in SETTINGS if not each.startswith(("optim.steps", "engine.kind"))]
     options = [
@@ -26,13 +26,13 @@ def test_a_run_goes_on_with_fewer_ranks_and_another_stage_within_rounding(
         "--kill-at=4",
         "--resume-ranks=1",
         "--resume-zero=2",
-        f"--work-dir={tmp_path / 'proof'}",
+        f"--work-dir={tmp_path / 'work'}",
     ]
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "resumed from the checkpoint of step 3" in said
     assert "agree: 6 losses" in said
-    assert RunDir(tmp_path / "proof" / "killed").config.engine.zero_stage == 2
+    assert RunDir(tmp_path / "work" / "killed").config.engine.zero_stage == 2
 
 
 def written(path: Path, losses: list[float | None]) -> RunDir:

@@ -35,7 +35,7 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert "unreadable" in lines[2]
 
 
-def test_verify_names_the_damaged_file_and_fails(run_dir, capsys):
+def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys):
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 0
     flip_a_bit(run_dir.checkpoints / "step-00000030" / "engine-00001.safetensors")
     capsys.readouterr()
@@ -56,7 +56,7 @@ def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys)
     assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
 
 
-def test_prune_never_removes_the_last_good_checkpoint(run_dir, capsys):
+def test_prune_never_deletes_the_last_valid_checkpoint(run_dir, capsys):
     for step in (30, 40):
         flip_a_bit(run_dir.checkpoints / f"step-{step:08d}" / "engine-00000.safetensors")
     assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
@@ -64,19 +64,19 @@ def test_prune_never_removes_the_last_good_checkpoint(run_dir, capsys):
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
 
 
-def test_prune_is_refused_while_the_run_trains(run_dir, capsys):
+def test_prune_is_an_error_while_the_run_trains(run_dir, capsys):
     with run_dir.locked():
         assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
     assert "in use" in capsys.readouterr().err
 
 
-def test_options_of_prune_are_refused_elsewhere(run_dir, capsys):
+def test_flags_of_prune_are_errors_elsewhere(run_dir, capsys):
     with pytest.raises(SystemExit):
         main(["checkpoint", "list", str(run_dir.path), "--dry-run"])
     assert "unrecognized arguments: --dry-run" in capsys.readouterr().err
 
 
-def test_settings_that_can_keep_nothing_are_refused():
+def test_settings_that_can_keep_nothing_are_errors():
     with pytest.raises(ConfigError, match="keep_every=-1"):
         CheckpointConfig(keep_every=-1)
     with pytest.raises(ConfigError, match="keep_best=-1"):

@@ -49,7 +49,7 @@ def read_when_step(path: Path, step: int) -> dict[str, object]:
     raise AssertionError(f"{path} never said step {step}")
 
 
-def test_a_beat_says_where_the_rank_is_and_goes_when_it_ends_in_order(tmp_path):
+def test_a_heartbeat_says_where_the_rank_is_and_is_removed_when_it_exits_cleanly(tmp_path):
     begin = time.time()
     with Heartbeat(tmp_path / "heartbeats", rank=12, watchdog_timeout_seconds=0) as heartbeat:
         heartbeat.beat(7, "evaluate")
@@ -61,7 +61,7 @@ def test_a_beat_says_where_the_rank_is_and_goes_when_it_ends_in_order(tmp_path):
     assert not list(path.parent.iterdir())
 
 
-def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
+def test_a_rank_without_a_heartbeat_writes_its_stack_and_exits(tmp_path):
     with start(tmp_path, watchdog_timeout_seconds=1.5) as process:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -70,7 +70,9 @@ def test_a_rank_without_a_beat_shows_its_stack_and_ends(tmp_path):
     assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
 
 
-def test_sigquit_shows_the_stacks_of_a_process_that_goes_on_and_sigusr2_asks_for_a_stop(tmp_path):
+def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_requests_a_stop(
+    tmp_path,
+):
     with start(tmp_path, watchdog_timeout_seconds=0) as process:
         read_when_step(tmp_path / "rank-00003.json", 5)
         process.send_signal(signal.SIGQUIT)

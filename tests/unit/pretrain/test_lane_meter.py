@@ -76,7 +76,7 @@ def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_
         assert each["memory_norm/layer.1"] == pytest.approx((0 + 1 + 2 + 3) / 4)
 
 
-def test_a_run_that_remembers_nothing_has_no_norms_and_one_that_is_no_number_is_none(corpus):
+def test_a_run_without_memory_has_no_norms_and_a_norm_that_is_not_finite_is_none(corpus):
     state = TrainState.fresh(2)
     meter = LaneMeter(RUN, state)
     assert meter.numbers(meter.take(CPU).tolist()) == {
@@ -90,7 +90,7 @@ def test_a_run_that_remembers_nothing_has_no_norms_and_one_that_is_no_number_is_
     assert found["memory_norm/layer.1"] == 1.5
 
 
-def test_a_resumed_run_counts_epochs_from_where_it_goes_on(corpus):
+def test_a_resumed_run_counts_epochs_from_its_checkpoint(corpus):
     stream = LaneStream(corpus, NUM_LANES, 1, LENGTH, range(NUM_LANES))
     cursor = [next(stream) for _ in range(STEPS)][-1].cursor
     state = TrainState(cursor=cursor)

@@ -54,7 +54,7 @@ def test_a_line_may_come_in_pieces():
     ]
 
 
-def test_the_lines_of_a_run_are_recognised():
+def test_the_lines_of_a_run_are_recognized():
     line = {"step": 50, "loss": 2.0, "skipped": False, "learning_rate": 1e-3, "grad_norm": 1.0}
     rates = {"tokens_per_second": 1e3, "mfu": 0.1, "data_wait": 0.0, "used_memory_gib": 1.0}
     assert screen(written(train_line([line | rates], 200, 1.0) + "\n"))[0].startswith("[######-")

@@ -151,7 +151,7 @@ def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):
     assert 0.05 <= seconds[1] < 0.25
 
 
-def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run_dir, caplog):
+def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir, caplog):
     caplog.set_level("INFO", "pretrain")
     recorder = Recorder(world, run_dir)
     recorder.make_step(1.0)
@@ -181,7 +181,7 @@ def test_the_console_gets_one_line_per_interval_with_everything_in_it(world, run
     assert "1.5000 without memory" in evaluation
 
 
-def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, caplog):
+def test_only_the_requested_steps_are_profiled(world, run_dir, monkeypatch, caplog):
     caplog.set_level("INFO", "pretrain")
     monkeypatch.setattr(
         f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3)))
@@ -201,7 +201,7 @@ def test_asked_for_steps_are_traced_and_no_others(world, run_dir, monkeypatch, c
 
 
 @pytest.mark.parametrize("steps", [(3, 2), (0, 2), (-1, 4)])
-def test_steps_that_cannot_be_traced_are_refused(steps):
+def test_steps_that_cannot_be_profiled_are_errors(steps):
     with pytest.raises(ConfigError, match="profile_steps"):
         MetricsConfig(profile_steps=steps)
 

@@ -62,14 +62,14 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
     assert run_at(run_at(RUN, 30), 30) == run_at(RUN, 30)
 
 
-def test_phases_that_change_nothing_or_are_out_of_order_are_refused():
+def test_phases_that_change_nothing_or_are_out_of_order_are_errors():
     with pytest.raises(ConfigError, match="expected from_step of 1 or more, and lanes, a segment"):
         PhaseConfig(from_step=5)
     with pytest.raises(ConfigError, match=r"start at the steps \[30, 30\]; expected each"):
         replace(RUN.data, phases=(RUN.data.phases[1],) * 2)
 
 
-def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
+def test_later_phases_may_change_and_started_ones_may_not(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RUN)
     (run_dir.checkpoints / "step-00000020").mkdir()
     later = replace(
@@ -82,7 +82,7 @@ def test_phases_to_come_may_change_and_begun_ones_may_not(tmp_path):
     run_dir.refuse_other_run(replace(RUN, optim=OptimConfig(steps=2000)))
 
 
-def test_a_phase_of_another_segment_length_alone_goes_on_in_its_lanes():
+def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
     assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [
         16,
         16,
@@ -103,7 +103,7 @@ def test_tokens_are_counted_by_the_lanes_and_segments_of_each_phase():
     assert tokens_of_steps(WARM_UP, range(60, 60)) == 0
 
 
-def test_data_passed_over_is_of_the_phase_in_which_the_spike_was_met():
+def test_skipped_data_is_of_the_phase_in_which_the_spike_started():
     spike = Spike(41, 43, 9.0, 3.0)
     without, begun = (
         replace(RUN, data=DataConfig(phases=each), recovery=SETTINGS) for each in ((), (AT_40,))
@@ -125,13 +125,13 @@ def test_a_window_that_crosses_into_longer_segments_counts_their_tokens():
     )
 
 
-def test_the_lengths_of_a_lanes_segments_count_what_was_passed_over():
+def test_the_lengths_of_a_lanes_segments_count_skipped_ones():
     lengths = lane_lengths(WARM_UP, 40, [range(5, 8)])
     assert (lengths.first, *lengths.changes) == (16, (13, 32), (33, 64))
     assert lane_lengths(WARM_UP, 55, [range(5, 8)]) == SegmentLengths(64)
 
 
-def test_phases_beyond_the_end_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_beyond_the_end_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=31))) == ""
     assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=30))).endswith(
         "data.phases from step 30 on never start"

@@ -43,13 +43,13 @@ def test_a_lasting_jump_is_a_spike_from_its_first_step_on():
     [
         noisy(500),
         noisy(300, level=8.0, fall=0.02),
-        [*noisy(40), 9.0, 9.0, *noisy(40)],  # two steps: gone before anything could be done
+        [*noisy(40), 9.0, 9.0, *noisy(40)],  # two steps: over before a third step
         [*noisy(40), 1.0, 1.0, 1.0, 1.0],  # downward
         [3.0] * 30 + [3.0001] * 5,
-        [3.0, 9.0, 3.0, 9.0, 9.0, 9.0],  # too early to know what is usual
+        [3.0, 9.0, 3.0, 9.0, 9.0, 9.0],  # too few losses to know what is usual
     ],
 )
-def test_what_a_run_does_anyway_is_no_spike(losses):
+def test_normal_variation_is_not_a_spike(losses):
     assert first_spike(losses) is None
 
 
@@ -61,7 +61,7 @@ def test_skipped_steps_in_a_row_count_as_a_spike_at_any_time():
     assert first_spike([None, 3.0, None, None, 3.0]) is None
 
 
-def test_a_score_of_zero_turns_rewinding_off():
+def test_a_threshold_of_zero_turns_rewinding_off():
     off = dataclasses.replace(SETTINGS, spike_threshold=0.0)
     assert first_spike([*noisy(40), 99.0, 99.0, 99.0, None, None, None], off) is None
 
@@ -89,32 +89,32 @@ def test_windows_that_touch_are_one():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(0, 60))
-def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_reads(spans, resumed_at):
+def test_a_run_resumed_at_any_step_reads_what_the_uninterrupted_one_reads(spans, resumed_at):
     windows = skipped_windows(ledger_of(*(range(start, start + length) for start, length in spans)))
     batches = [
         SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)
     ]
-    undisturbed = [batch.number for batch in skip_windows(batches, 0, windows)]
-    assert not any(number in window for number in undisturbed for window in windows)
-    behind = segments_consumed(resumed_at, windows)
-    resumed = [batch.number for batch in skip_windows(batches[behind:], behind, windows)]
-    assert resumed == undisturbed[resumed_at:]
+    uninterrupted = [batch.number for batch in skip_windows(batches, 0, windows)]
+    assert not any(number in window for number in uninterrupted for window in windows)
+    consumed = segments_consumed(resumed_at, windows)
+    resumed = [batch.number for batch in skip_windows(batches[consumed:], consumed, windows)]
+    assert resumed == uninterrupted[resumed_at:]
 
 
-def test_after_a_gap_every_lane_begins_a_document():
+def test_after_a_gap_every_lane_starts_a_document():
     batches = [SimpleNamespace(starts_BL=np.zeros((2, 3), bool)) for _ in range(5)]
     list(skip_windows(batches, 10, [range(11, 13)]))
     assert [batch.starts_BL[:, 0].all() for batch in batches] == [False, False, False, True, False]
     assert not batches[3].starts_BL[:, 1:].any()
 
 
-def test_the_window_goes_from_before_the_spike_to_the_margin_behind_it_in_segments():
+def test_the_window_reaches_from_before_the_spike_to_the_margin_after_it():
     spike, run = Spike(41, 43, 9.0, 3.0), RunConfig(recovery=SETTINGS)
     assert window_of(spike, [], run, to_step=30) == range(39, 47)  # step 41 reads segment 40
     assert window_of(spike, [range(10, 15)], run, to_step=30) == range(44, 52)
 
 
-def test_a_run_that_goes_back_to_the_step_before_the_spike_passes_over_its_data():
+def test_a_run_that_rewinds_to_the_step_before_the_spike_skips_its_data():
     spike, to_step = Spike(41, 43, 9.0, 3.0), 40
     window = window_of(spike, [], RunConfig(recovery=SETTINGS), to_step)
     batches = [
@@ -133,7 +133,7 @@ def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> OutO
     return OutOfMemory(rank=0, micro_batch_lanes=lanes, settings=settings)
 
 
-def test_a_micro_batch_that_found_no_memory_is_halved_to_a_divisor_of_the_lanes():
+def test_a_micro_batch_that_ran_out_of_memory_is_halved_to_a_divisor_of_the_lanes():
     assert with_fitting_micro_batch(RUN, 2, []) == RUN
     assert with_fitting_micro_batch(RUN, 2, [out_of_memory(12)]).engine.micro_batch_lanes == 6
     assert (
@@ -152,7 +152,7 @@ def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again()
     assert with_fitting_micro_batch(RUN, 4, [out_of_memory(12)]) == RUN
 
 
-def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
+def test_a_single_lane_that_does_not_fit_is_an_error_with_advice():
     with pytest.raises(ConfigError, match=r"a single lane .*activation_checkpointing=full"):
         with_fitting_micro_batch(RUN, 2, [out_of_memory(1)])
 
@@ -161,7 +161,7 @@ def test_a_single_lane_that_does_not_fit_is_refused_with_advice():
     "wrong",
     [{"spike_threshold": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_grad_norm": -1.0}],
 )
-def test_settings_without_meaning_are_refused(wrong):
+def test_settings_without_meaning_are_errors(wrong):
     with pytest.raises(ConfigError, match=f"recovery.*{next(iter(wrong))}"):
         RecoveryConfig(**wrong)
 
