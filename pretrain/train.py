@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.config.phases import begins_phase
+from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
@@ -128,4 +128,4 @@ def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:
         return Ending.FINISHED
     if stopping:
         return Ending.STOPPED
-    return Ending.PHASE_FINISHED if begins_phase(config, step) else None
+    return Ending.PHASE_FINISHED if starts_phase(config, step) else None

@@ -22,7 +22,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore_random_state
-from pretrain.config.phases import begins_lanes
+from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory
@@ -198,7 +198,7 @@ class Checkpointer:
             # with another number of ranks it can start from the seed.
             restore_random_state(found.directory / files.rank_file("state", self._world.rank))
         cursor = None
-        if not begins_lanes(self._run, found.index["step"]):
+        if not restarts_lanes(self._run, found.index["step"]):
             cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
             cursor = LaneCursor.join(cursors).take(lanes)
         return TrainState(

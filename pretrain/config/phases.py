@@ -53,14 +53,14 @@ def tokens_of_steps(run: RunConfig, steps: range) -> int:
     return sum(phase.tokens_per_step * count for phase, count in spans_of_phases(run, steps))
 
 
-def begins_phase(run: RunConfig, step: int) -> bool:
+def starts_phase(run: RunConfig, step: int) -> bool:
     """Whether the update after `step` updates is a phase's first."""
     return any(phase.from_step == step for phase in run.data.phases)
 
 
-def begins_lanes(run: RunConfig, step: int) -> bool:
+def restarts_lanes(run: RunConfig, step: int) -> bool:
     """Whether the update after `step` updates is the first after the lanes restart."""
-    return any(phase.from_step == step and phase.begins_lanes for phase in run.data.phases)
+    return any(phase.from_step == step and phase.restarts_lanes for phase in run.data.phases)
 
 
 def first_step_at(run: RunConfig, step: int) -> int:
@@ -73,7 +73,7 @@ def lanes_since(run: RunConfig, step: int) -> int:
     started = (
         phase.from_step
         for phase in run.data.phases
-        if phase.from_step <= step and phase.begins_lanes
+        if phase.from_step <= step and phase.restarts_lanes
     )
     return max(started, default=0)
 
@@ -99,7 +99,7 @@ def advice_on_phases(run: RunConfig) -> str:
 def describe_phase(run: RunConfig, step: int) -> str:
     """What changes at the phase that starts after `step` updates, in one line."""
     before, after = run_at(run, step - 1).data, run_at(run, step).data
-    lanes = "restart" if begins_lanes(run, step) else "continue"
+    lanes = "restart" if restarts_lanes(run, step) else "continue"
     changed = before.segment_length != after.segment_length
     segments = f", segments of {after.segment_length}" if changed else ""
     memories = "kept" if before.lanes == after.lanes else "reset"

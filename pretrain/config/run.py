@@ -46,7 +46,7 @@ class PhaseConfig:
             )
 
     @property
-    def begins_lanes(self) -> bool:
+    def restarts_lanes(self) -> bool:
         """Whether the phase has other lanes than the one before."""
         return bool(self.lanes or self.mixture)
 

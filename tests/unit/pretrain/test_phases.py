@@ -10,14 +10,14 @@ from data_pipeline.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.phases import (
     advice_on_phases,
-    begins_lanes,
-    begins_phase,
     first_step_at,
     lane_seed_at,
     lanes_since,
     phase_at,
+    restarts_lanes,
     run_at,
     runs_of_phases,
+    starts_phase,
     tokens_of_steps,
 )
 from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
@@ -57,7 +57,7 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
     assert [phase_at(RUN, step) for step in (0, 9, 10, 30)] == [0, 0, 1, 2]
     assert [first_step_at(RUN, step) for step in (9, 10, 29, 31)] == [0, 10, 10, 30]
     assert [lane_seed_at(RUN, step) for step in (9, 10, 30)] == [7, 8, 9]
-    assert [step for step in range(40) if begins_phase(RUN, step)] == [10, 30]
+    assert [step for step in range(40) if starts_phase(RUN, step)] == [10, 30]
     assert [run.data.lanes for run in runs_of_phases(RUN)] == [4, 4, 8]
     assert run_at(run_at(RUN, 30), 30) == run_at(RUN, 30)
 
@@ -90,8 +90,8 @@ def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
         64,
         64,
     ]
-    assert [step for step in range(60) if begins_phase(WARM_UP, step)] == [10, 30, 50]
-    assert [step for step in range(60) if begins_lanes(WARM_UP, step)] == [50]
+    assert [step for step in range(60) if starts_phase(WARM_UP, step)] == [10, 30, 50]
+    assert [step for step in range(60) if restarts_lanes(WARM_UP, step)] == [50]
     assert [lanes_since(WARM_UP, step) for step in (9, 10, 49, 50)] == [0, 0, 0, 50]
     assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
 
