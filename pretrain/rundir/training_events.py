@@ -152,8 +152,9 @@ class SpikeEvent(Event):
 
     first_step: int
     step: int
-    loss: float | None
-    usual_loss: float | None
+    # None if every step was skipped. The default matters: None is left out of the file.
+    loss: float | None = None
+    usual_loss: float | None = None
 
     @property
     def spike(self) -> str:

@@ -74,6 +74,10 @@ EXAMPLES = [
         Rewind(**SPIKE, to_step=10, segments=(12, 25)),
         "rewound to step 10, skipping segments 12 to 24",
     ),
+    (
+        Rewind(first_step=1, step=2, to_step=0, segments=(0, 9), loss=None, usual_loss=None),
+        "steps 1 to 2 were all skipped: rewound to step 0",
+    ),
     (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
     (
         SuspectDocuments(
