@@ -13,6 +13,7 @@ Program, named "pretrain scale", whose commands are the actions. Programs nest t
 
 Modules are imported late because importing torch takes seconds and most commands do not need it.
 Positional arguments such as `a.b=value` overrides may stand before, between and after the flags.
+argparse's own subparsers do not support that.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Program:
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
-        return run(_parse(parser, rest))
+        return run(parser.parse_intermixed_args(rest))
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:
@@ -81,10 +82,3 @@ def check_positive(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={value} must be positive")
-
-
-def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    try:
-        return parser.parse_intermixed_args(arguments)
-    except TypeError:  # the command uses argparse's subparsers, which do not support this
-        return parser.parse_args(arguments)

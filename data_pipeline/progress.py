@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 INTERVAL_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """Counts of a build after some seconds; as text, with its rate and time left."""
 
@@ -60,11 +60,9 @@ class Progress:
 
     def __init__(self, report: Report, total_bytes: int) -> None:
         self._report = report
-        self._total_bytes = total_bytes
+        self._counts = Reading(total_bytes)
         self._finished_bytes = 0  # of the files that were read to their end
         self._tell: Callable[[], int] = lambda: 0  # bytes read of the current file
-        self._skipped_bytes = 0
-        self._characters = self._documents = self._tokens = 0
         self._started = self._reported = time.monotonic()
 
     def follow(self, tell: Callable[[], int]) -> None:
@@ -78,31 +76,21 @@ class Progress:
 
     def add(self, characters: int, tokens: int) -> None:
         """Count an encoded document."""
-        if not self._documents:
-            self._skipped_bytes = self._position()
-        self._documents += 1
-        self._characters += characters
-        self._tokens += tokens
+        counts = self._counts
+        if not counts.documents:
+            counts.skipped_bytes = self._finished_bytes + self._tell()
+        counts.documents += 1
+        counts.characters += characters
+        counts.tokens += tokens
         if time.monotonic() - self._reported >= INTERVAL_SECONDS:
             self.show()
 
     def show(self) -> None:
         """Report now."""
         self._reported = time.monotonic()
-        self._report(
-            Reading(
-                total_bytes=self._total_bytes,
-                skipped_bytes=self._skipped_bytes,
-                file_bytes=self._position(),
-                documents=self._documents,
-                characters=self._characters,
-                tokens=self._tokens,
-                seconds=self._reported - self._started,
-            )
-        )
-
-    def _position(self) -> int:
-        return self._finished_bytes + self._tell()
+        file_bytes = self._finished_bytes + self._tell()
+        seconds = self._reported - self._started
+        self._report(replace(self._counts, file_bytes=file_bytes, seconds=seconds))
 
 
 class StatusLine:

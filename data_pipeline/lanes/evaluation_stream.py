@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_plan import DocumentSpans, check_range
+from data_pipeline.lanes.lane_plan import check_range
 from data_pipeline.lanes.lane_stream import read_spans
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.lanes.segment_batch import SegmentBatch
@@ -95,8 +95,11 @@ class EvaluationStream:
             if taken:
                 self._prefetch_after(self._units[row], taken[-1].unit)
             stream_BL1[row, 1 : count + 1] = read_spans(self._corpus, taken)
-            starts_BL1[row, 1 : count + 1] = _starts(taken, count)
             valid_BL1[row, 1 : count + 1] = True
+            column = 1
+            for spans in taken:
+                starts_BL1[row, column + spans.document_starts] = True
+                column += spans.num_tokens
         self._last_B, self._last_starts_B = stream_BL1[:, -1], starts_BL1[:, -1]
         return SegmentBatch(
             tokens_BL=stream_BL1[:, :-1],
@@ -111,14 +114,3 @@ class EvaluationStream:
         if units[0] != current:
             del units[: units.index(current)]
             self._corpus.prefetch(units[1:2])
-
-
-def _starts(taken: list[DocumentSpans], count: int) -> np.ndarray:
-    """Return which of the `count` tokens are the first of their document: bool [count]."""
-    starts = np.zeros(count, bool)
-    position = 0
-    for spans in taken:
-        span_positions = position + np.cumsum(spans.lengths) - spans.lengths
-        starts[span_positions[spans.offsets == 0]] = True
-        position += spans.num_tokens
-    return starts

@@ -59,6 +59,11 @@ class DocumentSpans:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    @property
+    def document_starts(self) -> np.ndarray:
+        """Which of the tokens are the first of their document: their indices."""
+        return (np.cumsum(self.lengths) - self.lengths)[self.offsets == 0]
+
 
 class LanePlan:
     """The order of reading. Caches unit offsets of a few epochs and layouts of a few units."""

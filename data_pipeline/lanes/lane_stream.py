@@ -166,8 +166,7 @@ class _BlockReader:
                 if spans.epoch != self._marks[row][-1][1]:
                     self._marks[row].append((column, spans.epoch))
                 copy_spans(self._reader_of(row, spans.unit), spans, out[column * itemsize :])
-                span_columns = column + np.cumsum(spans.lengths) - spans.lengths
-                self.starts_BK[row, span_columns[spans.offsets == 0]] = True
+                self.starts_BK[row, column + spans.document_starts] = True
                 column += spans.num_tokens
             units = walk.units_ahead(self._block_tokens)
             if units != self._prefetched[row]:

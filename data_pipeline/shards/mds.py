@@ -20,6 +20,7 @@ import numpy as np
 
 from data_pipeline.files import fsync_directory, fsync_file, named_errors, write_json
 
+SUFFIX = ".mds"
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
 SAMPLE_HEAD_BYTES = 8  # the sizes of id and tokens
 LARGEST_SHAPE_BYTES = 9

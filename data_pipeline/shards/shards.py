@@ -7,9 +7,9 @@ a part of them is one copy.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -17,28 +17,18 @@ import numpy as np
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
-from data_pipeline.shards.mds import InvalidShard, ShardLayout
+from data_pipeline.shards.mds import InvalidShard
 
 ShardFormat = Literal["mds", "webdataset"]
 
 
-@dataclass(frozen=True)
-class _Format:
-    suffix: str
-    sample_bytes: Callable[[str, int], int]  # (id, bytes of tokens) -> bytes in the shard
-    write: Callable[[Path, Sequence[tuple[str, np.ndarray]], Path], dict[str, Any]]
-    layout: Callable[[mmap.mmap, str], ShardLayout]
-
-
-FORMATS = {
-    "mds": _Format(".mds", mds.sample_bytes, mds.write_shard, mds.read_layout),
-    "webdataset": _Format(".tar", wds.sample_bytes, wds.write_shard, wds.read_layout),
-}
+# Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
+FORMATS = {"mds": mds, "webdataset": wds}
 
 
 def shard_name(number: int, shard_format: ShardFormat) -> str:
     """Return the name of a split's shard number `number`."""
-    return f"shard.{number:05d}{FORMATS[shard_format].suffix}"
+    return f"shard.{number:05d}{FORMATS[shard_format].SUFFIX}"
 
 
 def write_shard(
@@ -49,7 +39,7 @@ def write_shard(
     Returns its entry for `write_index`. `scratch` is a directory on the same file system that this
     call may empty.
     """
-    return _format_of(path).write(path, documents, scratch)
+    return _format_of(path).write_shard(path, documents, scratch)
 
 
 def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
@@ -92,7 +82,7 @@ class ShardReader:
             ) from None
         self.view = memoryview(self._memory)
         try:
-            layout = _format_of(path).layout(self._memory, dtype)
+            layout = _format_of(path).read_layout(self._memory, dtype)
         except InvalidShard as error:
             raise DataError(
                 f"shard {path_text(path)} is corrupted: {error}; "
@@ -112,11 +102,11 @@ class ShardReader:
         return np.frombuffer(self._memory, self._dtype, count, start)
 
 
-def _format_of(path: Path) -> _Format:
+def _format_of(path: Path) -> ModuleType:
     for shard_format in FORMATS.values():
-        if path.suffix == shard_format.suffix:
+        if path.suffix == shard_format.SUFFIX:
             return shard_format
-    expected = " or ".join(shard_format.suffix for shard_format in FORMATS.values())
+    expected = " or ".join(shard_format.SUFFIX for shard_format in FORMATS.values())
     raise DataError(
         f"shard {path} has an unknown format, expected a name that ends in {expected}; "
         "use the version that wrote it"

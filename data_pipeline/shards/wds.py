@@ -30,6 +30,7 @@ from data_pipeline.shards.tar import (
     pax_path,
 )
 
+SUFFIX = ".tar"
 FIELD = ".tokens.npy"
 NUMBER_DIGITS = 8  # every shard has far fewer documents
 NUMPY_MAGIC = b"\x93NUMPY\x01\x00"
