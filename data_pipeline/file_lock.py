@@ -26,8 +26,8 @@ def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
         while not try_lock(lock):
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"another process has held {path} for {seconds:.0f} seconds; look for a stopped "
-                    f"one (`fuser {path}`), end it, and run the same command again"
+                    f"another process has held {path} for {seconds:.0f} seconds; look for a "
+                    f"stopped one (`fuser {path}`), end it, and run the same command again"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -35,7 +35,7 @@ def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
 
 
 def try_lock(file: IO) -> bool:
-    """Whether no other opening held a lock on the file; if so, this one now holds it exclusively."""
+    """Whether no other opening held a lock on the file; if so, this one now has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

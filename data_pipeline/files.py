@@ -1,4 +1,4 @@
-"""Files that are either complete or absent (write beside, fsync, rename); paths that may be URLs."""
+"""Files that are complete or absent (write a copy, fsync, rename), and paths that may be URLs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 INTERVAL_SECONDS = 2.0
+# Largest first: a unit, its seconds, and the seconds from which it is used.
+DURATION_UNITS = (("days", 86400, 172_800), ("h", 3600, 6000), ("min", 60, 100))
 
 
 @dataclass(slots=True)
@@ -49,10 +51,12 @@ def joined(readings: Iterable[Reading], seconds: float) -> Reading:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: 40 s, 12 min, 3.5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    """Return a duration in one unit with two digits or more: 0.25 s, 2.9 min, 12 h, 3.5 days."""
+    for unit, size, least in DURATION_UNITS:
+        if seconds >= least:
+            amount = seconds / size
+            return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 class Progress:

@@ -69,7 +69,7 @@ class Tokenizer:
         return self._processor.decode(kept)
 
     def text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return UTF-8 bytes and characters of text of each id, [V]; a text's are sums over its ids.
+        """Return UTF-8 bytes and characters of text of each id, [V]; a text's are their sums.
 
         A character that is encoded as bytes counts at its first byte. Ends of documents count 0.
         """
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read a directory that `save` wrote, or any SentencePiece `.model` file with an end token."""
+        """Read what `save` wrote, or any SentencePiece `.model` file with an end token."""
         if path.is_file():
             return _load_foreign(path)
         try:

@@ -1,4 +1,4 @@
-"""`data-pipeline verify` and `inspect`: whether a corpus matches its manifests, and what is in it."""
+"""`data-pipeline verify` and `inspect`: check a corpus against its manifests, and describe it."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.progress import duration
 from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
-from pretrain.terminal.text import counted, duration, number, si
+from pretrain.terminal.text import counted, number, si
 
 STYLES = {
     State.RUNNING: "green",

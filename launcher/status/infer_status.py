@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from data_pipeline.progress import duration
 from launcher.status.evidence import Evidence
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.launch_events import (
@@ -21,7 +22,6 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stopped, last_of
 from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBegan
-from pretrain.terminal.text import duration
 
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
 # by process id.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config, parse_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.progress import duration
 from data_pipeline.yaml_files import read_tree
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import with_vocabulary
@@ -30,7 +31,7 @@ from pretrain.costs.flops import (
     parameters_of,
 )
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.text import counted, duration, si
+from pretrain.terminal.text import counted, si
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.files import write_text
+from data_pipeline.progress import duration
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
@@ -16,7 +17,7 @@ from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_history
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.training_events import GaveUp
-from pretrain.terminal.text import counted, duration, si
+from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import perplexity
 
 MOST_EVENTS = 60

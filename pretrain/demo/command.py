@@ -11,10 +11,10 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json, write_text
+from data_pipeline.progress import duration
 from pretrain.demo.page import render
 from pretrain.demo.stages import RANKS, STAGES, Demo, Stage, new_demo
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.text import duration
 
 EXIT_DIFFERENT = 1  # the resumed run is not the uninterrupted one
 RESULTS, LOCK = "demo.json", "demo.lock"

@@ -1,4 +1,4 @@
-"""Numbers, durations and tables as text; the progress bar. Torch-free.
+"""Numbers and tables as text; the progress bar. Torch-free.
 
 Imported by everything that prints; uses nothing of `pretrain`.
 """

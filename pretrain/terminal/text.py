@@ -1,4 +1,4 @@
-"""Numbers, durations and tables as text, the same everywhere. Torch-free."""
+"""Numbers and tables as text, the same everywhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
-# Largest first: a unit, its seconds, and the seconds from which it is used.
-DURATION_UNITS = (("days", 86400, 172_800), ("h", 3600, 6000), ("min", 60, 100))
 
 
 def number(value: float | None, form: str) -> str:
@@ -32,15 +30,6 @@ def si(value: float) -> str:
     """A number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
     number, prefix = prefixed(value)
     return f"{number:.3g} {prefix}"
-
-
-def duration(seconds: float) -> str:
-    """A duration in one unit with two digits or more: 0.25 s, 40 s, 2.9 min, 12 h, 3.5 days."""
-    for unit, size, least in DURATION_UNITS:
-        if seconds >= least:
-            amount = seconds / size
-            return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"
-    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

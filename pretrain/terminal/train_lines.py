@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pretrain.terminal.text import duration
+from data_pipeline.progress import duration
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:

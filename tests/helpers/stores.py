@@ -45,7 +45,7 @@ class FileServer(ThreadingHTTPServer):
         self.upstream = upstream
         self.fault, self.faulty = "", 0
         self.bytes_per_second = 0.0
-        self.asked: Counter[str] = Counter()  # by the file's name
+        self.requests: Counter[str] = Counter()  # by the file's name
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -72,8 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
         status, headers, content = self._content()
         name = self.path.rpartition("/")[2]
         is_content = name.startswith("shard") and self.command == "GET" and status < 300
-        server.asked[name] += self.command == "GET"
-        fault = server.fault if is_content and server.asked[name] <= server.faulty else ""
+        server.requests[name] += self.command == "GET"
+        fault = server.fault if is_content and server.requests[name] <= server.faulty else ""
         self.send_response(500 if fault == "500" else status)
         if fault == "500":
             headers, content = {"Content-Length": "0"}, b""

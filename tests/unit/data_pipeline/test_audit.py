@@ -36,9 +36,7 @@ def audited(capsys, corpus, *extra):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within_one_lane(
-    corpus, capsys
-):
+def test_the_audit_lists_every_token_once_per_epoch_in_order_in_one_lane(corpus, capsys):
     read: dict[tuple, list] = defaultdict(
         list
     )  # (epoch, shard, document) -> what was read, in order
@@ -59,13 +57,13 @@ def test_its_lines_prove_that_every_token_is_read_once_per_epoch_in_order_within
             assert steps == list(range(steps[0], steps[0] + len(steps))), "in consecutive steps"
             ends = np.cumsum([piece["tokens"] for piece in pieces])
             assert [piece["offset"] for piece in pieces] == [0, *ends[:-1].tolist()], (
-                "from its begin, without a gap"
+                "from its start, without a gap"
             )
             assert ends[-1] == length, "to its end"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_its_lines_are_what_the_ranks_really_read(corpus, capsys, world_size):
+def test_the_audit_lists_what_the_ranks_read(corpus, capsys, world_size):
     lines = audited(capsys, corpus, f"--steps=0:{STEPS}", "--seed=7", f"--ranks={world_size}")
     numbers = {shard.path: number for number, shard in enumerate(corpus.manifest.shards)}
     expected: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -88,14 +86,14 @@ def test_its_lines_are_what_the_ranks_really_read(corpus, capsys, world_size):
                 assert expected[step, lane] == tokens_L.tolist()
 
 
-def test_later_steps_alone_are_the_end_of_the_whole_list(corpus, capsys):
+def test_later_steps_alone_are_the_end_of_the_full_audit(corpus, capsys):
     whole = audited(capsys, corpus, "--steps=0:500")
     assert audited(capsys, corpus, "--steps=490:500") == [
         piece for piece in whole if piece["step"] >= 490
     ]
 
 
-def test_it_reads_no_tokens(corpus, tmp_path, capsys):
+def test_the_audit_reads_no_tokens(corpus, tmp_path, capsys):
     """Every token zeroed on disk, nothing else: the audit is the same."""
     lines = audited(capsys, corpus, "--steps=0:50")
     lengths = [corpus.document_lengths(number).tolist() for number in range(5)]
@@ -103,10 +101,10 @@ def test_it_reads_no_tokens(corpus, tmp_path, capsys):
     for number, shard in enumerate(copy.manifest.shards):
         reader = copy.shard(number)
         content = bytearray((tmp_path / shard.path).read_bytes())
-        for begin, length in zip(
+        for start, length in zip(
             reader.token_offsets.tolist(), reader.lengths.tolist(), strict=True
         ):
-            content[begin : begin + 4 * length] = bytes(4 * length)
+            content[start : start + 4 * length] = bytes(4 * length)
         (tmp_path / shard.path).write_bytes(content)
     assert audited(capsys, copy, "--steps=0:50") == lines
 
@@ -131,7 +129,7 @@ def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
     assert sum(int(line.split("\t")[4]) for line in lines) == 2 * 2 * 4
 
 
-def test_one_lane_alone_is_that_lane_of_the_whole_list(corpus, capsys):
+def test_the_audit_of_one_lane_is_that_lane_of_the_full_audit(corpus, capsys):
     whole = audited(capsys, corpus, "--steps=30:60")
     assert audited(capsys, corpus, "--steps=30:60", "--lane=3") == [
         piece for piece in whole if piece["lane"] == 3
@@ -141,7 +139,7 @@ def test_one_lane_alone_is_that_lane_of_the_whole_list(corpus, capsys):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_document_is_found_at_the_steps_at_which_the_whole_list_has_it(
+def test_a_document_is_found_at_the_steps_where_the_full_audit_lists_it(
     corpus, tmp_path, capsys, mixed
 ):
     extra = ["--repeat=1.5"] if mixed else []
@@ -158,7 +156,7 @@ def test_a_document_is_found_at_the_steps_at_which_the_whole_list_has_it(
         assert sorted(found, key=key) == sorted(expected, key=key)
 
 
-def test_what_the_audit_cannot_answer_is_said(corpus, capsys):
+def test_what_the_audit_cannot_answer_is_an_error(corpus, capsys):
     assert main(["audit", str(corpus.directory), "--lanes=2", "--document=nobody"]) == 2
     assert "has the id 'nobody'" in capsys.readouterr().err
     assert main(["audit", str(corpus.directory), "--lanes=2", "--mix=books"]) == 2
@@ -179,9 +177,7 @@ def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
 
 
 @pytest.mark.parametrize("steps", [range(40, 90), range(300)])
-def test_a_document_is_looked_for_in_the_steps_that_are_asked_for_whatever_the_epochs(
-    corpus, capsys, steps
-):
+def test_a_document_is_searched_in_the_given_steps_for_any_number_of_epochs(corpus, capsys, steps):
     window = f"--steps={steps.start}:{steps.stop}"
     whole = audited(capsys, corpus, window)
     name = whole[0]["document"]
@@ -237,7 +233,7 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert "a repeat of nan is not positive or too small" in capsys.readouterr().err
 
 
-def test_segments_that_grow_on_the_way_are_those_that_the_lanes_read(corpus, capsys):
+def test_the_audit_of_growing_segments_lists_what_the_lanes_read(corpus, capsys):
     grown = ["--steps=100:150", "--first-step=100", "--then=120=32", "--then=140=64"]
     pieces = audited(capsys, corpus, *grown)
     read = [

@@ -56,9 +56,9 @@ def test_shards_stay_under_their_size_except_for_one_long_document(tmp_path):
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_the_same_text_gives_the_same_bytes_anywhere(tmp_path, kind, threads):
     made = []
-    for place, count in (("a", 1), ("b", threads)):
+    for name, count in (("a", 1), ("b", threads)):
         config = config_of(
-            tmp_path / place,
+            tmp_path / name,
             some_texts(),
             threads=count,
             tokenizer=TokenizerConfig(kind=kind, vocab_size=320),
@@ -68,7 +68,7 @@ def test_the_same_text_gives_the_same_bytes_anywhere(tmp_path, kind, threads):
     assert made[0] == made[1]
 
 
-def test_a_validation_set_of_its_own_is_taken_instead_of_a_fraction(tmp_path):
+def test_a_separate_validation_set_is_used_instead_of_a_fraction(tmp_path):
     config = config_of(tmp_path, some_texts())
     extra = tmp_path / "v.txt"
     extra.write_text("held out")
@@ -77,13 +77,13 @@ def test_a_validation_set_of_its_own_is_taken_instead_of_a_fraction(tmp_path):
     assert len(documents_of(config.output / "train")) == 80
 
 
-def test_no_validation_split_is_made_when_none_is_wanted(tmp_path):
+def test_no_validation_split_is_made_with_a_fraction_of_0(tmp_path):
     config = config_of(tmp_path, some_texts(), validation_fraction=0.0)
     assert set(build_corpus(config).manifests) == {"train"}
     assert not (config.output / "validation").exists()
 
 
-def test_the_sample_for_training_a_tokenizer_is_capped_and_from_all_over_the_training_split(
+def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_split(
     tmp_path,
 ):
     from data_pipeline.builder.sources import list_sources
@@ -127,7 +127,7 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_an_empty_corpus_is_refused(tmp_path, kind, content):
+def test_an_empty_corpus_is_rejected(tmp_path, kind, content):
     config = config_of(tmp_path, [], tokenizer=TokenizerConfig(kind=kind, vocab_size=300))
     config.input[0].write_text(content)
     with pytest.raises(
@@ -137,14 +137,14 @@ def test_an_empty_corpus_is_refused(tmp_path, kind, content):
     assert not list(config.output.rglob(MANIFEST_NAME))
 
 
-def test_a_validation_split_without_documents_is_refused_with_what_to_change(tmp_path):
+def test_a_validation_split_without_documents_is_rejected_with_what_to_change(tmp_path):
     config = config_of(tmp_path, some_texts(5), validation_fraction=0.0001)
     with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 5 documents; raise it"):
         build_corpus(config)
     assert not list(config.output.rglob(MANIFEST_NAME))
 
 
-def test_building_again_changes_nothing_and_other_settings_are_refused(tmp_path):
+def test_building_again_changes_nothing_and_other_settings_are_rejected(tmp_path):
     config = config_of(tmp_path, some_texts())
     build_corpus(config)
     before = contents(config.output)
@@ -159,7 +159,7 @@ def test_building_again_changes_nothing_and_other_settings_are_refused(tmp_path)
     assert contents(config.output) == before
 
 
-def test_a_directory_with_other_things_is_left_alone(tmp_path):
+def test_a_directory_with_other_files_is_not_touched(tmp_path):
     config = config_of(tmp_path, some_texts(10))
     config.output.mkdir()
     (config.output / "thesis.tex").write_text("precious")

@@ -1,4 +1,4 @@
-"""Builds that are killed, find the disk full, or meet each other."""
+"""Builds that are killed, run out of disk space, or run at the same time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def many_texts() -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "shard_format", "shard_bytes"), [("bytes", "mds", 5000), ("bpe", "webdataset", 16000)]
 )
-def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(
+def test_a_build_killed_at_any_moment_resumes_to_identical_bytes(
     tmp_path, processes, kind, shard_format, shard_bytes
 ):
     tokenizer = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bytes" else 350)
@@ -81,7 +81,7 @@ def test_a_build_killed_at_any_moment_goes_on_to_identical_bytes(
     assert contents(config.output) == contents(whole.output)
 
 
-def test_what_a_kill_left_half_written_beside_a_file_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_write_are_removed(tmp_path):
     whole = config_of(tmp_path / "whole", some_texts())
     build_corpus(whole)
     config = replace(whole, output=tmp_path / "killed")
@@ -93,7 +93,7 @@ def test_what_a_kill_left_half_written_beside_a_file_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("existed", [True, False])
-def test_a_build_refused_before_it_made_anything_leaves_nothing(tmp_path, existed):
+def test_a_build_rejected_before_it_made_anything_leaves_nothing(tmp_path, existed):
     config = config_of(tmp_path, [""], tokenizer=TokenizerConfig(kind="bpe", vocab_size=300))
     if existed:
         config.output.mkdir()
@@ -104,13 +104,13 @@ def test_a_build_refused_before_it_made_anything_leaves_nothing(tmp_path, existe
 
 
 def tear_last_line(journal: Path) -> None:
-    """What a power cut in the middle of an append leaves."""
+    """What a power failure during an append leaves."""
     if journal.exists() and journal.read_bytes().count(b"\n") > 1:
         with open(journal, "ab") as file:
             file.write(b'{"info": {"characters": 12')
 
 
-def test_an_unfinished_build_refuses_other_settings_and_edited_text(tmp_path, processes):
+def test_an_unfinished_build_rejects_other_settings_and_edited_text(tmp_path, processes):
     config = config_of(tmp_path, many_texts(), shard_bytes=5000)
     process = processes.Process(target=build_corpus, args=(config,))
     process.start()
@@ -129,9 +129,7 @@ def test_an_unfinished_build_refuses_other_settings_and_edited_text(tmp_path, pr
 
 
 def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> None:
-    """Run the command with files limited to `limit` bytes, which makes the kernel refuse writes
-    half way.
-    """
+    """Run the command with files limited to `limit` bytes: the kernel then fails larger writes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with open(errors, "w") as sys.stderr:
@@ -140,9 +138,7 @@ def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> No
 
 
 @pytest.mark.parametrize("limit", [20_000, 1_000])  # in the middle of a shard; in the journal
-def test_a_write_that_the_disk_refuses_gives_one_line_and_the_same_command_goes_on(
-    tmp_path, processes, limit
-):
+def test_a_failed_write_gives_one_line_and_the_same_command_resumes(tmp_path, processes, limit):
     config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.1)
     arguments = [
         "build",
@@ -179,11 +175,13 @@ def can_mount() -> bool:
 FULL_DISK = """
 set -u
 mount -t tmpfs -o size=300k tmpfs "$1"
-"$2" -m data_pipeline build --input "$3" --output "$1/out" --tokenizer bytes --shard-bytes 50000 2>"$4"
+"$2" -m data_pipeline build --input "$3" --output "$1/out" \\
+    --tokenizer bytes --shard-bytes 50000 2>"$4"
 echo "status $?"
 find "$1" -name manifest.json
 mount -o remount,size=50m "$1"
-"$2" -m data_pipeline build --input "$3" --output "$1/out" --tokenizer bytes --shard-bytes 50000 2>/dev/null
+"$2" -m data_pipeline build --input "$3" --output "$1/out" \\
+    --tokenizer bytes --shard-bytes 50000 2>/dev/null
 echo "status $?"
 sha256sum "$1/out/train/manifest.json"
 """
@@ -191,7 +189,7 @@ sha256sum "$1/out/train/manifest.json"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small disk")
-def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_path):
+def test_a_full_disk_gives_one_line_and_with_space_the_same_command_resumes(tmp_path):
     config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.01)
     build_corpus(config)
     (tmp_path / "small").mkdir()
@@ -218,7 +216,7 @@ def test_a_full_disk_gives_one_line_and_with_room_the_same_command_goes_on(tmp_p
 
 
 @pytest.mark.parametrize("moment", ["the index", "the manifests", "the recipe", "cleaning up"])
-def test_a_build_stopped_between_its_last_steps_goes_on_to_identical_bytes(
+def test_a_build_stopped_between_its_last_steps_resumes_to_identical_bytes(
     tmp_path, monkeypatch, moment
 ):
     class Stopped(BaseException):

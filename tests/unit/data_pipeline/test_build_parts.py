@@ -63,12 +63,12 @@ def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_pat
     assert merge_parts(config, 4).was_finished
 
 
-def test_processes_killed_in_the_middle_go_on_to_the_bytes_of_the_undisturbed_build(tmp_path):
+def test_killed_processes_resume_to_the_bytes_of_the_uninterrupted_build(tmp_path):
     config = folder_config(tmp_path, tokenizer=BPE)
-    told = []
-    build_in_processes(config, 2, told.append)
-    assert "300 documents" in str(told[-2])
-    assert "100% of the files" in str(told[-2])
+    reports = []
+    build_in_processes(config, 2, reports.append)
+    assert "300 documents" in str(reports[-2])
+    assert "100% of the files" in str(reports[-2])
     killed = replace(config, output=tmp_path / "killed")
     process = multiprocessing.get_context("forkserver").Process(
         target=build_in_processes, args=(killed, 2)
@@ -94,7 +94,7 @@ def all_locks_are_free(parts: Path) -> bool:
     return True
 
 
-def test_what_is_wrong_in_one_process_ends_all_with_its_words(tmp_path):
+def test_an_error_in_one_process_ends_all_with_its_message(tmp_path):
     config = folder_config(tmp_path, max_rejects=0)
     (tmp_path / "in" / "0299.txt").write_bytes(b"\xff")
     with pytest.raises(
@@ -107,7 +107,7 @@ def test_what_is_wrong_in_one_process_ends_all_with_its_words(tmp_path):
         build_in_processes(replace(config, output=tmp_path / "out2"), 2)
 
 
-def test_a_merge_killed_between_two_moves_goes_on(tmp_path, monkeypatch):
+def test_a_merge_killed_between_two_moves_resumes(tmp_path, monkeypatch):
     config = folder_config(tmp_path)
     for part in (1, 2):
         build_part(config, part, 2)
@@ -129,7 +129,7 @@ def test_a_merge_killed_between_two_moves_goes_on(tmp_path, monkeypatch):
     assert len(stored(config.output / "train")) + len(stored(config.output / "validation")) == 300
 
 
-def test_what_parts_cannot_do_is_refused(tmp_path, capsys):
+def test_settings_that_parts_do_not_support_are_rejected(tmp_path, capsys):
     config = folder_config(tmp_path)
     with pytest.raises(ConfigError, match="found part 3 of 2"):
         build_part(config, 3, 2)
@@ -158,7 +158,7 @@ class Stopped(BaseException):
     """Like a kill: nothing in the code handles it."""
 
 
-def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_path, monkeypatch):
+def test_processes_resume_only_with_the_text_and_settings_they_started_with(tmp_path, monkeypatch):
     config = folder_config(tmp_path, tokenizer=BPE)
 
     def stop(*arguments):
@@ -166,7 +166,7 @@ def test_processes_go_on_only_with_the_text_and_settings_they_began_with(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr("data_pipeline.builder.processes._run_parts", stop)
-        with pytest.raises(Stopped):  # the tokenizer is trained, no part has begun
+        with pytest.raises(Stopped):  # the tokenizer is trained, no part has started
             build_in_processes(config, 2)
     with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
         build_in_processes(
@@ -180,7 +180,7 @@ def test_a_merge_removes_nothing_but_parts(tmp_path):
     others = parts_directory(config) / "notes.txt"
     others.parent.mkdir()
     others.write_text("not the build's")
-    build_part(config, 1, 4)  # of a build that was given up
+    build_part(config, 1, 4)  # of an abandoned build
     build_in_processes(config, 2)
     assert list(contents(parts_directory(config))) == ["notes.txt"]
     assert merge_parts(config, 2).was_finished
@@ -198,7 +198,7 @@ def test_a_merge_names_a_shard_that_a_part_has_lost(tmp_path):
     assert not (config.output / "train" / "manifest.json").exists()
 
 
-def test_a_build_takes_nothing_that_it_writes_for_text(tmp_path, monkeypatch):
+def test_a_build_does_not_read_its_own_output_as_input(tmp_path, monkeypatch):
     config = folder_config(tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -212,7 +212,7 @@ def test_a_build_takes_nothing_that_it_writes_for_text(tmp_path, monkeypatch):
         build_corpus(replace(config, input=(tmp_path / "text.parts",), output=tmp_path / "text"))
 
 
-def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_are_built(tmp_path):
+def test_an_output_that_parts_could_not_be_merged_into_is_rejected_before_they_are_built(tmp_path):
     config = folder_config(tmp_path)
     for build in (
         lambda config: build_in_processes(config, 2),
@@ -224,19 +224,19 @@ def test_an_output_that_parts_could_not_be_merged_into_is_refused_before_they_ar
             build(replace(config, output=tmp_path / "other" / "file"))
         with pytest.raises(ConfigError, match="does not hold a corpus; choose a new directory"):
             build(replace(config, output=tmp_path / "other"))
-        begun = replace(config, output=tmp_path / "begun")
+        started = replace(config, output=tmp_path / "started")
         with pytest.raises(
             DataError, match=r"max_rejects=0"
         ):  # a build by one process, which is not finished
-            build_corpus(replace(begun, max_document_bytes=100, max_rejects=0, tokenizer=BPE))
+            build_corpus(replace(started, max_document_bytes=100, max_rejects=0, tokenizer=BPE))
         with pytest.raises(
             ConfigError, match="holds an unfinished build from other text or settings"
         ):
-            build(begun)
+            build(started)
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_part_that_is_begun_again_after_the_merge_finds_everything_done(tmp_path):
+def test_a_part_that_is_restarted_after_the_merge_finds_everything_done(tmp_path):
     config = folder_config(tmp_path)
     build_in_processes(config, 2)
     assert build_part(config, 1, 2).was_finished
@@ -245,16 +245,16 @@ def test_a_part_that_is_begun_again_after_the_merge_finds_everything_done(tmp_pa
     assert not parts_directory(config).exists()
 
 
-def test_a_split_that_is_empty_in_all_parts_is_refused_with_what_to_change(tmp_path):
+def test_a_split_that_is_empty_in_all_parts_is_rejected_with_what_to_change(tmp_path):
     config = folder_config(tmp_path, validation_fraction=0.0001)
     with pytest.raises(
         DataError,
-        match=r"validation_fraction=0.0001 of 300 documents; raise it, .* and remove .*/out.parts, which",
+        match=r"validation_fraction=0.0001 of 300 documents; .* and remove .*/out.parts, which",
     ):
         build_in_processes(config, 2)
 
 
-def test_ctrl_c_ends_all_processes_in_one_word_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_ends_all_processes_with_one_word_and_the_same_command_resumes(tmp_path):
     config = folder_config(tmp_path)
     flags = [
         f"--input={config.input[0]}",
@@ -279,7 +279,7 @@ def test_processes_drop_the_duplicates_that_one_process_would_drop(tmp_path, pro
     config = folder_config(tmp_path, drop_duplicates=True)
     for number in range(
         0, 300, 7
-    ):  # copies behind their text and before it, in the same part and in others
+    ):  # copies after their text and before it, in the same part and in others
         (tmp_path / "in" / f"{(number * 31) % 300:04d}.txt").write_text(f"text {number % 5}")
     alone = build_corpus(replace(config, output=tmp_path / "alone"))
     result = build_in_processes(config, processes)

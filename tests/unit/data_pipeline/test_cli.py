@@ -22,7 +22,7 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
-def test_a_config_file_its_overrides_and_flags_are_laid_over_each_other(tmp_path, capsys):
+def test_flags_win_over_overrides_and_overrides_over_the_config_file(tmp_path, capsys):
     source = write_jsonl(tmp_path / "x.jsonl", some_texts())
     (tmp_path / "base.yaml").write_text(
         "shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n"
@@ -80,7 +80,7 @@ def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path,
         (["audit", "nowhere", "--lanes=4"], "nowhere does not exist"),
     ],
 )
-def test_a_mistake_of_the_user_takes_one_line_and_status_2_and_leaves_nothing(
+def test_a_mistake_of_the_user_is_one_line_and_status_2_and_leaves_no_files(
     tmp_path, capsys, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_a_mistake_of_the_user_takes_one_line_and_status_2_and_leaves_nothing(
         (["--lanes=4000"], "tokens are too few for 4000 lanes"),
     ],
 )
-def test_lanes_that_cannot_be_are_refused(corpus, capsys, arguments, message):
+def test_impossible_lanes_are_rejected(corpus, capsys, arguments, message):
     status, _, err = run(capsys, "audit", corpus, *arguments)
     assert status == 2
     assert message in err
@@ -113,7 +113,7 @@ def test_lanes_that_cannot_be_are_refused(corpus, capsys, arguments, message):
     ("steps", "message"),
     [("all", "found 'all', expected FIRST:END"), ("7:7", "found '7:7', which contains no step")],
 )
-def test_steps_that_are_no_range_are_refused(corpus, capsys, steps, message):
+def test_steps_that_are_not_a_range_are_rejected(corpus, capsys, steps, message):
     with pytest.raises(SystemExit) as caught:
         main(["audit", str(corpus), f"--steps={steps}"])
     assert caught.value.code == 2
@@ -137,7 +137,7 @@ def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
     assert out.count("  lanes") == 1, "a validation split is not cut into the run's lanes"
 
 
-def test_verify_passes_a_sound_corpus_and_its_splits(corpus, capsys):
+def test_verify_accepts_a_valid_corpus_and_its_splits(corpus, capsys):
     for directory in (corpus, corpus / "train"):
         status, out, _ = run(capsys, "verify", directory)
         assert status == 0
@@ -163,7 +163,7 @@ def test_verify_passes_a_sound_corpus_and_its_splits(corpus, capsys):
         ("tokenizer/tokenizer.json", lambda c: c.replace(b"bytes", b"bpe"), "missing"),
     ],
 )
-def test_verify_names_what_is_damaged(tmp_path, capsys, name, damage, message):
+def test_verify_names_what_is_corrupted(tmp_path, capsys, name, damage, message):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     content = (corpus / name).read_bytes()
     (corpus / name).unlink()
@@ -176,7 +176,7 @@ def test_verify_names_what_is_damaged(tmp_path, capsys, name, damage, message):
     assert "every shard" not in out
 
 
-def test_verify_lists_every_damaged_shard(tmp_path, capsys):
+def test_verify_lists_every_corrupted_shard(tmp_path, capsys):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     for number in (0, 2, 3):
         path = corpus / "train" / f"shard.{number:05d}.mds"
@@ -189,6 +189,14 @@ def test_verify_lists_every_damaged_shard(tmp_path, capsys):
         2,
         3,
     ]
+
+
+def test_an_unknown_command_is_an_error_with_the_closest_name(capsys):
+    status, _, err = run(capsys, "verfy", "nowhere")
+    assert (status, err) == (
+        2,
+        "error: unknown command 'data-pipeline verfy'; did you mean 'verify'?\n",
+    )
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -213,17 +221,20 @@ def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command
 def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
     code = (
         "import sys; from pathlib import Path\n"
-        "from data_pipeline.lanes.lane_stream import LaneStream; from data_pipeline.corpora.corpus import Corpus\n"
+        "from data_pipeline.corpora.corpus import Corpus\n"
+        "from data_pipeline.lanes.lane_stream import LaneStream\n"
         "import data_pipeline.builder.build_corpus, data_pipeline.commands.verify\n"
         "import data_pipeline.lanes.audit, data_pipeline.lanes.prefetch\n"
-        f"next(LaneStream(Corpus.open(Path({str(corpus / 'train')!r})), 2, 1, 8, range(2))).cursor\n"
-        "sys.exit(bool({'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'} & set(sys.modules)))"
+        f"corpus = Corpus.open(Path({str(corpus / 'train')!r}))\n"
+        "next(LaneStream(corpus, 2, 1, 8, range(2))).cursor\n"
+        "heavy = {'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'}\n"
+        "sys.exit(bool(heavy & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_a_split_that_has_lost_its_manifest_is_no_absent_split(tmp_path, capsys, command):
+def test_a_split_that_has_lost_its_manifest_is_not_an_absent_split(tmp_path, capsys, command):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     (corpus / "validation" / "manifest.json").unlink()
     status, out, err = run(

@@ -12,7 +12,7 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "data").glob("*.yaml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_the_example_configs_want_only_input_and_output(path):
+def test_the_example_configs_need_only_input_and_output(path):
     config = load_config(CorpusConfig, path, ["input=[a]", "output=b"])
     assert (config.input, config.output) == ((Path("a"),), Path("b"))
     with pytest.raises(ConfigError, match="input"):
@@ -33,7 +33,7 @@ def test_the_example_configs_want_only_input_and_output(path):
         ({"tokenizer": {"kind": "wordpiece"}}, "tokenizer.kind"),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_impossible_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(CorpusConfig, {"input": ["a"], "output": "b", **settings}, source="test")
 

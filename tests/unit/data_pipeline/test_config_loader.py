@@ -62,7 +62,7 @@ def test_a_file_becomes_the_dataclass(tmp_path):
     ("text", "number"),
     [("1e-3", 1e-3), ("2.5E+4", 2.5e4), ("-1e2", -100.0), (".5e1", 5.0), ("1_000e0", 1000.0)],
 )
-def test_scientific_notation_is_a_number_even_where_any_type_goes(tmp_path, text, number):
+def test_scientific_notation_is_a_number_even_for_settings_of_any_type(tmp_path, text, number):
     loaded = load_config(
         Outer, write(tmp_path / "a.yaml", f"name: x\ninner: {{extra: {{value: {text}}}}}\n")
     )
@@ -88,7 +88,7 @@ def test_later_sources_win_key_by_key(tmp_path):
     assert loaded == Outer(name="override", count=2, inner=Inner(rate=4.5, mode="fast"))
 
 
-def test_extends_is_relative_to_the_file_that_says_it(tmp_path, monkeypatch):
+def test_extends_is_relative_to_its_own_file(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     write(tmp_path / "base.yaml", "name: base\n")
     write(tmp_path / "deep/middle.yaml", "extends: ../base.yaml\n")
@@ -97,7 +97,7 @@ def test_extends_is_relative_to_the_file_that_says_it(tmp_path, monkeypatch):
     assert load_config(Outer, path).name == "base"
 
 
-def test_the_same_base_may_be_reached_on_two_ways(tmp_path):
+def test_the_same_base_may_be_extended_twice(tmp_path):
     write(tmp_path / "base.yaml", "name: base\n")
     write(tmp_path / "left.yaml", "extends: base.yaml\n")
     write(tmp_path / "right.yaml", "extends: base.yaml\ncount: 5\n")
@@ -113,7 +113,7 @@ def test_an_extends_cycle_is_named(tmp_path):
     assert "a.yaml -> b.yaml -> a.yaml" in error_of(tmp_path / "a.yaml")
 
 
-def test_every_mistake_is_reported_at_once(tmp_path):
+def test_all_mistakes_are_reported_together(tmp_path):
     text = "cuont: 1\nflag: 7\ninner: {rate: -1, sizes: [1, x]}\ndeeper: {a: 1}\n"
     message = error_of(write(tmp_path / "a.yaml", text), "inner.mode=medium")
     assert message.startswith(f"{tmp_path}/a.yaml: 6 problems\n")
@@ -128,29 +128,29 @@ def test_every_mistake_is_reported_at_once(tmp_path):
         assert expected in message
 
 
-def test_a_contradiction_keeps_its_own_text_beside_other_mistakes(tmp_path):
+def test_a_contradiction_keeps_its_message_among_other_mistakes(tmp_path):
     message = error_of(write(tmp_path / "a.yaml", "name: x\ncuont: 3\ninner: {rate: -1}\n"))
     assert "inner.rate=-1.0 is negative; use 0 or more" in message
     assert "did you mean 'count'?" in message
 
 
-def test_a_misplaced_setting_is_found_in_the_sections_below(tmp_path):
+def test_a_misplaced_setting_is_found_in_nested_sections(tmp_path):
     assert "did you mean 'inner.rate'?" in error_of(
         write(tmp_path / "a.yaml", "name: x\nrate: 3\n")
     )
 
 
-def test_an_unknown_override_is_refused_like_an_unknown_key(tmp_path):
+def test_an_unknown_override_is_rejected_like_an_unknown_key(tmp_path):
     message = error_of(write(tmp_path / "a.yaml", "name: x\n"), "inner.ratte=3")
     assert "inner.ratte: unknown setting; did you mean 'rate'?" in message
 
 
 @pytest.mark.parametrize("override", ["count", "=3", "inner.=3", ".count=2", "count=[1"])
-def test_a_malformed_override_is_refused_with_its_text(tmp_path, override):
+def test_a_malformed_override_is_rejected_with_its_text(tmp_path, override):
     assert f"override {override!r}" in error_of(write(tmp_path / "a.yaml", "name: x\n"), override)
 
 
-def test_an_override_of_a_section_as_a_whole_needs_a_section(tmp_path):
+def test_an_override_of_a_whole_section_must_be_a_section(tmp_path):
     assert "inner: found 3, expected a section" in error_of(
         write(tmp_path / "a.yaml", "name: x\n"), "inner=3"
     )
@@ -165,7 +165,7 @@ def test_an_empty_section_changes_nothing(tmp_path):
     assert load_config(Outer, write(tmp_path / "b.yaml", "name: x\ninner:\n")).inner == Inner()
 
 
-def test_a_missing_file_suggests_a_neighbour_and_names_who_wanted_it(tmp_path):
+def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_it(tmp_path):
     write(tmp_path / "base.yaml", "name: x\n")
     assert f"{tmp_path}/bsae.yaml does not exist; did you mean 'base.yaml'?" in error_of(
         tmp_path / "bsae.yaml"
@@ -185,11 +185,11 @@ def test_a_missing_file_suggests_a_neighbour_and_names_who_wanted_it(tmp_path):
         ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_place(tmp_path, text, expected):
+def test_a_broken_file_is_rejected_with_the_location(tmp_path, text, expected):
     assert expected in error_of(write(tmp_path / "a.yaml", text))
 
 
-def test_a_directory_or_a_binary_file_is_refused(tmp_path):
+def test_a_directory_or_a_binary_file_is_rejected(tmp_path):
     assert "is a directory" in error_of(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"name: \xff\xfe")
     assert "is not UTF-8 text (byte 6)" in error_of(tmp_path / "b.yaml")
@@ -218,7 +218,8 @@ def test_differences_name_the_keys_with_both_values():
 
 
 def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
-    code = "import sys, data_pipeline.config_loader; sys.exit(bool({'yaml', 'pydantic'} & set(sys.modules)))"
+    heavy = "{'yaml', 'pydantic'}"
+    code = f"import sys, data_pipeline.config_loader; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

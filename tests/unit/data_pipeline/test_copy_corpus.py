@@ -29,7 +29,7 @@ def objects(endpoint: str, bucket: str) -> dict[str, bytes]:
     return {key: s3.get_object(Bucket=name, Key=key)["Body"].read() for key in keys}
 
 
-def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_was_changed(
+def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_repairs_changed_files(
     built, tmp_path, bucket, s3_endpoint, capsys
 ):
     url = f"{bucket}/c"
@@ -41,9 +41,9 @@ def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_w
     assert len(there) == sum(
         len(contents(built / split)) for split in ("train", "validation", "tokenizer")
     )
-    damaged = "c/train/shard.00001.mds"
+    corrupted = "c/train/shard.00001.mds"
     client(s3_endpoint).put_object(
-        Bucket=bucket.removeprefix("s3://"), Key=damaged, Body=b"x" + there[damaged][1:]
+        Bucket=bucket.removeprefix("s3://"), Key=corrupted, Body=b"x" + there[corrupted][1:]
     )
     with pytest.raises(DataError, match=r"shard\.00001\.mds could not be fetched"):
         fetch_corpus(url, tmp_path / "copy", ["train"], print, RetryPolicy(attempts=2, pause=0.01))
@@ -55,24 +55,24 @@ def test_upload_then_fetch_gives_the_same_bytes_and_a_second_upload_mends_what_w
     assert "every shard matches its manifest" in capsys.readouterr().out
 
 
-def test_fetch_goes_on_where_it_was_interrupted(built, tmp_path):
+def test_fetch_resumes_where_it_was_interrupted(built, tmp_path):
     with FileServer(built) as server:
         server.fault, server.faulty = "500", 1
         for _ in range(2):
             fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
         shards = Corpus.open(built / "train").manifest.shards
-        assert [server.asked[shard.path] for shard in shards] == [2] * len(shards), (
+        assert [server.requests[shard.path] for shard in shards] == [2] * len(shards), (
             "a fault and a transfer each"
         )
-        (tmp_path / "copy" / "train" / shards[2].path).write_bytes(b"damaged")
+        (tmp_path / "copy" / "train" / shards[2].path).write_bytes(b"corrupted")
         fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
-        assert sum(server.asked[shard.path] for shard in shards) == 2 * len(shards) + 1
+        assert sum(server.requests[shard.path] for shard in shards) == 2 * len(shards) + 1
     assert contents(tmp_path / "copy" / "train") == {
         name: content for name, content in contents(built / "train").items() if name != "index.json"
     }
 
 
-def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
+def test_a_corrupted_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
     import shutil
 
     shutil.copytree(built, tmp_path / "copy")
@@ -97,7 +97,7 @@ def test_a_damaged_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
         (["inspect", "ftp://host/c"], "expected a URL that starts with one of http://"),
     ],
 )
-def test_what_cannot_be_copied_is_one_line(built, bucket, capsys, arguments, message):
+def test_an_impossible_copy_is_one_line(built, bucket, capsys, arguments, message):
     assert main([argument.format(built=built, bucket=bucket) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -112,8 +112,8 @@ def test_a_corpus_in_a_store_is_inspected_and_audited_in_place(
     with FileServer(built) as server:
         for command in ("inspect", "audit"):
             said = []
-            for place in (str(built), server.url):
-                assert main([command, place, "--lanes", "2"]) == 0
+            for location in (str(built), server.url):
+                assert main([command, location, "--lanes", "2"]) == 0
                 said.append(capsys.readouterr().out.splitlines())
             differing = [pair for pair in zip(*said, strict=True) if pair[0] != pair[1]]
             assert len(differing) == (2 if command == "inspect" else 0), "only the places differ"
@@ -155,7 +155,7 @@ def test_raw_objects_are_copied_as_they_are_named_and_only_once(
     assert "would be outside" in capsys.readouterr().err
 
 
-def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeypatch):
+def test_a_large_raw_object_may_take_a_long_time(tmp_path, bucket, s3_endpoint, monkeypatch):
     client(s3_endpoint).put_object(
         Bucket=bucket.removeprefix("s3://"), Key="text/a.txt", Body=b"x" * 50_000
     )
@@ -170,10 +170,10 @@ def test_a_large_raw_object_may_take_long(tmp_path, bucket, s3_endpoint, monkeyp
     assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
 
 
-def test_a_store_that_may_not_be_listed_is_one_line(
+def test_a_store_without_list_permission_is_one_line(
     bucket, capsys, tmp_path, monkeypatch, s3_endpoint
 ):
-    with FileServer(tmp_path) as server:  # answers 404 to whatever is asked
+    with FileServer(tmp_path) as server:  # answers 404 to all requests
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
         assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 2
     error = capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_ctrl_c_does_not_wait_for_a_silent_store_and_leaves_no_half_file(built, 
             str(tmp_path / "copy"),
         ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        while sum(server.asked.values()) < 3:  # the manifest and some shards
+        while sum(server.requests.values()) < 3:  # the manifest and some shards
             time.sleep(0.01)
             assert process.poll() is None
         began = time.monotonic()

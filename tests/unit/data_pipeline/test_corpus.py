@@ -48,7 +48,7 @@ def test_opening_names_a_missing_shard(corpus):
         Corpus.open(corpus.directory)
 
 
-def test_an_empty_split_is_refused(tmp_path):
+def test_an_empty_split_is_rejected(tmp_path):
     Manifest(dtype="uint16", tokenizer="x", end_id=0, vocab_size=300, shards=()).write(tmp_path)
     with pytest.raises(DataError, match="lists no shards; the split is empty"):
         Corpus.open(tmp_path)

@@ -32,7 +32,7 @@ def test_parts_join_to_the_text_and_none_is_empty_or_too_long(text, limit):
         ("onetwothreefour", ["onetwothreefo", "ur"]),
     ],
 )
-def test_a_text_is_cut_behind_a_paragraph_else_a_line_else_a_word(text, parts):
+def test_a_text_is_cut_after_a_paragraph_else_a_line_else_a_word(text, parts):
     assert list(split_text(text, 13)) == parts
 
 
@@ -63,13 +63,13 @@ def test_long_documents_become_numbered_parts_in_one_split_and_are_counted(tmp_p
     assert "long documents were cut" in capsys.readouterr().out
 
 
-def test_the_same_command_after_a_finished_build_says_so_with_the_same_counts(tmp_path):
+def test_the_same_command_after_a_finished_build_reports_the_same_counts(tmp_path):
     config = config_of(tmp_path, some_texts(20) * 2, drop_duplicates=True, split_characters=100)
     first, second = build_corpus(config), build_corpus(config)
     assert second.was_finished
     assert (first.duplicates, first.split_documents) == (second.duplicates, second.split_documents)
 
 
-def test_a_negative_limit_is_refused(tmp_path):
+def test_a_negative_limit_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="split_characters=-1"):
         config_of(tmp_path, ["text"], split_characters=-1)

@@ -54,7 +54,7 @@ def compressed(name, content):
     return content
 
 
-def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_path):
+def test_a_byte_order_mark_at_the_start_of_a_file_is_not_part_of_its_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\n{"text": "two"}\n')
     assert [document.text for document in read_all(config_of(tmp_path, format="jsonl"))] == [
         "one",
@@ -85,7 +85,9 @@ def test_a_text_file_may_be_compressed_and_jsonl_may_be_forced(tmp_path):
     assert read_all(config_of(tmp_path, format="jsonl"))[0].text == "hello"
 
 
-def test_fields_have_the_names_the_user_says_and_lines_without_an_id_are_named_by_place(tmp_path):
+def test_fields_have_the_configured_names_and_lines_without_an_id_are_named_by_their_number(
+    tmp_path,
+):
     (tmp_path / "x.jsonl").write_text('{"body": "a", "key": 17}\n\n{"body": "b"}\n')
     documents = read_all(config_of(tmp_path, text_field="body", id_field="key"))
     assert [(document.id, document.text) for document in documents] == [
@@ -109,7 +111,7 @@ def test_fields_have_the_names_the_user_says_and_lines_without_an_id_are_named_b
         (b'{"text": "' + b"x" * 3_000_000 + b'"}', "longer than max_document_bytes=1000"),
     ],
 )
-def test_a_bad_line_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(
+def test_a_bad_line_is_rejected_with_location_and_reason_and_its_neighbors_are_kept(
     tmp_path, line, reason
 ):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}')
@@ -138,7 +140,7 @@ def test_a_bad_text_file_is_rejected(tmp_path, content, reason):
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_damaged_archive_is_named(tmp_path, name, damage):
+def test_a_corrupted_archive_is_named(tmp_path, name, damage):
     content = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
     pack_zst = zstandard.ZstdCompressor(write_checksum=True).compress  # as the zstd command does
     packed = bytearray(gzip.compress(content) if name.endswith(".gz") else pack_zst(content))
@@ -152,7 +154,7 @@ def test_a_damaged_archive_is_named(tmp_path, name, damage):
         read_all(config_of(tmp_path, max_rejects=10**6))
 
 
-def test_input_that_is_absent_or_without_files_is_refused(tmp_path):
+def test_input_that_is_absent_or_without_files_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"nowhere does not exist"):
         read_all(config_of(tmp_path / "nowhere"))
     (tmp_path / "a.md").write_text("x")
@@ -173,14 +175,14 @@ def test_several_folders_keep_their_documents_apart(tmp_path):
         read_all(config_of(tmp_path / "one", tmp_path / "one"))
 
 
-def test_a_file_name_that_is_no_text_still_names_its_document(tmp_path):
+def test_a_file_name_that_is_not_utf8_still_names_its_document(tmp_path):
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as file:
         file.write("x")
     (document,) = read_all(config_of(tmp_path))
     assert document.id.encode().endswith(b".txt")
 
 
-def test_links_to_files_and_folders_are_followed_and_those_that_lead_nowhere_are_named(tmp_path):
+def test_symlinks_are_followed_and_broken_ones_are_named(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.txt").write_text("text")
     folder = tmp_path / "in"
@@ -197,7 +199,7 @@ def test_links_to_files_and_folders_are_followed_and_those_that_lead_nowhere_are
         read_all(config_of(folder))
 
 
-def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path, monkeypatch, capsys):
+def test_a_folder_without_read_permission_is_an_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "closed").mkdir()
     list_folder = os.scandir
 
@@ -212,7 +214,7 @@ def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
-def test_an_archive_of_no_bytes_is_cut_off_and_one_of_nothing_is_not(tmp_path, name):
+def test_an_empty_file_is_a_truncated_archive_and_an_archive_of_nothing_is_not(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(DataError, match=rf"{name} is corrupted or truncated \(it is empty\)"):
         read_all(config_of(tmp_path))
@@ -222,7 +224,7 @@ def test_an_archive_of_no_bytes_is_cut_off_and_one_of_nothing_is_not(tmp_path, n
     assert read_all(config_of(tmp_path)) == []
 
 
-def test_what_zstd_has_packed_with_a_long_window_is_read(tmp_path):
+def test_zstd_files_with_a_long_window_are_read(tmp_path):
     settings = zstandard.ZstdCompressionParameters(
         window_log=28, compression_level=1
     )  # beyond the usual 27

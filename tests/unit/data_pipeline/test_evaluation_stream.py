@@ -49,7 +49,7 @@ def test_every_token_is_a_target_exactly_once(corpus, num_lanes, world_size):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 1001])
-def test_a_limit_takes_the_same_tokens_whatever_the_lanes(corpus, max_tokens):
+def test_a_token_limit_selects_the_same_tokens_for_any_number_of_lanes(corpus, max_tokens):
     targets = [sorted(evaluated(corpus, lanes, 1, max_tokens)) for lanes in (1, 3, 8)]
     assert len(targets[0]) == max_tokens
     assert targets[0] == targets[1] == targets[2]
@@ -71,7 +71,7 @@ def test_starts_mark_the_inputs_that_begin_a_document_or_the_stream(corpus):
         assert np.array_equal(batch.starts_BL[rows], expected_BL[rows])
 
 
-def test_each_lane_begins_with_a_document_and_the_end_of_document_token_in_front(corpus):
+def test_each_lane_starts_with_an_end_of_document_token_and_a_document(corpus):
     firsts = {int(corpus.shard(unit).tokens(d)[0]) for unit in range(4) for d in range(17)}
     batch = next(EvaluationStream(corpus, 8, 7, range(8)))
     assert set(batch.tokens_BL[:, 0].tolist()) == {corpus.manifest.end_id}

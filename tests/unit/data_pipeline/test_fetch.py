@@ -41,7 +41,7 @@ def faulty(request, corpus, monkeypatch, tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_leaves_the_right_bytes(faulty, corpus, tmp_path, fault):
+def test_a_transient_fault_leaves_the_right_bytes(faulty, corpus, tmp_path, fault):
     store, server = faulty
     server.fault, server.faulty = fault, 1
     info = corpus.manifest.shards[1]
@@ -51,7 +51,7 @@ def test_a_fault_that_passes_leaves_the_right_bytes(faulty, corpus, tmp_path, fa
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file(
+def test_a_permanent_fault_is_one_error_with_the_shards_name_and_leaves_no_file(
     faulty, corpus, tmp_path, fault
 ):
     store, server = faulty
@@ -66,17 +66,17 @@ def test_a_fault_that_stays_is_one_error_with_the_shards_name_and_leaves_no_file
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_there_is_not_asked_for_again(faulty, tmp_path):
+def test_a_missing_file_is_not_requested_again(faulty, tmp_path):
     store, server = faulty
     with pytest.raises(
         NotFetchedError, match=r"attempt 1 of \d failed: the \w+ answered 404"
     ) as error:
         fetch_manifest(store_at(f"{store.url}/elsewhere", QUICK), tmp_path)
     assert error.value.is_final
-    assert server.asked["manifest.json"] <= 2
+    assert server.requests["manifest.json"] <= 2
 
 
-def test_a_disk_that_is_full_is_named_at_once(faulty, corpus, tmp_path):
+def test_a_full_disk_is_reported_immediately(faulty, corpus, tmp_path):
     import resource
 
     store, server = faulty
@@ -88,11 +88,11 @@ def test_a_disk_that_is_full_is_named_at_once(faulty, corpus, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path) in error.value.filename
-    assert server.asked["shard.00000.mds"] == 1
+    assert server.requests["shard.00000.mds"] == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_sends_steadily_but_far_too_slowly_is_given_up(corpus, tmp_path):
+def test_a_server_that_sends_steadily_but_too_slowly_times_out(corpus, tmp_path):
     with FileServer(corpus.directory) as server:
         server.bytes_per_second = 800.0
         retry_policy = RetryPolicy(attempts=1, timeout=0.2, bytes_per_second=1e6)
@@ -114,7 +114,7 @@ def test_a_connection_that_is_refused_is_an_error(tmp_path):
         fetch_manifest(store_at(url, QUICK), tmp_path)
 
 
-def test_a_manifest_that_names_a_file_elsewhere_is_refused(corpus, tmp_path):
+def test_a_manifest_that_names_a_file_elsewhere_is_rejected(corpus, tmp_path):
     from dataclasses import replace
 
     info = replace(corpus.manifest.shards[0], path="../../etc/x")
@@ -126,7 +126,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("vocabulary", ["bytes", "unigram"])
-def test_a_tokenizer_comes_whole_or_not_at_all(tmp_path, vocabulary):
+def test_a_tokenizer_is_fetched_completely_or_not_at_all(tmp_path, vocabulary):
     remote = make_tiny_corpus(tmp_path / "remote", vocabulary=vocabulary) / "tokenizer"
     fingerprint = Tokenizer.load(remote).fingerprint
     with FileServer(remote) as server:
@@ -134,25 +134,25 @@ def test_a_tokenizer_comes_whole_or_not_at_all(tmp_path, vocabulary):
         for _ in range(2):
             fetch_tokenizer(store, tmp_path / "copy", fingerprint)
         assert Tokenizer.load(tmp_path / "copy").fingerprint == fingerprint
-        assert server.asked["tokenizer.json"] == 1, "the second time it was there"
+        assert server.requests["tokenizer.json"] == 1, "the second time it existed"
         with pytest.raises(DataError, match="the corpus was built with ffff"):
             fetch_tokenizer(store, tmp_path / "other", "f" * 64)
         assert not list((tmp_path / "other").iterdir())
         if vocabulary == "unigram":
-            (remote / "tokenizer.model").write_bytes(b"damaged")
+            (remote / "tokenizer.model").write_bytes(b"corrupted")
             with pytest.raises(DataError, match="does not match its description"):
                 fetch_tokenizer(store, tmp_path / "third", fingerprint)
             assert sha256_of(tmp_path / "copy" / "tokenizer.model")
 
 
-def test_other_locations_are_refused():
+def test_other_locations_are_rejected():
     with pytest.raises(
         DataError, match="expected a URL that starts with one of http://, https://, s3://"
     ):
         store_at("ftp://host/corpus")
 
 
-def test_a_task_that_does_not_end_in_time_is_left_behind():
+def test_a_task_that_times_out_is_left_running():
     import threading
 
     forever = threading.Event()
@@ -172,6 +172,6 @@ def test_a_task_that_does_not_end_in_time_is_left_behind():
         "http://h/a b",
     ],
 )
-def test_what_is_no_url_is_said_at_once(tmp_path, url):
+def test_an_invalid_url_is_an_error_without_retries(tmp_path, url):
     with pytest.raises(NotFetchedError, match=r"attempt 1 of 3 failed: not a valid URL"):
         fetch_manifest(store_at(url, QUICK), tmp_path)

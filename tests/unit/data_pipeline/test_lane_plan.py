@@ -20,20 +20,20 @@ def make_plan(shards: list[list[int]], num_lanes: int, seed: int = 3) -> LanePla
 
 @settings(max_examples=150, deadline=None)
 @given(shards=SHARDS, num_lanes=st.integers(1, 9), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_an_epoch_s_lanes_hold_every_document_once_and_whole(shards, num_lanes, seed, epoch):
+def test_the_lanes_of_an_epoch_hold_every_document_once_and_whole(shards, num_lanes, seed, epoch):
     plan = make_plan(shards, num_lanes, seed)
     found = []
     for lane in range(num_lanes):
         length = plan.lane_length(epoch, lane)
-        runs = plan.walk(lane, epoch, 0).take(length) if length else []
-        assert {run.epoch for run in runs} <= {epoch}
-        for run in runs:
-            assert (run.offsets == 0).all(), (
-                "one take of all of a lane never begins inside a document"
+        taken = plan.walk(lane, epoch, 0).take(length) if length else []
+        assert {spans.epoch for spans in taken} <= {epoch}
+        for spans in taken:
+            assert (spans.offsets == 0).all(), (
+                "one take of all of a lane never starts inside a document"
             )
             found += [
-                (run.unit, *pair)
-                for pair in zip(run.documents.tolist(), run.lengths.tolist(), strict=True)
+                (spans.unit, *pair)
+                for pair in zip(spans.documents.tolist(), spans.lengths.tolist(), strict=True)
             ]
     assert sorted(found) == [
         (u, d, n) for u, shard in enumerate(shards) for d, n in enumerate(shard)
@@ -46,18 +46,18 @@ def test_an_epoch_s_lanes_hold_every_document_once_and_whole(shards, num_lanes, 
     num_lanes=st.integers(1, 5),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_a_walk_in_steps_or_from_the_middle_reads_what_one_walk_reads(shards, num_lanes, cuts):
+def test_a_walk_in_steps_or_from_the_middle_reads_the_same_tokens(shards, num_lanes, cuts):
     plan = make_plan(shards, num_lanes)
     if any(not plan.lane_length(0, lane) for lane in range(num_lanes)):
-        return  # refused by check_lanes
+        return  # rejected by check_lanes
     lane = num_lanes - 1
 
-    def tokens(runs):
+    def tokens(taken):
         return [
-            (run.epoch, run.unit, document, offset + k)
-            for run in runs
+            (spans.epoch, spans.unit, document, offset + k)
+            for spans in taken
             for document, offset, length in zip(
-                run.documents, run.offsets, run.lengths, strict=True
+                spans.documents, spans.offsets, spans.lengths, strict=True
             )
             for k in range(length)
         ]
@@ -76,19 +76,19 @@ def test_a_walk_in_steps_or_from_the_middle_reads_what_one_walk_reads(shards, nu
     assert stepwise == whole
 
 
-def test_document_lengths_are_asked_only_for_units_that_a_lane_touches():
-    asked = []
+def test_document_lengths_are_needed_only_for_units_that_a_lane_touches():
+    requested = []
     lengths = np.full(100, 10)
 
     def document_lengths(unit):
-        asked.append(unit)
+        requested.append(unit)
         return lengths
 
     plan = LanePlan([1000] * 500, 50, 1, document_lengths)
     plan.walk(7, 0, 5000).take(64)
     assert (
-        len(set(asked)) <= 3
-    )  # the units where the lane begins, where the next one begins, and the one in hand
+        len(set(requested)) <= 3
+    )  # the units where the lane and the next one start, and the current one
 
 
 def test_epochs_have_different_orders():
@@ -98,7 +98,7 @@ def test_epochs_have_different_orders():
     assert plan.unit_layout(0, 3).documents.tolist() != plan.unit_layout(1, 3).documents.tolist()
 
 
-def test_lanes_without_documents_are_refused_with_the_number_that_fits():
+def test_lanes_without_documents_are_rejected_with_the_number_that_fits():
     with pytest.raises(DataError, match=r"110 tokens are too few for 8 lanes.*use at most 1 lanes"):
         check_lanes(make_plan([[100], [10]], 8), longest_document=100)
 
@@ -109,6 +109,6 @@ def test_short_lanes_are_advised_against_and_ample_ones_are_not():
     assert check_lanes(plan, longest_document=10) == ""
 
 
-def test_a_position_beyond_the_lane_is_refused():
+def test_a_position_beyond_the_lane_is_rejected():
     with pytest.raises(DataError, match=r"position 41 does not exist"):
         make_plan([[10] * 4], 1).walk(0, 0, 41)

@@ -1,6 +1,4 @@
-"""What must hold for every corpus, every number of lanes and ranks, and every interruption: drawn
-by hypothesis.
-"""
+"""Invariants of lanes for random corpora, numbers of lanes and ranks, and interruptions."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ Shards = list[list[int]]  # lengths of the documents of each shard
 
 @dataclass(frozen=True)
 class Session:
-    """A run's life between two interruptions: `steps` count, the `lost` ones after them were never
-    saved.
-    """
+    """A run between two interruptions: `steps` are saved, the `lost` ones after them are not."""
 
     world_size: int
     steps: int
@@ -53,28 +49,24 @@ def runs(draw) -> tuple[int, list[Session]]:
 
 
 def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> list[list[int]]:
-    """Each lane's tokens of an epoch, one document after the other, from the definition in
-    docs/lanes.md.
-    """
-    begins = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
-    total, place = begins[-1], 0
+    """Each lane's tokens of an epoch, by document, from the definition in docs/lanes.md."""
+    offsets = np.concatenate([[0], np.cumsum([sum(shard) for shard in shards])]).tolist()
+    total, position = offsets[-1], 0
     lanes: list[list[int]] = [[] for _ in range(num_lanes)]
     for unit in permutation(len(shards), key_of(seed, "units", epoch)).tolist():
         for document in sort_order(
             len(shards[unit]), key_of(seed, "documents", epoch, unit)
         ).tolist():
-            first = begins[unit] + sum(shards[unit][:document])
+            first = offsets[unit] + sum(shards[unit][:document])
             length = shards[unit][document]
-            lane = next(i for i in range(num_lanes) if place < (i + 1) * total // num_lanes)
+            lane = next(i for i in range(num_lanes) if position < (i + 1) * total // num_lanes)
             lanes[lane] += range(first, first + length)
-            place += length
+            position += length
     return lanes
 
 
 def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
-    """The steps that count, handed out by a stream that may have read ahead; then as many again as
-    are lost.
-    """
+    """The saved steps of a stream that may have prefetched more; then the lost ones."""
     count = session.steps + session.lost
     if not session.reads_ahead:
         return iter([next(stream) for _ in range(count)])
@@ -89,7 +81,7 @@ def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
     run=runs(),
     shard_format=st.sampled_from(["mds", "webdataset"]),
 )
-def test_every_token_is_read_once_per_epoch_in_its_lane_whatever_is_interrupted_or_changes_its_ranks(
+def test_every_token_is_read_once_per_epoch_in_its_lane_despite_interruptions_and_other_ranks(
     shards, seed, run, shard_format
 ):
     num_lanes, sessions = run
@@ -113,7 +105,7 @@ def read_in_sessions(
 ) -> tuple[list[list[int]], list[int]]:
     """All that each lane has read when the last session ends, and the epoch in which it is then."""
     read: list[list[int]] = [[] for _ in range(num_lanes)]
-    ahead: dict[int, int] = {}  # the last target of each lane: its next token
+    next_tokens: dict[int, int] = {}  # the last target of each lane: its next token
     cursor = None
     for session in sessions:
         per_rank, cursors = num_lanes // session.world_size, []
@@ -128,9 +120,9 @@ def read_in_sessions(
                     lanes, batch.tokens_BL, batch.targets_BL, strict=True
                 ):
                     assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
-                    assert ahead.get(lane, tokens_L[0]) == tokens_L[0]
+                    assert next_tokens.get(lane, tokens_L[0]) == tokens_L[0]
                     read[lane] += tokens_L.tolist()
-                    ahead[lane] = targets_L[-1]
+                    next_tokens[lane] = targets_L[-1]
             cursors.append(batches[-1].cursor)
         cursor = LaneCursor.from_tree(json.loads(json.dumps(LaneCursor.join(cursors).to_tree())))
     assert cursor is not None

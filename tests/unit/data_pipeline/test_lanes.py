@@ -19,7 +19,7 @@ def corpus(tmp_path_factory) -> Corpus:
     return write_numbered_corpus(tmp_path_factory.mktemp("corpus"), lengths.tolist())
 
 
-def test_state_belongs_to_the_batch_in_hand_though_more_was_read(corpus):
+def test_the_cursor_belongs_to_its_batch_although_more_was_read(corpus):
     stream = LaneStream(corpus, 4, SEED, 8, range(4))
     batches = [next(stream) for _ in range(200)]
     for step in (0, 62, 63, 64, 65, 198):
@@ -27,7 +27,7 @@ def test_state_belongs_to_the_batch_in_hand_though_more_was_read(corpus):
         assert np.array_equal(next(resumed).tokens_BL, batches[step + 1].tokens_BL)
 
 
-def test_resuming_with_another_segment_length_goes_on_at_the_same_token(corpus):
+def test_resuming_with_another_segment_length_continues_at_the_same_token(corpus):
     batch = next(LaneStream(corpus, 4, SEED, 8, range(4)))
     resumed = next(LaneStream(corpus, 4, SEED, 3, range(4), batch.cursor))
     assert np.array_equal(resumed.tokens_BL[:, 0], batch.targets_BL[:, -1])
@@ -57,13 +57,13 @@ def test_slots_are_consecutive_lanes_of_the_batch(corpus):
         ),
     ],
 )
-def test_a_cursor_of_other_data_is_refused_with_both_values(corpus, change, message):
+def test_a_cursor_of_other_data_is_rejected_with_both_values(corpus, change, message):
     cursor = replace(next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor, **change)
     with pytest.raises(DataError, match=message):
         LaneStream(corpus, 4, SEED, 8, range(4), cursor)
 
 
-def test_changed_tokens_under_the_same_manifest_hash_are_noticed_on_resume(corpus, tmp_path):
+def test_changed_tokens_with_the_same_manifest_hash_are_detected_on_resume(corpus, tmp_path):
     cursor = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor
     lengths = [corpus.document_lengths(unit).tolist() for unit in range(6)]
     other = write_numbered_corpus(tmp_path, [lengths[1], lengths[0], *lengths[2:]])
@@ -71,7 +71,7 @@ def test_changed_tokens_under_the_same_manifest_hash_are_noticed_on_resume(corpu
         LaneStream(other, 4, SEED, 8, range(4), replace(cursor, manifest_hash=other.manifest.hash))
 
 
-def test_cursors_join_in_any_order_and_refuse_gaps_and_strangers(corpus):
+def test_cursors_join_in_any_order_and_reject_gaps_and_other_runs(corpus):
     whole = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor
     parts = [next(LaneStream(corpus, 4, SEED, 8, range(i, i + 1))).cursor for i in (2, 0, 3, 1)]
     assert LaneCursor.join(parts) == whole
@@ -87,23 +87,23 @@ def test_cursors_join_in_any_order_and_refuse_gaps_and_strangers(corpus):
 @pytest.mark.parametrize(
     "damage", [{"format": 99}, {"checks": ["zz"] * 4}, {"epochs": [0]}, {"positions": None}]
 )
-def test_a_damaged_cursor_is_refused(corpus, damage):
+def test_a_corrupted_cursor_is_rejected(corpus, damage):
     tree = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor.to_tree()
     with pytest.raises(DataError, match="lane cursor"):
         LaneCursor.from_tree({**tree, **damage})
 
 
-def test_lanes_outside_the_run_are_refused(corpus):
+def test_lanes_outside_the_run_are_rejected(corpus):
     with pytest.raises(ConfigError, match="lanes 4 to 4 are not among the 4 lanes"):
         LaneStream(corpus, 4, SEED, 8, range(4, 5))
 
 
-def test_more_lanes_than_documents_are_refused(corpus):
+def test_more_lanes_than_documents_are_rejected(corpus):
     with pytest.raises(DataError, match=r"too few for 500 lanes.*use at most \d+ lanes"):
         LaneStream(corpus, 500, SEED, 8, range(500))
 
 
-def test_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
+def test_host_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
     import tracemalloc
 
     peaks = []
@@ -116,11 +116,11 @@ def test_memory_for_reading_does_not_grow_with_the_corpus(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 40 * 1000, (
-        "a thousand bytes a shard is far more than its place in the plan"
+        "a thousand bytes a shard is far more than its entry in the plan"
     )
 
 
-def test_at_the_end_of_its_epoch_a_lane_still_vouches_for_its_last_segment(tmp_path):
+def test_at_the_end_of_its_epoch_a_lane_still_checks_its_last_segment(tmp_path):
     corpus = write_numbered_corpus(tmp_path, [[8] * 4])
     stream = LaneStream(corpus, 1, SEED, 8, range(1))
     cursor = [next(stream) for _ in range(4)][-1].cursor

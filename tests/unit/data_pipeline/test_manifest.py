@@ -48,7 +48,7 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
         (lambda tree: tree.update(format=2), "has format 2, this version reads format 1"),
     ],
 )
-def test_an_edited_manifest_is_refused(tmp_path, edit, message):
+def test_an_edited_manifest_is_rejected(tmp_path, edit, message):
     MANIFEST.write(tmp_path)
     tree = json.loads((tmp_path / MANIFEST_NAME).read_text())
     edit(tree)
@@ -57,7 +57,7 @@ def test_an_edited_manifest_is_refused(tmp_path, edit, message):
         read_manifest(tmp_path)
 
 
-def test_a_torn_or_missing_manifest_says_what_to_do(tmp_path):
+def test_a_truncated_or_missing_manifest_is_an_error_with_advice(tmp_path):
     with pytest.raises(
         DataError, match=r"has no manifest.json.*run `data-pipeline build` to its end"
     ):

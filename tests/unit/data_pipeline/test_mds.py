@@ -62,7 +62,7 @@ def test_stock_readers_read_our_shards(tmp_path):
     assert all(np.array_equal(found[name], expected[name]) for name in found)
 
 
-def test_nothing_stays_where_writing_failed(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     (tmp_path / "scratch").mkdir()
     bad = [
         ("a", np.zeros(3, np.uint16)),
@@ -75,7 +75,7 @@ def test_nothing_stays_where_writing_failed(tmp_path):
 
 def damaged(content: bytes, kind: str) -> bytes:
     array = bytearray(content)
-    begin = int.from_bytes(array[4:8], "little")  # of the first document
+    start = int.from_bytes(array[4:8], "little")  # of the first document
     if kind == "empty":
         return b""
     if kind == "short":
@@ -93,9 +93,9 @@ def damaged(content: bytes, kind: str) -> bytes:
     if kind == "json":
         array = bytearray(content.replace(b'{"column', b'["column'))
     if kind == "id size":
-        array[begin] ^= 1
+        array[start] ^= 1
     if kind == "shape":
-        array[begin + 8 + 1] = 2 << 2
+        array[start + 8 + 1] = 2 << 2
     if kind == "dtype":
         array = bytearray(content.replace(b"uint16", b"uint32"))
     return bytes(array)
@@ -117,7 +117,7 @@ def damaged(content: bytes, kind: str) -> bytes:
         "dtype",
     ],
 )
-def test_a_shard_that_is_not_what_its_headers_say_is_named(tmp_path, kind):
+def test_a_shard_that_contradicts_its_headers_is_named(tmp_path, kind):
     path = tmp_path / "shard.00003.mds"
     write_shard(
         path, [(letter, np.arange(40, dtype=np.uint16)) for letter in "abc"], tmp_path / "scratch"

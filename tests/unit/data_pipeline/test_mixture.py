@@ -24,9 +24,7 @@ SHARDS = st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=12), min_siz
 
 
 def mixture_in(directory: str, drawn: list[tuple[list[list[int]], Fraction]]) -> Mixture:
-    """Corpora whose tokens are 0, 1, 2, ... each; the lengths of the documents tell them apart in
-    the tests.
-    """
+    """Corpora whose tokens are 0, 1, 2, ... each; documents differ in length between them."""
     corpora = [
         write_numbered_corpus(Path(directory) / str(part), shards)
         for part, (shards, _) in enumerate(drawn)
@@ -56,7 +54,7 @@ def epoch_documents(mixture: Mixture, epoch: int) -> Counter:
         st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 60)), min_size=2, max_size=4
     ),
 )
-def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_in_the_lane_the_plan_gives(
+def test_interrupted_mixtures_read_every_copy_of_a_document_once_per_epoch_in_its_lane(
     drawn, segment_length, sessions
 ):
     with tempfile.TemporaryDirectory() as directory:
@@ -88,9 +86,7 @@ def test_interrupted_mixtures_read_every_copy_of_every_document_once_per_epoch_i
 
 
 def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
-    """The lane's first tokens, one document after the other; checks that an epoch's lanes hold all
-    its documents.
-    """
+    """The lane's first tokens, by document; checks that an epoch's lanes hold all documents."""
     tokens: list[int] = []
     for epoch in range(1000):
         if len(tokens) >= count:
@@ -150,7 +146,7 @@ def corpora(tmp_path_factory) -> tuple[Path, Path]:
     return make_tiny_corpus(root / "a", seed=1), make_tiny_corpus(root / "b", seed=2, documents=20)
 
 
-def test_weights_are_shares_of_the_tokens(corpora):
+def test_weights_are_proportions_of_the_tokens(corpora):
     a, b = corpora
     mixture = open_mixture([MixturePart(path=a, weight=3), MixturePart(path=b, weight=1)])
     stream = LaneStream(mixture, 4, SEED, 16, range(4))
@@ -161,7 +157,7 @@ def test_weights_are_shares_of_the_tokens(corpora):
     assert first / (first + second) == pytest.approx(0.75, abs=0.03)
 
 
-def test_a_changed_part_is_refused_with_both_hashes(corpora, tmp_path):
+def test_a_changed_part_is_rejected_with_both_hashes(corpora, tmp_path):
     parts = [MixturePart(path=corpora[0]), MixturePart(path=corpora[1], repeat=2.5)]
     cursor = next(LaneStream(open_mixture(parts), 4, SEED, 16, range(4))).cursor
     other = make_tiny_corpus(tmp_path / "b", seed=3, documents=20)
@@ -171,7 +167,7 @@ def test_a_changed_part_is_refused_with_both_hashes(corpora, tmp_path):
         LaneStream(changed, 4, SEED, 16, range(4), cursor)
 
 
-def test_what_cannot_be_mixed_is_refused(corpora, tmp_path):
+def test_corpora_that_cannot_be_mixed_are_rejected(corpora, tmp_path):
     a, b = corpora
     with pytest.raises(ConfigError, match="found repeat and weight"):
         MixturePart(path=a, repeat=1, weight=1)

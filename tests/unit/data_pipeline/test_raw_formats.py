@@ -96,7 +96,7 @@ def test_a_tar_written_by_webdataset_itself_is_read(tmp_path):
         (("k", b"x"), "found members '', expected"),
     ],
 )
-def test_a_bad_sample_is_rejected_with_place_and_reason_and_its_neighbours_are_kept(
+def test_a_bad_sample_is_rejected_with_location_and_reason_and_its_neighbors_are_kept(
     tmp_path, member, reason
 ):
     (tmp_path / "x.tar").write_bytes(tar_of([("a.txt", b"before"), member, ("z.txt", b"after")]))
@@ -129,7 +129,7 @@ def damaged(content: bytes, kind: str) -> bytes:
     "kind", ["header", "zeroed", "cut in a member", "cut in a header", "without its end", "size"]
 )
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
-def test_a_damaged_tar_is_named_and_never_read_short(tmp_path, name, kind):
+def test_a_corrupted_tar_is_named_and_never_silently_truncated(tmp_path, name, kind):
     content = damaged(tar_of([(f"{i}.txt", b"text %d" % i) for i in range(3)]), kind)
     (tmp_path / name).write_bytes(
         zstandard.ZstdCompressor().compress(content) if name.endswith(".zst") else content
@@ -154,7 +154,7 @@ def test_parquet_gives_a_document_for_each_row(tmp_path):
         assert [record.text for record in read_all(tmp_path / "x.parquet")] == texts
 
 
-def test_bad_rows_of_parquet_are_rejected_with_place_and_reason(tmp_path):
+def test_bad_rows_of_parquet_are_rejected_with_location_and_reason(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     raw = [b"good", None, b"caf\xe9", b" ", b"x" * 101]
     column = pyarrow.array(raw, pyarrow.binary())
@@ -217,7 +217,7 @@ def test_tars_of_text_become_a_corpus(tmp_path):
 @pytest.mark.parametrize(
     "tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]
 )
-def test_a_link_in_a_tar_is_listed_as_no_text_and_its_neighbours_are_kept(tmp_path, tar_format):
+def test_a_link_in_a_tar_is_rejected_and_its_neighbors_are_kept(tmp_path, tar_format):
     with tarfile.open(tmp_path / "x.tar", "w", format=tar_format) as archive:
         for name in ("a.txt", "b.txt", "c.txt"):
             info = tarfile.TarInfo(name)

@@ -71,14 +71,14 @@ def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_
             thread.start()
         for thread in ranks:
             thread.join(60)
-        transfers = sum(server.asked.values())
+        transfers = sum(server.requests.values())
     assert (np.concatenate([found[0], found[2]]) == expected).all()
     assert len(list((tmp_path / "shards").iterdir())) <= limit
     assert transfers > 40, "shards of the first epoch had to make room"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_lanes_read_the_right_tokens_through_passing_faults(numbered, tmp_path, fault):
+def test_lanes_read_the_right_tokens_despite_transient_faults(numbered, tmp_path, fault):
     expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), 20)
     with FileServer(numbered.directory) as server:
         server.fault, server.faulty = fault, 1
@@ -88,7 +88,7 @@ def test_lanes_read_the_right_tokens_through_passing_faults(numbered, tmp_path, 
         assert (tokens_of(stream, 20) == expected).all()
 
 
-def test_a_lasting_fault_ends_the_stream_with_one_error(numbered, tmp_path):
+def test_a_permanent_fault_ends_the_stream_with_one_error(numbered, tmp_path):
     with FileServer(numbered.directory) as server:
         corpus = remote(numbered, server.url, tmp_path, shards_in_cache=14)
         stream = LaneStream(corpus, LANES, SEED, LENGTH, range(LANES))
@@ -100,7 +100,7 @@ def test_a_lasting_fault_ends_the_stream_with_one_error(numbered, tmp_path):
             tokens_of(stream, 2 * numbered.num_tokens // (LANES * LENGTH))
 
 
-def test_a_cursor_of_the_disk_goes_on_in_the_store_and_back(numbered, tmp_path):
+def test_a_cursor_of_the_local_corpus_resumes_in_the_store_and_back(numbered, tmp_path):
     local = LaneStream(numbered, LANES, SEED, LENGTH, range(LANES))
     cursor = [next(local) for _ in range(30)][-1].cursor
     with FileServer(numbered.directory) as server:
@@ -114,25 +114,25 @@ def test_a_cursor_of_the_disk_goes_on_in_the_store_and_back(numbered, tmp_path):
     assert (next(back).tokens_BL == next(local).tokens_BL).all()
 
 
-def test_what_lanes_need_next_is_fetched_before_they_need_it(tmp_path):
+def test_the_next_shards_of_lanes_are_prefetched(tmp_path):
     corpus = write_numbered_corpus(tmp_path / "train", [[3000] * 10] * 12)
     with FileServer(corpus.directory) as server:
         stream = LaneStream(remote(corpus, server.url, tmp_path / "cache"), 2, SEED, 64, range(2))
         next(stream)
         deadline = time.monotonic() + 10
-        # Each lane stands in a shard and has asked for the one behind it; the second ends where the
-        # first lane begins.
-        while len(server.asked) < 4 and time.monotonic() < deadline:
+        # Each lane is in a shard and prefetches the next one; the second ends where the first
+        # lane starts.
+        while len(server.requests) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        asked = set(server.asked)
+        requested = set(server.requests)
         for _ in range(30_000 // 64 - 200):
             next(stream)
         opened = {corpus.manifest.shards[unit].path for unit, _ in stream._reader._readers}
-    assert opened <= asked
-    assert len(asked) >= 4
+    assert opened <= requested
+    assert len(requested) >= 4
 
 
-def test_a_url_stands_in_the_place_of_a_path(built, tmp_path, s3_endpoint, bucket):
+def test_a_url_may_be_given_instead_of_a_path(built, tmp_path, s3_endpoint, bucket):
     put_directory(s3_endpoint, built, f"{bucket}/books")
     config = parse_config(
         DataConfig,
@@ -151,14 +151,14 @@ def test_a_url_stands_in_the_place_of_a_path(built, tmp_path, s3_endpoint, bucke
     expected = LaneStream(Corpus.open(built / "train"), LANES, SEED, LENGTH, range(LANES))
     assert (tokens_of(stream, 20) == tokens_of(expected, 20)).all()
     validation = [
-        EvaluationStream(Corpus.open(place / "validation"), 2, 8, range(2))
-        for place in (directory, built)
+        EvaluationStream(Corpus.open(path / "validation"), 2, 8, range(2))
+        for path in (directory, built)
     ]
     for ours, theirs in zip(*validation, strict=True):
         assert (ours.targets_BL == theirs.targets_BL).all()
 
 
-def test_parts_of_a_mixture_may_lie_in_stores(built, tmp_path):
+def test_parts_of_a_mixture_may_be_in_stores(built, tmp_path):
     other = make_tiny_corpus(tmp_path / "other", seed=5)
     parts = [MixturePart(path=built, repeat=1), MixturePart(path=other, repeat=2)]
     expected = LaneStream(open_training_data(built, parts), LANES, SEED, LENGTH, range(LANES))
@@ -174,7 +174,7 @@ def test_parts_of_a_mixture_may_lie_in_stores(built, tmp_path):
             == tokens_of(expected, 60)
         ).all()
         data.check_capacity(3)
-        assert any(name.startswith("shard") for name in server.asked)
+        assert any(name.startswith("shard") for name in server.requests)
 
 
 def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_split_is_not(
@@ -197,7 +197,7 @@ def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_
             )
 
 
-def test_local_paths_are_left_alone(tmp_path):
+def test_local_paths_are_returned_unchanged(tmp_path):
     assert local_corpus_directory(tmp_path, CacheConfig()) == tmp_path
     assert url_of(tmp_path) is None
     assert url_of("data/books") is None
@@ -207,38 +207,38 @@ def test_local_paths_are_left_alone(tmp_path):
     assert url_of(Path("http://127.0.0.1:80/a")) == "http://127.0.0.1:80/a"
 
 
-def test_reading_ahead_asks_once_and_outlives_errors(numbered):
-    asked, first = [], threading.Event()
+def test_prefetching_requests_once_and_survives_errors(numbered):
+    requested, first = [], threading.Event()
 
     def fetch(info):
         first.wait(10)
-        asked.append(info.path)
+        requested.append(info.path)
         raise DataError("no")
 
-    ahead = ShardPrefetcher(fetch, num_threads=2)
-    ahead.request(numbered.manifest.shards[:3])
-    ahead.request(numbered.manifest.shards[:5])
+    prefetcher = ShardPrefetcher(fetch, num_threads=2)
+    prefetcher.request(numbered.manifest.shards[:3])
+    prefetcher.request(numbered.manifest.shards[:5])
     first.set()
     deadline = time.monotonic() + 10
-    while len(asked) < 5 and time.monotonic() < deadline:
+    while len(requested) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert sorted(asked) == [info.path for info in numbered.manifest.shards[:5]]
+    assert sorted(requested) == [info.path for info in numbered.manifest.shards[:5]]
 
 
-def test_an_evaluation_asks_for_what_its_lanes_read_next(tmp_path):
+def test_an_evaluation_prefetches_what_its_lanes_read_next(tmp_path):
     corpus = write_numbered_corpus(tmp_path / "validation", [[3000] * 10] * 12)
     expected = [batch.targets_BL for batch in EvaluationStream(corpus, 2, 512, range(2))]
     with FileServer(corpus.directory) as server:
         stream = EvaluationStream(remote(corpus, server.url, tmp_path / "cache"), 2, 512, range(2))
         batches = [next(stream)]
-        for ahead in (4, 6):  # where each lane stands, and what it reads next
+        for count in (4, 6):  # the shard of each lane, and the next one
             deadline = time.monotonic() + 10
-            while len(server.asked) < ahead and time.monotonic() < deadline:
+            while len(server.requests) < count and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert len(server.asked) == ahead
+            assert len(server.requests) == count
             batches += [next(stream) for _ in range(-(-30_000 // 512))]
         batches += list(stream)
-        assert set(server.asked.values()) == {1}
+        assert set(server.requests.values()) == {1}
     assert all(
         (batch.targets_BL == targets_BL).all()
         for batch, targets_BL in zip(batches, expected, strict=True)

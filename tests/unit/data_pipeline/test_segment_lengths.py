@@ -21,7 +21,7 @@ def test_steps_and_tokens_agree_with_a_count_one_by_one():
 
 
 @pytest.mark.parametrize("wrong", [(0, ()), (4, ((3, 0),)), (4, ((3, 8), (3, 9))), (4, ((0, 8),))])
-def test_lengths_without_meaning_are_refused(wrong):
+def test_invalid_lengths_are_rejected(wrong):
     with pytest.raises(
         ConfigError, match="expected positive lengths, and each change at a later step"
     ):

@@ -78,12 +78,12 @@ def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path
                 pool.map(lambda info, cache=cache: cache.fetch(store, info), corpus.manifest.shards)
             )
     assert [process.wait(60) for process in started] == [0, 0]
-    assert set(server.asked.values()) == {1}
-    assert len(server.asked) == NUM_SHARDS
+    assert set(server.requests.values()) == {1}
+    assert len(server.requests) == NUM_SHARDS
     assert kept(caches[0]) == {info.sha256 for info in corpus.manifest.shards}
 
 
-def test_what_was_used_longest_ago_makes_room(server, shards, tmp_path):
+def test_the_least_recently_used_shard_is_evicted(server, shards, tmp_path):
     store, cache = store_at(server.url, QUICK), cache_of(tmp_path, 3 * largest(shards))
     for number in (0, 1, 2, 0, 3):
         cache.open(store, shards[number]).close()
@@ -91,9 +91,7 @@ def test_what_was_used_longest_ago_makes_room(server, shards, tmp_path):
     assert kept(cache) == {shards[number].sha256 for number in (2, 0, 3)}
 
 
-def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(
-    server, shards, tmp_path
-):
+def test_open_shards_are_never_evicted_and_a_full_cache_is_an_error(server, shards, tmp_path):
     store, cache = store_at(server.url, QUICK), cache_of(tmp_path, 2 * largest(shards))
     first, second = (cache.open(store, info) for info in shards[:2])
     other = cache_of(tmp_path, 2 * largest(shards))
@@ -101,7 +99,7 @@ def test_what_is_open_is_never_evicted_and_says_so_when_nothing_else_is_left(
         CacheFullError, match=r"no space for shard\.00002\.mds .* raise data\.cache\.gib"
     ):
         other.open(store, shards[2])
-    other.fetch(store, shards[2])  # reading ahead asks for nothing that is not there
+    other.fetch(store, shards[2])  # prefetching requests nothing that does not fit
     assert kept(cache) == {info.sha256 for info in shards[:2]}
     first.close()
     other.open(store, shards[2]).close()
@@ -123,7 +121,7 @@ def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
                 for cache in caches
             ]
             while not all(future.done() for future in done):
-                with contextlib.suppress(FileNotFoundError):  # evicted between listing and asking
+                with contextlib.suppress(FileNotFoundError):  # evicted between listing and reading
                     most = max(
                         most, sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
                     )
@@ -132,7 +130,7 @@ def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
     assert 0 < most <= limit
 
 
-def test_a_copy_that_was_damaged_on_this_disk_is_fetched_again(server, shards, tmp_path):
+def test_a_cached_shard_that_the_disk_corrupted_is_fetched_again(server, shards, tmp_path):
     store = store_at(server.url, QUICK)
     for damage in (lambda content: content[:-1], lambda content: b"x" + content[1:]):
         cache_of(tmp_path).open(store, shards[0]).close()
@@ -141,12 +139,10 @@ def test_a_copy_that_was_damaged_on_this_disk_is_fetched_again(server, shards, t
         path.write_bytes(damage(original))
         with cache_of(tmp_path).open(store, shards[0]) as file:
             assert file.read() == original
-    assert server.asked["shard.00000.mds"] == 3
+    assert server.requests["shard.00000.mds"] == 3
 
 
-def test_a_process_killed_in_the_middle_of_a_download_leaves_no_promise_behind(
-    server, corpus, tmp_path
-):
+def test_a_process_killed_during_a_download_leaves_no_reservation(server, corpus, tmp_path):
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
     incoming, deadline = tmp_path / "incoming", time.monotonic() + 60
@@ -160,17 +156,17 @@ def test_a_process_killed_in_the_middle_of_a_download_leaves_no_promise_behind(
     info = corpus.manifest.shards[1]
     cache = cache_of(
         tmp_path, info.size + 10
-    )  # no room beside what the killed process had been promised
+    )  # no space besides what the killed process had reserved
     cache.open(store_at(server.url, QUICK), info).close()
     assert list(incoming.iterdir()) == []
     assert kept(cache) == {info.sha256}
 
 
-def test_a_process_that_is_stopped_holds_others_up_for_a_limited_time(server, corpus, tmp_path):
+def test_a_stopped_process_blocks_others_for_a_limited_time(server, corpus, tmp_path):
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
     try:
-        while server.asked["shard.00000.mds"] == 0:
+        while server.requests["shard.00000.mds"] == 0:
             time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(DataError, match="another process has held"):
@@ -182,7 +178,7 @@ def test_a_process_that_is_stopped_holds_others_up_for_a_limited_time(server, co
         process.wait()
 
 
-def test_files_of_others_in_the_cache_directory_stay(server, shards, tmp_path):
+def test_other_files_in_the_cache_directory_are_kept(server, shards, tmp_path):
     (tmp_path / "precious.mds").write_bytes(b"x" * 10_000)
     cache = cache_of(tmp_path, largest(shards))
     for info in shards[:3]:
@@ -190,7 +186,7 @@ def test_files_of_others_in_the_cache_directory_stay(server, shards, tmp_path):
     assert (tmp_path / "precious.mds").exists()
 
 
-def test_a_cache_that_cannot_hold_the_open_shards_is_refused(tmp_path):
+def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
     cache = cache_of(tmp_path, 1 << 20)
     cache.check_capacity(10, 100_000)
     with pytest.raises(

@@ -93,7 +93,7 @@ def test_a_saved_tokenizer_loads_as_the_same(tokenizers, kind, tmp_path):
     )
 
 
-def test_a_sentencepiece_model_from_elsewhere_is_used_as_it_is(tokenizers, tmp_path):
+def test_an_external_sentencepiece_model_is_used_unchanged(tokenizers, tmp_path):
     path = tmp_path / "m.model"
     path.write_bytes(tokenizers["bpe"].model)
     assert (
@@ -105,7 +105,7 @@ def test_a_sentencepiece_model_from_elsewhere_is_used_as_it_is(tokenizers, tmp_p
         Tokenizer.load(path)
 
 
-def test_an_altered_model_is_refused(tokenizers, tmp_path):
+def test_an_altered_model_is_rejected(tokenizers, tmp_path):
     tokenizers["bpe"].save(tmp_path)
     content = bytearray((tmp_path / "tokenizer.model").read_bytes())
     content[len(content) // 2] ^= 1
@@ -114,12 +114,12 @@ def test_an_altered_model_is_refused(tokenizers, tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
     with pytest.raises(DataError, match="is not a tokenizer"):
         Tokenizer.load(tmp_path)
 
 
-def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_size_that_fits():
+def test_a_vocabulary_too_large_for_the_text_is_rejected_with_the_size_that_fits():
     with pytest.raises(ConfigError, match=r"vocab_size=30000 .*set it to at most \d+") as caught:
         train_tokenizer("unigram", 30000, texts_for_training())
     fitting = int(str(caught.value).split("at most ")[1].split(",")[0])
@@ -139,7 +139,7 @@ def test_wide_vocabularies_take_wider_tokens(tokenizers):
     assert tokenizer.dtype == "uint32"
 
 
-def test_what_reading_the_texts_raises_is_not_hidden_behind_the_vocabulary():
+def test_an_error_of_reading_the_texts_is_not_replaced_by_advice_on_the_vocabulary():
     def texts():
         yield "some text"
         raise DataError("x.gz is cut off")
@@ -166,7 +166,7 @@ sys.exit(exit_status_of(lambda: train_tokenizer("unigram", 8000, texts()) and 0)
 @pytest.mark.parametrize(
     ("last_read", "pause", "status"), [(3, 0.01, EXIT_INTERRUPTED), (999, 0.0, -signal.SIGINT)]
 )
-def test_ctrl_c_ends_the_reading_of_texts_and_the_training_on_them(last_read, pause, status):
+def test_ctrl_c_stops_reading_texts_and_training_on_them(last_read, pause, status):
     command = [sys.executable, "-c", TRAINING, str(pause)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_the_reading_of_texts_and_the_training_on_them(last_read, pa
     assert error == ("interrupted\n" if status == EXIT_INTERRUPTED else "")
 
 
-def test_ctrl_c_is_behind_a_training_what_it_was_before():
+def test_training_restores_the_handler_of_ctrl_c():
     before = signal.getsignal(signal.SIGINT)
     train_tokenizer("bpe", 400, texts_for_training())
     assert signal.getsignal(signal.SIGINT) is before

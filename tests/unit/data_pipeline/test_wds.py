@@ -16,9 +16,7 @@ from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
 
 def documents(dtype: str) -> list[tuple[str, np.ndarray]]:
-    """Ids that WebDataset's keys cannot hold as they are, some beyond a tar header's name; lengths
-    around a block.
-    """
+    """Ids that WebDataset's keys must escape, some too long for a header; lengths near a block."""
     ids = ["a.b/c.txt", "\u00e9 %2E", "d\nd", "../x", "", "x" * 90, "y" * 300, "\u6f22" * 60]
     lengths = [1, 2, 191, 192, 193, 448, 70000, 5]
     generator = np.random.default_rng(0)
@@ -76,7 +74,7 @@ def test_a_build_as_webdataset_holds_the_same_documents_as_one_as_mds(tmp_path):
         assert not verify_split(config.output / split, lambda line: None)
 
 
-def test_tokens_that_look_like_headers_are_not_taken_for_them(tmp_path):
+def test_tokens_that_look_like_headers_are_not_mistaken_for_them(tmp_path):
     header = np.frombuffer(tar_of(b"x" * 100)[:512], np.uint16)
     tokens = np.concatenate(
         [np.zeros(192, np.uint16), header, np.zeros(300, np.uint16), header]
@@ -85,7 +83,7 @@ def test_tokens_that_look_like_headers_are_not_taken_for_them(tmp_path):
     write_shard(tmp_path / "shard.00000.tar", written, tmp_path / "scratch")
     content = (tmp_path / "shard.00000.tar").read_bytes()
     assert (
-        sum(content[place + 257 : place + 262] == b"ustar" for place in range(0, len(content), 512))
+        sum(content[start + 257 : start + 262] == b"ustar" for start in range(0, len(content), 512))
         > 3
     )
     reader = ShardReader(tmp_path / "shard.00000.tar", "uint16")
@@ -107,9 +105,9 @@ def damaged(content: bytes, kind: str) -> bytes:
         return b"x" * 512 * 20
     if kind == "only end":
         return bytes(1024)
-    if kind == "more behind":
+    if kind == "more after":
         return content + b"more"
-    if kind == "block behind":
+    if kind == "block after":
         return content + b"more" * 128
     if kind == "checksum":
         array[20] ^= 1
@@ -149,8 +147,8 @@ def tar_of(data: bytes) -> bytes:
         ("no end", "have no end-of-archive marker"),
         ("other file", "have no end-of-archive marker after 0 headers"),
         ("only end", "contains no documents"),
-        ("more behind", "not a whole number of blocks"),
-        ("block behind", "have no end-of-archive marker"),
+        ("more after", "not a whole number of blocks"),
+        ("block after", "have no end-of-archive marker"),
         ("checksum", "checksum of the header at byte 0"),
         ("size", "have no end-of-archive marker"),
         ("text", "does not start a one-dimensional array of uint16"),
@@ -167,7 +165,7 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, kind, message):
         ShardReader(path, "uint16")
 
 
-def test_a_shard_of_an_unknown_format_is_refused(tmp_path):
+def test_a_shard_of_an_unknown_format_is_rejected(tmp_path):
     (tmp_path / "shard.00000.zip").write_bytes(b"x")
     with pytest.raises(
         DataError, match=r"unknown format, expected a name that ends in \.mds or \.tar"
