@@ -74,7 +74,7 @@ def console() -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit without Python's shutdown, in which gloo's threads sometimes abort a finished process."""
+    """Exit without Python's shutdown, where gloo's threads sometimes abort a finished process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()

@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list | verify | prune RUN`: what a run has saved, and deleting some of it."""
+"""`pretrain checkpoint list | verify | prune RUN`: list, check or delete checkpoints."""
 
 from __future__ import annotations
 

@@ -117,12 +117,14 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         )
     if not isinstance(grid, dict) or not grid:
         raise ConfigError(
-            f"{path}: grid is {abbreviated(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}"
+            f"{path}: grid is {abbreviated(grid)}; "
+            "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
         )
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
-                f"{path}: grid.{key} is {abbreviated(values)}; expected a list of values, such as [1, 2]"
+                f"{path}: grid.{key} is {abbreviated(values)}; "
+                "expected a list of values, such as [1, 2]"
             )
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())

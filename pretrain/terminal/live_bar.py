@@ -53,7 +53,7 @@ def echo(line: bytes) -> None:
 
 
 class LiveOutput(io.TextIOBase):
-    """A stream on which each line of measurements replaces the one before; all others stay, above it."""
+    """A stream on which each metrics line replaces the one before; other lines stay above it."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal  # file descriptor
