@@ -78,8 +78,8 @@ class LaneStream:
         stream_BL1 = block.tokens_BK[:, first : first + length + 1].astype(np.int64)
         tokens_BL = stream_BL1[:, :-1]
         # Copied, because the next block overwrites the arrays, possibly before the batch is asked
-        # for its cursor. The cursor is made on demand: hashing the tokens of every batch would
-        # cost more than reading them, and only a checkpoint needs it.
+        # for its cursor. The cursor is made on demand because it hashes the tokens, and only a
+        # checkpoint needs it.
         epochs_B = block.epochs_SB[self._segment].copy()
         positions_B = block.positions_SB[self._segment].copy()
         return SegmentBatch(

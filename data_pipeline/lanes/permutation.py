@@ -2,10 +2,10 @@
 
 numpy guarantees no such thing for its own permutations, and a run may outlive a version.
 
-`permutation` is a Feistel network: four lines of integer arithmetic that map an index one-to-one,
-so the order of 61,000 shards costs microseconds and no random-number state. Values that leave the
-range are mapped again until they are inside it (cycle walking), which keeps the map one-to-one.
-`sort_order` ranks items by a hash: faster for the short lists of documents in a shard.
+`permutation` is a Feistel network: integer arithmetic that maps an index one-to-one, so the order
+of 61,000 shards takes a few milliseconds and no random-number state. Values that leave the range
+are mapped again until they are inside it (cycle walking), which keeps the map one-to-one.
+`sort_order` ranks items by a hash, for lists short enough to sort: the documents of a shard.
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
 """
 
