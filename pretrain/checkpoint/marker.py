@@ -8,11 +8,11 @@ A save writes into a hidden directory, in this order:
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
-JSON and marker are themselves written beside, fsynced and renamed (`data_pipeline.files`). So at
-any moment a crash or a power cut leaves either no directory of that step or a whole one, and never
-touches older checkpoints. Marker -> index -> files is a chain of hashes: whatever is truncated,
-exchanged between ranks or copied from another step breaks it. There is no `latest` link to go
-stale: the latest valid checkpoint is found by verifying from the end.
+JSON and marker are themselves written to a temporary file, fsynced and renamed
+(`data_pipeline.files`). So at any moment a crash or a power cut leaves either no directory of that
+step or a whole one, and never touches older checkpoints. Marker -> index -> files is a chain of
+hashes: whatever is truncated, exchanged between ranks or copied from another step breaks it. There
+is no `latest` link to go stale: the latest valid checkpoint is found by verifying from the end.
 """
 
 from __future__ import annotations

@@ -111,7 +111,10 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
             raise ConfigError(f"--{name.replace('_', '-')}={value} must be 1 or more")
     ranks, gpu = arguments.gpus_per_node, arguments.gpu
     if arguments.cluster is not None:
-        node = _node_of(arguments.cluster)
+        # The launcher checks the file's other settings, which are Slurm's.
+        names = {field.name for field in fields(NodeConfig)}
+        tree = {key: value for key, value in read_tree(arguments.cluster).items() if key in names}
+        node = parse_config(NodeConfig, tree, source=str(arguments.cluster))
         if node.gpus_per_node and not (gpu or node.gpu):
             raise ConfigError(
                 f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "
@@ -119,13 +122,6 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu
     return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")
-
-
-def _node_of(path: Path) -> NodeConfig:
-    """Read the cluster file's settings of a node; the launcher checks the others, Slurm's."""
-    names = {field.name for field in fields(NodeConfig)}
-    tree = {name: value for name, value in read_tree(path).items() if name in names}
-    return parse_config(NodeConfig, tree, source=str(path))
 
 
 def describe(
@@ -164,14 +160,13 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
         "embedding": "V d, by bin",
         "head": "biases, cluster rows, projections; weights are the embedding's when tied",
     }
-    rows = [
-        _row(name.replace("_", "-"), f"{getattr(parameters, name):,}", formulas[name], explain)
-        for name in formulas
-    ]
     return [
         f"parameters        {parameters.total:>20,}  ({si(parameters.total)})",
         f"  body            {parameters.body:>20,}",
-        *rows,
+        *(
+            _row(name.replace("_", "-"), f"{getattr(parameters, name):,}", formula, explain)
+            for name, formula in formulas.items()
+        ),
     ]
 
 
@@ -185,15 +180,14 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
         "compression": "L (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
         "head": "2 d V; tails of an adaptive softmax by Zipf's law",
     }
-    rows = [
-        _row(name.replace("_", "-"), f"{si(getattr(flops, name))}FLOP", formulas[name], explain)
-        for name in formulas
-    ]
     six_nd = 6.0 * parameters.total
     return [
         f"FLOPs per token   {si(flops.training) + 'FLOP':>20}  (forward {si(flops.forward)}FLOP, "
         f"backward {si(flops.training - flops.forward)}FLOP)",
-        *rows,
+        *(
+            _row(name.replace("_", "-"), f"{si(getattr(flops, name))}FLOP", formula, explain)
+            for name, formula in formulas.items()
+        ),
         f"  6N              {si(six_nd) + 'FLOP':>20}  "
         f"would be off by {six_nd / flops.training - 1:+.0%}",
     ]
@@ -248,11 +242,11 @@ def _time_lines(
         for number, ((phase, count), each) in enumerate(zip(spans, seconds_of_step, strict=True))
     ]
     advice = advice_on_phases(config)
-    formulas = [
+    formulas = (
         "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
         "  step = data.lanes x data.segment_length tokens / tokens per second; "
         "run = optim.steps of them, by phase",
-    ]
+    )
     return [
         f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, "
         f"{si(86400 * tokens_per_second)} tokens a day",
@@ -288,11 +282,14 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "P": ("parameters", parameters_of(model).total),
         "b": ("bytes of an activation", 4 if config.engine.precision == "fp32" else 2),
     }
-    rows = [
-        _row(letter, f"{value:,}", meaning, True) for letter, (meaning, value) in letters.items()
+    return [
+        "letters" + (", with their values in the first phase" if config.data.phases else ""),
+        *(
+            _row(letter, f"{value:,}", meaning, True)
+            for letter, (meaning, value) in letters.items()
+        ),
+        "  u and v are the two learned biases of relative attention",
     ]
-    heading = "letters" + (", with their values in the first phase" if config.data.phases else "")
-    return [heading, *rows, "  u and v are the two learned biases of relative attention"]
 
 
 def _row(name: str, value: str, formula: str, explain: bool) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.optim.fragments import Fragment
 
-EMA = "ema"  # the kind of these values, beside `weight`, `exp_avg` and `exp_avg_sq`
+EMA = "ema"  # a kind of values, as `weight`, `exp_avg` and `exp_avg_sq`
 
 
 class EmaEngine:

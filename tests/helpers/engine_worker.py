@@ -4,9 +4,9 @@ So torch and DeepSpeed are imported once.
 
     python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
 
-Each cell names settings, where to stop, and optionally a directory of checkpoints to go on from.
+Each cell names settings, where to stop, and optionally a directory of checkpoints to resume from.
 Rank 0 writes OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
-A cell may have a fault planted; exactly the steps in `skips` are to be skipped, without changing a
+A cell may have a fault injected; exactly the steps in `skips` are to be skipped, without changing a
 bit.
 """
 
@@ -87,7 +87,7 @@ def run_of_cell(
 def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     """Train a cell from its start or `cell["resume"]` to `cell["until"]`, saving at `"save_at"`.
 
-    Where it goes on from a step of `save_at`, it saves at once what it has just read.
+    If it resumes from a step of `save_at`, it first saves what it has just loaded.
     """
     run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("recovery", {}))
     run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **cell.get("optim", {})))

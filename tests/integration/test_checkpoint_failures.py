@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(exper
     assert not list(run_dir.checkpoints.iterdir())
 
 
-def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment, tmp_path):
+def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir).returncode == 0
     before = run_dir.read_metrics()
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_used(experiment
     ]
 
 
-def test_with_every_checkpoint_damaged_nothing_is_trained(experiment, tmp_path):
+def test_with_every_checkpoint_corrupted_nothing_is_trained(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir).returncode == 0
     for step in (10, 20):

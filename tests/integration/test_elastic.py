@@ -1,4 +1,4 @@
-"""A run that goes on with other numbers of ranks under other ZeRO stages, again and again."""
+"""A run that resumes with other world sizes and ZeRO stages, again and again."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_chain_of_world_sizes_and_stages_keeps_the_losses(output: Path) -> Non
 
 
 @pytest.mark.slow
-def test_each_link_of_the_chain_takes_over_every_bit(output: Path) -> None:
-    """What it read it wrote again before its first step: spread over other files, but the same."""
+def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
+    """Before its first step it saved what it had loaded: sharded over other files, but equal."""
     links = chain_cells()[1:]
     for (before, after), (_, _, step) in zip(itertools.pairwise(links), CHAIN, strict=False):
         left, right = (

@@ -1,6 +1,6 @@
 """Every ZeRO stage, precision and activation checkpointing against plain torch; resuming.
 
-All cells train in one group of two ranks, then three more on one rank go on from what two ranks
+All cells train in one group of two ranks, then three more on one rank resume from what two ranks
 saved.
 """
 
@@ -76,7 +76,7 @@ FURTHER = {
     if kind != "offload" or (precision == "fp32" and stage in (1, 3))
 }
 
-# Gradients that are no numbers on one rank, and gradients longer than allowed: by every way
+# Non-finite gradients on one rank, and gradients above the limit: by every way
 # DeepSpeed updates weights.
 HARMFUL = {
     "nan": {"fault": {"step": 3, "kind": "nan"}, "skips": [3], "until": 4},
@@ -104,7 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-AVERAGED: dict[str, Any] = {"optim": {"ema_decay": 0.9}}
+EMA: dict[str, Any] = {"optim": {"ema_decay": 0.9}}
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +184,7 @@ def assert_agrees_with_plain_torch(results: Results, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(
+def test_all_ranks_skip_the_same_step_and_no_bit_of_the_engine_changes(
     further: Results, stage: int
 ) -> None:
     """The worker compares the bits; this checks that only the injected loss is NaN."""
@@ -197,7 +197,7 @@ def test_all_ranks_skip_a_harmful_step_and_no_bit_of_the_engine_changes(
 
 
 @pytest.mark.slow
-def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_a_skipped_step(further: Results) -> None:
+def test_with_an_offloaded_optimizer_nothing_of_a_skipped_step_remains(further: Results) -> None:
     norms = further["nan-offloaded"]["norms"]
     assert [step for step, norm in norms.items() if not math.isfinite(norm)] == [3]
     assert norms[5] < 2 * norms[2]
@@ -222,7 +222,7 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FURTHER if "offload" in name])
-def test_a_run_with_its_optimizer_on_the_cpu_resumes_bitwise(
+def test_a_run_with_an_offloaded_optimizer_resumes_bitwise(
     further: Results, output: Path, name: str
 ) -> None:
     assert_resumed_bitwise(further, output, name)
@@ -238,12 +238,10 @@ def variants(tiny_corpus: Path, output: Path) -> Results:
         for name, model in VARIANTS.items()
         for each in whole_and_resumed(f"{name}-zero3", engine)
     ]
-    on_two += whole_and_resumed(
-        "averaged-zero2", engine_settings(2, "fp32", "none", micro=2), **AVERAGED
-    )
+    on_two += whole_and_resumed("ema-zero2", engine_settings(2, "fp32", "none", micro=2), **EMA)
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
     on_one = [cell(f"{name}-torch", plain, model=model) for name, model in VARIANTS.items()]
-    on_one.append(cell("averaged-on-one", engine, resume="averaged-zero2-half", **AVERAGED))
+    on_one.append(cell("ema-on-one", engine, resume="ema-zero2-half", **EMA))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
 
@@ -257,20 +255,20 @@ def test_each_variant_under_zero_3_agrees_with_plain_torch(variants: Results, na
 
 
 @pytest.mark.slow
-def test_averaged_weights_go_on_bitwise_and_at_another_world_size_and_stage(
+def test_an_ema_resumes_bitwise_and_at_another_world_size_and_stage(
     variants: Results, output: Path
 ) -> None:
     whole, resumed, on_one = (
         marker.verify(files.step_directory(output / name, STEPS))
-        for name in ("averaged-zero2-whole", "averaged-zero2-resumed", "averaged-on-one")
+        for name in ("ema-zero2-whole", "ema-zero2-resumed", "ema-on-one")
     )
     problems = differing_state(whole, resumed)
     assert not problems, summary(problems)
-    averages, others, weights = (
+    emas, others, weights = (
         weights_of(found, ema) for found, ema in ((whole, True), (on_one, True), (whole, False))
     )
-    assert all(torch.allclose(averages[name], others[name], rtol=0, atol=1e-5) for name in averages)
-    assert max(float((averages[name] - weights[name]).abs().max()) for name in averages) > 1e-3
+    assert all(torch.allclose(emas[name], others[name], rtol=0, atol=1e-5) for name in emas)
+    assert max(float((emas[name] - weights[name]).abs().max()) for name in emas) > 1e-3
 
 
 def weights_of(found: marker.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
@@ -296,7 +294,7 @@ def test_each_variant_resumes_bitwise(variants: Results, output: Path, name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero0-on-one", "zero3-on-one", "zero1-on-one"])
-def test_another_world_size_and_stage_go_on_with_the_same_losses(
+def test_another_world_size_and_stage_continue_with_the_same_losses(
     results: Results, name: str
 ) -> None:
     assert (

@@ -1,6 +1,6 @@
 """fp16 under every ZeRO stage: its losses, its overflows, and resuming with the loss scale.
 
-On a CPU without fp16 a run is refused, and that is what every test here then asserts.
+On a CPU without fp16 a run is rejected, and every test here then asserts that.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def half(stage: int, scale: float, window: int = 1000) -> dict:
     return {**settings, "initial_loss_scale": scale, "loss_scale_window": window}
 
 
-def refused(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None:
-    """Start a run where there is no fp16, and see it refused."""
+def assert_rejected(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None:
+    """Start a run without fp16 and check that it is rejected."""
     experiment = directory / "half.yaml"
     experiment.write_text(f"data: {{path: {corpus}}}\n")
     command = [
@@ -79,7 +79,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(tiny_corpus: Path, output: Path) -> Results:
     """Every stage on two ranks, plain torch on one; nothing where the CPU has no fp16."""
     if not cpu_has_fp16():
-        refused(tiny_corpus, output)
+        assert_rejected(tiny_corpus, output)
         return {}
     on_two = []
     for stage in STAGES:
@@ -145,7 +145,7 @@ def test_gradients_infinite_on_one_rank_are_skipped_by_all_and_the_scale_halves(
 
 
 @pytest.mark.slow
-def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_an_overflow(results: Results) -> None:
+def test_with_an_offloaded_optimizer_nothing_of_an_overflow_remains(results: Results) -> None:
     if results:
         found, usual = results["offloaded-inf"], results["zero1-inf"]
         assert [math.isfinite(norm) for norm in found["norms"].values()] == [
@@ -160,7 +160,7 @@ def test_with_the_optimizer_on_the_cpu_nothing_is_left_of_an_overflow(results: R
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_is_no_matter_of_the_scale(results: Results) -> None:
+def test_a_nan_loss_does_not_change_the_scale(results: Results) -> None:
     for stage in STAGES if results else ():
         assert set(results[f"zero{stage}-nan"]["scales"].values()) == {FITTING}
 
@@ -190,7 +190,9 @@ def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(
 
 
 @pytest.mark.slow
-def test_another_world_size_and_stage_go_on_with_the_scale(results: Results, output: Path) -> None:
+def test_another_world_size_and_stage_continue_with_the_scale(
+    results: Results, output: Path
+) -> None:
     if not results:
         return
     before, after = (
@@ -203,11 +205,11 @@ def test_another_world_size_and_stage_go_on_with_the_scale(results: Results, out
 
 
 @pytest.mark.slow
-def test_overflows_in_a_row_are_said_and_send_no_run_back(
+def test_overflows_in_a_row_are_reported_and_cause_no_rewind(
     tiny_corpus: Path, tmp_path: Path
 ) -> None:
     if not cpu_has_fp16():
-        refused(tiny_corpus, tmp_path)
+        assert_rejected(tiny_corpus, tmp_path)
         return
     experiment = tmp_path / "half.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
@@ -229,5 +231,7 @@ def test_overflows_in_a_row_are_said_and_send_no_run_back(
     )
 
 
-def test_a_cpu_without_fp16_refuses_a_run_in_one_line(tiny_corpus: Path, tmp_path: Path) -> None:
-    refused(tiny_corpus, tmp_path, cpu="AVX2")
+def test_a_run_on_a_cpu_without_fp16_is_rejected_in_one_line(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
+    assert_rejected(tiny_corpus, tmp_path, cpu="AVX2")

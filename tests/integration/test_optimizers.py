@@ -94,7 +94,7 @@ def test_lamb_agrees_with_plain_torch(results: Results, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_lamb_run_goes_on_bitwise(results: Results) -> None:
+def test_a_lamb_run_resumes_bitwise(results: Results) -> None:
     whole, half, resumed = (
         results[f"lamb-{name}"] for name in ("zero1-fp32", "half", "resumed-on-two")
     )
@@ -105,7 +105,7 @@ def test_a_lamb_run_goes_on_bitwise(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: Results) -> None:
+def test_a_lamb_run_of_two_ranks_resumes_with_one_under_another_stage(results: Results) -> None:
     resumed, whole = results["lamb-resumed-on-one"], results["lamb-zero1-fp32"]
     assert sorted(resumed["losses"]) == list(range(HALF + 1, STEPS + 1))
     assert largest_difference(resumed["losses"], whole["losses"]) < TOLERANCE["fp32"]
@@ -114,7 +114,7 @@ def test_a_lamb_run_of_two_ranks_goes_on_with_one_under_another_stage(results: R
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
-def test_norms_per_layer_are_those_of_all_ranks_together(
+def test_per_layer_norms_are_those_of_all_ranks_together(
     results: Results, optimizer: str, name: str
 ) -> None:
     """Squares add up to the global norm's; ratios are those of the weights before and after."""

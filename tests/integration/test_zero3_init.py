@@ -60,9 +60,9 @@ CELLS = {
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank found in each cell."""
-    output = tmp_path_factory.mktemp("begun")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return the findings of every rank in each cell."""
+    output = tmp_path_factory.mktemp("started")
     path = output / "settings.json"
     path.write_text(json.dumps(CELLS))
     command = [
@@ -85,24 +85,24 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
-def test_weights_begin_bit_by_bit_as_the_seed_draws_them(
-    begun: dict[str, list[dict[str, Any]]], name: str
+def test_initial_weights_are_bitwise_those_that_the_seed_draws(
+    started: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    assert all(each["as_drawn"] and each["random_state_as_drawn"] for each in begun[name])
+    assert all(each["as_drawn"] and each["random_state_as_drawn"] for each in started[name])
 
 
 @pytest.mark.slow
-def test_under_zero_3_no_more_than_a_few_parameters_are_ever_whole_at_a_time(
-    begun: dict[str, list[dict[str, Any]]],
+def test_under_zero_3_at_most_a_few_parameters_are_whole_at_a_time(
+    started: dict[str, list[dict[str, Any]]],
 ) -> None:
     for precision in ("fp32", "bf16"):
-        for each in begun[f"zero3-{precision}"]:
+        for each in started[f"zero3-{precision}"]:
             assert each["whole"] > 20 * each["largest"]
             assert each["peak"] <= 3 * each["largest"]  # as drawn, as rounded, as it is handed on
 
 
 @pytest.mark.slow
-def test_the_same_count_finds_the_whole_model_where_it_is_whole(
-    begun: dict[str, list[dict[str, Any]]],
+def test_the_same_measurement_finds_the_whole_model_under_zero_2(
+    started: dict[str, list[dict[str, Any]]],
 ) -> None:
-    assert all(each["peak"] > 0.9 * each["whole"] for each in begun["zero2-fp32"])
+    assert all(each["peak"] > 0.9 * each["whole"] for each in started["zero2-fp32"])

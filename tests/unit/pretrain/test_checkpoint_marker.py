@@ -76,7 +76,7 @@ def rename_step_1(directory: Path) -> None:
     shutil.copytree(files.step_directory(directory.parent, 1), directory)
 
 
-# what happened -> (how, to the checkpoint of step 2; what the refusal says)
+# what happened -> (how, to the checkpoint of step 2; part of the error)
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (
         lambda step: flip_a_bit(step / "engine-00001.safetensors"),
@@ -108,13 +108,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "contains the checkpoint of step 1",
     ),
     "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
-    "damaged index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
+    "corrupted index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(
+def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(
     tmp_path: Path, what: str
 ) -> None:
     publish_step(tmp_path, 1)
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(
     assert reason in said[0]
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
     publish_step(tmp_path, 1, run="this")
     publish_step(tmp_path, 2, run="another")
     said: list[str] = []
@@ -138,31 +138,31 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert "found a checkpoint of run another, expected run this" in said[0]
 
 
-def test_a_run_with_only_damaged_checkpoints_is_not_started_afresh(tmp_path: Path) -> None:
+def test_a_run_with_only_corrupted_checkpoints_does_not_start_from_scratch(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 1) / "engine-00000.safetensors")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
         marker.latest_valid(tmp_path, lambda text: None)
 
 
-def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert marker.latest_valid(tmp_path / "absent", lambda text: None) is None
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+def test_prune_keeps_the_latest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         publish_step(tmp_path, step)
     assert files.prune(tmp_path, keep_last=2) == [1, 2]
     assert files.steps_on_disk(tmp_path) == [3, 4]
 
 
-def test_prune_leaves_multiples_of_keep_every(tmp_path: Path) -> None:
+def test_prune_keeps_multiples_of_keep_every(tmp_path: Path) -> None:
     for step in range(1, 8):
         publish_step(tmp_path, step, num_ranks=1)
     assert files.prune(tmp_path, keep_last=1, keep_every=3) == [1, 2, 4, 5]
     assert files.steps_on_disk(tmp_path) == [3, 6, 7]
 
 
-def test_prune_leaves_those_of_lowest_validation_loss(tmp_path: Path) -> None:
+def test_prune_keeps_those_of_lowest_validation_loss(tmp_path: Path) -> None:
     losses = [3.0, 2.0, math.nan, 2.5, 2.0, 2.7, None]
     for step, loss in enumerate(losses, 1):
         publish_step(tmp_path, step, num_ranks=1, validation_loss=loss)
@@ -172,13 +172,13 @@ def test_prune_leaves_those_of_lowest_validation_loss(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [2, 5, 7]
 
 
-def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:
     files.require_space(tmp_path / "checkpoints", 1)
     with pytest.raises(CheckpointError, match="MiB free"):
         files.require_space(tmp_path / "checkpoints", 2**70)
 
 
-def test_publishing_again_replaces_a_refused_checkpoint(tmp_path: Path) -> None:
+def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 3) / "engine-00000.safetensors")
     publish_step(tmp_path, 3)
     assert marker.verify(files.step_directory(tmp_path, 3)).step == 3

@@ -61,24 +61,25 @@ def scramble(engine: Engine) -> None:
             value.uniform_(-1.0, 1.0)
 
 
-def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_whatever_the_loop_does_next(
+def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_continues(
     engine, world, tmp_path
 ):
     state = state_of(engine, step=3)
     checkpointer(tmp_path / "blocking", world, asynchronous=False).save(engine, state)
-    beside = checkpointer(tmp_path / "beside", world)
-    beside.save(engine, state)
-    beside.wait_for_copy()
+    background = checkpointer(tmp_path / "background", world)
+    background.save(engine, state)
+    background.wait_for_copy()
     scramble(engine)
-    beside.finish()
+    background.finish()
     blocking, found = (
-        marker.verify(files.step_directory(tmp_path / name, 3)) for name in ("blocking", "beside")
+        marker.verify(files.step_directory(tmp_path / name, 3))
+        for name in ("blocking", "background")
     )
     assert found.index["files"] == blocking.index["files"]
     assert len(found.index["files"]) == 2
 
 
-def test_a_save_begins_when_the_one_before_is_published(engine, world, tmp_path):
+def test_a_save_starts_when_the_one_before_is_published(engine, world, tmp_path):
     with checkpointer(tmp_path, world) as saving:
         for step in (1, 2, 3):
             saving.save(engine, state_of(engine, step))
@@ -88,7 +89,7 @@ def test_a_save_begins_when_the_one_before_is_published(engine, world, tmp_path)
     assert files.steps_on_disk(tmp_path) == [1, 2, 3]
 
 
-def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, world, tmp_path):
+def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, world, tmp_path):
     saving = checkpointer(tmp_path, world)
     saving.save(engine, state_of(engine, 1))
     saving.finish()
@@ -112,7 +113,7 @@ def test_a_save_that_fails_is_said_by_the_next_call_and_leaves_nothing(engine, w
     assert files.steps_on_disk(tmp_path) == [1, 2]
 
 
-def test_a_save_that_waits_for_another_rank_can_be_given_up(engine, world, tmp_path):
+def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_path):
     partial, final = (
         files.partial_directory(tmp_path, 4, "attempt"),
         files.step_directory(tmp_path, 4),

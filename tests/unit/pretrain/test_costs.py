@@ -187,7 +187,7 @@ def test_flops_are_what_pytorch_counts(norm_position, options):
     )
 
 
-def test_the_shares_of_an_adaptive_softmax_are_a_distribution_that_favours_the_front():
+def test_the_fractions_of_an_adaptive_softmax_are_a_distribution_that_favors_the_front():
     shares = tail_shares(ModelConfig(vocab_size=267735, cutoffs=(20000, 40000, 200000)))
     assert sum(shares) == pytest.approx(1.0)
     assert shares[0] > 0.75

@@ -111,7 +111,7 @@ class Run:
 
     def _restore(self) -> LaneCursor | None:
         files.remove_partial(self.run_dir.checkpoints)
-        found = marker.latest_valid(self.run_dir.checkpoints, say=_never_refused)
+        found = marker.latest_valid(self.run_dir.checkpoints, say=_never_rejected)
         if found is None:
             return None
         self.step = found.step
@@ -168,8 +168,8 @@ class Run:
         return [digest.hex() for digest in self.hashes]
 
 
-def _never_refused(text: str) -> None:
-    raise AssertionError(f"a kill left a checkpoint that looks damaged: {text}")
+def _never_rejected(text: str) -> None:
+    raise AssertionError(f"a kill left a checkpoint that looks corrupted: {text}")
 
 
 def test_no_token_is_lost_or_doubled_over_a_thousand_kill_points(tmp_path):
@@ -195,9 +195,9 @@ def test_no_token_is_lost_or_doubled_over_a_thousand_kill_points(tmp_path):
                 break
             except PowerCut:
                 killed_in[power.last_operation] += 1
-            newest = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-            assert newest >= published, "a published checkpoint was lost"
-            published = newest
+            latest = max(files.steps_on_disk(run_dir.checkpoints), default=0)
+            assert latest >= published, "a published checkpoint was lost"
+            published = latest
         assert run_dir.read_metrics() == expected
     print(f"{killed_in.total()} kills in {number_of_runs} runs: {dict(killed_in)}")
     assert set(killed_in) == {*OPERATIONS, "step"}

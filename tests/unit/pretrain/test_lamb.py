@@ -143,7 +143,7 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
     destroy_process_group()
 
 
-def test_each_matrix_moves_by_the_learning_rate_times_its_length(run: RunConfig) -> None:
+def test_each_matrix_moves_by_the_learning_rate_times_its_norm(run: RunConfig) -> None:
     engine = build_engine(run, init_world())
     batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
     before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
@@ -164,11 +164,11 @@ def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig) -> No
     grad_norm = engine.step(RATE).grad_norm
     assert grad_norm is not None
     assert float(grad_norm) > 2 * run.optim.clip_norm
-    averages = torch.cat([fragment.values["exp_avg"] for fragment in engine.fragments()])
-    torch.testing.assert_close(averages.norm().item(), 0.1 * run.optim.clip_norm, rtol=1e-4, atol=0)
+    exp_avgs = torch.cat([fragment.values["exp_avg"] for fragment in engine.fragments()])
+    torch.testing.assert_close(exp_avgs.norm().item(), 0.1 * run.optim.clip_norm, rtol=1e-4, atol=0)
 
 
-def test_a_refused_step_changes_nothing(run: RunConfig) -> None:
+def test_a_skipped_step_changes_nothing(run: RunConfig) -> None:
     engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
     batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
     before = {fragment.name: fragment.values["weight"].clone() for fragment in engine.fragments()}
@@ -180,7 +180,7 @@ def test_a_refused_step_changes_nothing(run: RunConfig) -> None:
         assert not fragment.values["exp_avg"].any()
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_cannot_resume_with_another_optimizer(run: RunConfig, tmp_path: Path) -> None:
     RunDir.create(tmp_path / "run", run)
     with pytest.raises(ConfigError, match=r"optim\.name: lamb -> adamw"):
         RunDir.create_or_resume(

@@ -58,7 +58,7 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 @pytest.mark.parametrize("clip_norm", [0.05, 0.0])
-def test_norms_and_ratios_are_those_seen_from_outside(
+def test_norms_and_ratios_equal_those_of_gradients_and_weights(
     run: RunConfig, name: str, clip_norm: float
 ) -> None:
     run = replace(run, optim=replace(run.optim, name=name, clip_norm=clip_norm))
@@ -92,7 +92,7 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     return float(torch.cat([tensor.double().view(-1) for tensor in tensors]).norm())
 
 
-def test_measuring_changes_no_bit_and_only_asked_steps_are_measured(run: RunConfig) -> None:
+def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run: RunConfig) -> None:
     ends = []
     for asked in (False, True):
         engine, memory = build_engine(run, init_world()), None
@@ -126,7 +126,7 @@ def test_a_skipped_step_has_no_norms_and_leaves_none_to_the_next(run: RunConfig)
         ("distance_bias.bucket_bias", "shared"),
     ],
 )
-def test_every_parameter_counts_to_a_layer(name: str, layer: str) -> None:
+def test_every_parameter_belongs_to_a_layer(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
@@ -139,7 +139,7 @@ def test_a_layer_of_zeros_has_no_ratio() -> None:
     }
 
 
-def test_a_run_writes_them_at_the_end_of_its_intervals_and_into_tensorboard(
+def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(
     run: RunConfig, tmp_path: Path
 ) -> None:
     run = replace(

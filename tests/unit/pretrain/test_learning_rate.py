@@ -14,7 +14,7 @@ def optim(shape: str, **settings: float) -> OptimConfig:
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
-def test_warmup_rises_in_equal_parts_to_the_peak(shape: str) -> None:
+def test_warmup_rises_linearly_to_the_peak(shape: str) -> None:
     rates = [learning_rate_at(optim(shape), step) for step in range(10)]
     assert rates == pytest.approx([2.0 * part / 10 for part in range(1, 11)])
 

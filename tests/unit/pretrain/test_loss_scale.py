@@ -28,7 +28,7 @@ def test_the_scale_halves_on_an_overflow_and_doubles_after_a_window_without():
     assert scaler.scale == 64.0
     step(scaler, 1.0)
     step(scaler, 1.0)
-    step(scaler, float("nan"))  # the count begins anew
+    step(scaler, float("nan"))  # resets the count
     step(scaler, 1.0)
     step(scaler, 1.0)
     assert scaler.scale == 32.0
@@ -40,7 +40,7 @@ def test_updates_that_were_not_applied_are_not_counted():
     assert scaler.scale == 64.0
 
 
-def test_a_loss_that_is_no_number_is_harm_and_no_overflow():
+def test_a_nan_loss_is_not_an_overflow():
     scaler = LossScaler(64.0, window=3)
     scaler.observe(torch.tensor(float("nan")))
     assert not step(scaler, float("inf"))
@@ -48,7 +48,7 @@ def test_a_loss_that_is_no_number_is_harm_and_no_overflow():
     assert step(scaler, float("inf"))  # the loss before is forgotten
 
 
-def test_at_the_smallest_scale_an_overflow_is_harm():
+def test_at_the_smallest_scale_non_finite_gradients_are_not_an_overflow():
     scaler = LossScaler(2.0, window=3)
     assert step(scaler, float("inf"))
     assert scaler.scale == 1.0
@@ -56,7 +56,7 @@ def test_at_the_smallest_scale_an_overflow_is_harm():
     assert scaler.scale == 1.0
 
 
-def test_the_state_goes_through_a_checkpoint():
+def test_the_state_survives_a_checkpoint():
     scaler, resumed = LossScaler(64.0, window=3), LossScaler(2.0, window=3)
     step(scaler, 1.0)
     step(scaler, 1.0)
@@ -65,7 +65,7 @@ def test_the_state_goes_through_a_checkpoint():
     assert resumed.scale == 128.0
 
 
-def test_a_window_that_was_made_shorter_on_the_way_ends_at_once():
+def test_a_window_that_was_lowered_on_resume_ends_immediately():
     scaler, resumed = LossScaler(64.0, window=5), LossScaler(64.0, window=2)
     for _ in range(4):
         step(scaler, 1.0)

@@ -61,7 +61,7 @@ def test_pieces_become_one_tensor(tmp_path):
         assert torch.equal(handle.get_slice("memory")[1:3], torch.cat(slots)[1:3])
 
 
-def test_writing_can_be_given_up_between_blocks(tmp_path):
+def test_writing_can_be_canceled_between_blocks(tmp_path):
     calls = []
 
     def give_up_at_the_third() -> None:
