@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,21 @@ def exchange_ranks(directory: Path) -> None:
     )
 
 
-def forget_a_rank(directory: Path) -> None:
-    """As if fewer ranks had been published: marker, index and files agree with each other."""
+def rewrite_index(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the index, with a marker that agrees with it."""
     index = json.loads((directory / files.INDEX).read_text())
-    del index["files"]["engine-00001.safetensors"]
+    change(index)
     write_json(directory / files.INDEX, index)
     (directory / files.MARKER).write_text(sha256_of(directory / files.INDEX) + "\n")
+
+
+def forget_a_rank(directory: Path) -> None:
+    """As if fewer ranks had been published: marker, index and files agree with each other."""
+    rewrite_index(directory, lambda index: index["files"].pop("engine-00001.safetensors"))
+
+
+def set_older_format(directory: Path) -> None:
+    rewrite_index(directory, lambda index: index.update(format=marker.FORMAT - 1))
 
 
 def rename_step_1(directory: Path) -> None:
@@ -109,6 +119,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
     "corrupted index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
+    "older format": (
+        set_older_format,
+        "found format 1, expected format 2; resume with the version",
+    ),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
 
