@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.fields import require_at_least
 
 Positions = Literal["relative", "rope", "alibi", "t5"]
 FeedForwardKind = Literal["relu", "gelu", "swiglu"]
@@ -59,11 +60,11 @@ class ModelConfig:
     projection_init_std: float = 0.01  # proj_init_std: projections of embedding and softmax
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.d_model < 2 or self.num_heads < 1:
-            raise ConfigError(
-                f"model.num_layers={self.num_layers} d_model={self.d_model} "
-                f"num_heads={self.num_heads}: each must be positive"
-            )
+        positive = ("num_layers", "num_heads", "compression_rate", "div_val")
+        require_at_least(1, "model", self, *positive)
+        require_at_least(2, "model", self, "d_model")
+        lengths = ("memory_length", "compressed_length", "clamp_length")
+        require_at_least(0, "model", self, *lengths, "num_key_heads", "vocab_size", "z_loss")
         if self.positions == "relative" and self.d_model % 2:
             raise ConfigError(
                 f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
@@ -73,14 +74,10 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
-        if self.memory_length < 0 or self.clamp_length < 0:
-            raise ConfigError("model.memory_length and model.clamp_length must be 0 or more")
         if self.same_length and not self.memory_length:
             raise ConfigError(
                 "model.same_length needs model.memory_length > 0, the number of keys of each query"
             )
-        if self.z_loss < 0.0:
-            raise ConfigError(f"model.z_loss={self.z_loss} must be 0 or more")
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(
@@ -92,7 +89,7 @@ class ModelConfig:
         self._check_adaptive()
 
     def _check_heads(self) -> None:
-        if self.num_key_heads < 0 or self.num_heads % self.key_heads:
+        if self.num_heads % self.key_heads:
             raise ConfigError(
                 f"model.num_heads={self.num_heads} does not divide into "
                 f"num_key_heads={self.num_key_heads} groups; use a divisor, or 0 for a key head "
@@ -119,11 +116,6 @@ class ModelConfig:
                     )
 
     def _check_compression(self) -> None:
-        if self.compressed_length < 0 or self.compression_rate < 1:
-            raise ConfigError(
-                f"model.compressed_length={self.compressed_length} must be 0 or more and "
-                f"compression_rate={self.compression_rate} 1 or more"
-            )
         if not self.compressed_length:
             return
         if not self.memory_length:
@@ -138,11 +130,6 @@ class ModelConfig:
             )
 
     def _check_adaptive(self) -> None:
-        if self.vocab_size < 0 or self.div_val < 1:
-            raise ConfigError(
-                f"model.vocab_size={self.vocab_size} must be 0 or more and div_val={self.div_val} "
-                "1 or more"
-            )
         bounds = (0, *self.cutoffs, *((self.vocab_size,) if self.vocab_size else ()))
         if any(first >= last for first, last in pairwise(bounds)):
             raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.changes import changeable
+from pretrain.config.fields import changeable, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,7 @@ class ScheduleConfig:
     final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "decay_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"optim.schedule.{name}={getattr(self, name)} must be 0 or more")
+        require_at_least(0, "optim.schedule", self, "warmup_steps", "decay_steps")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise ConfigError(
                 f"optim.schedule.final_fraction={self.final_fraction:g} must be from 0 to 1"
@@ -44,11 +42,8 @@ class OptimConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"optim.steps={self.steps} must be positive")
-        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"optim.{name}={getattr(self, name):g} must be 0 or more")
+        require_at_least(1, "optim", self, "steps")
+        require_at_least(0, "optim", self, "learning_rate", "epsilon", "weight_decay", "clip_norm")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
         if not 0.0 <= self.ema_decay < 1.0:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import url_of
-from pretrain.config.changes import changeable, fixed
+from pretrain.config.fields import changeable, fixed, require_at_least
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 
@@ -66,11 +66,7 @@ class DataConfig:
     phases: tuple[PhaseConfig, ...] = changeable(())  # by step; only later ones may change
 
     def __post_init__(self) -> None:
-        if self.lanes < 1 or self.segment_length < 1:
-            raise ConfigError(
-                f"data.lanes={self.lanes} and data.segment_length={self.segment_length} must be "
-                "positive"
-            )
+        require_at_least(1, "data", self, "lanes", "segment_length")
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
@@ -117,20 +113,9 @@ class EngineConfig:
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.logits_chunk_tokens < 0:
-            raise ConfigError(
-                f"engine.logits_chunk_tokens={self.logits_chunk_tokens} must be 0 (all) or more"
-            )
-        if min(self.micro_batch_lanes, self.threads) < 0:
-            raise ConfigError(
-                f"engine.micro_batch_lanes={self.micro_batch_lanes} and engine.threads="
-                f"{self.threads} must be 0 (the default) or more"
-            )
-        if self.checkpoint_every_n_layers < 1:
-            raise ConfigError(
-                f"engine.checkpoint_every_n_layers={self.checkpoint_every_n_layers} must be 1 "
-                "(every layer) or more"
-            )
+        from_zero = ("logits_chunk_tokens", "micro_batch_lanes", "threads")
+        require_at_least(0, "engine", self, *from_zero, "watchdog_timeout_seconds")
+        require_at_least(1, "engine", self, "checkpoint_every_n_layers", "loss_scale_window")
         if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
             raise ConfigError(
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
@@ -140,15 +125,6 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, "
                 "1 or more"
-            )
-        if self.loss_scale_window < 1:
-            raise ConfigError(
-                f"engine.loss_scale_window={self.loss_scale_window} must be 1 update or more"
-            )
-        if self.watchdog_timeout_seconds < 0:
-            raise ConfigError(
-                f"engine.watchdog_timeout_seconds={self.watchdog_timeout_seconds:g} must be 0 "
-                "(no timeout) or more"
             )
         _reject_nvme(self.deepspeed_extra)
 
@@ -186,18 +162,10 @@ class RecoveryConfig:
     straggler_ratio: float = 1.5
 
     def __post_init__(self) -> None:
-        names = (
-            "skip_grad_norm", "spike_threshold", "skip_margin_segments", "max_rewinds",
-            "straggler_ratio",
-        )  # fmt: skip
-        for name in names:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"recovery.{name}={getattr(self, name):g} must be 0 or more")
-        if self.spike_steps < 1 or self.window < 10:
-            raise ConfigError(
-                f"recovery.spike_steps={self.spike_steps} must be 1 or more, "
-                f"recovery.window={self.window} 10 or more"
-            )
+        from_zero = ("skip_grad_norm", "spike_threshold", "skip_margin_segments", "max_rewinds")
+        require_at_least(0, "recovery", self, *from_zero, "straggler_ratio")
+        require_at_least(1, "recovery", self, "spike_steps")
+        require_at_least(10, "recovery", self, "window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +179,8 @@ class CheckpointConfig:
     keep_best: int = 0  # keep this many with the lowest validation loss
 
     def __post_init__(self) -> None:
-        if self.interval < 1 or self.keep_last < 1:
-            raise ConfigError("checkpoint.interval and checkpoint.keep_last must be at least 1")
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name}={getattr(self, name)} must be 0 or more")
+        require_at_least(1, "checkpoint", self, "interval", "keep_last")
+        require_at_least(0, "checkpoint", self, "keep_every", "keep_best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,11 +190,8 @@ class EvaluationConfig:
     max_tokens: int = 100_000  # of the validation split, per evaluation; 0: all of it
 
     def __post_init__(self) -> None:
-        if self.lanes < 1 or min(self.interval, self.max_tokens) < 0:
-            raise ConfigError(
-                f"evaluation.lanes={self.lanes} must be 1 or more, evaluation.interval="
-                f"{self.interval} and evaluation.max_tokens={self.max_tokens} 0 or more"
-            )
+        require_at_least(1, "evaluation", self, "lanes")
+        require_at_least(0, "evaluation", self, "interval", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +201,8 @@ class MetricsConfig:
     profile_steps: tuple[int, int] = (0, 0)  # first and last step of rank 0's profile; zeros: none
 
     def __post_init__(self) -> None:
+        require_at_least(1, "metrics", self, "interval")
         first, last = self.profile_steps
-        if self.interval < 1:
-            raise ConfigError(f"metrics.interval={self.interval} must be 1 step or more")
         if (first or last) and not 1 <= first <= last:
             raise ConfigError(
                 f"metrics.profile_steps=[{first}, {last}] must be a first step of 1 or more and a "

@@ -39,7 +39,7 @@ from pretrain.model.transformer_xl import TransformerXL
         ),
         ({"compressed_length": 8, "compression_rate": 0}, "compression_rate=0"),
         ({"compressed_length": 8, "same_length": True}, "never the older compressed rows"),
-        ({"z_loss": -1.0}, "z_loss=-1.0"),
+        ({"z_loss": -1.0}, "z_loss=-1"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:

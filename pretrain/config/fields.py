@@ -1,13 +1,15 @@
-"""Which settings may change when a run is resumed: metadata of the fields themselves. Torch-free.
+"""Fields of settings: which may change when a run is resumed, and least values. Torch-free.
 
-The rule: a setting may change if it does not change which model learns from which tokens. A
-section's mark holds for all settings in it, except those that have their own.
+A setting may change if it does not change which model learns from which tokens. Its field says so
+in its metadata. A section's mark holds for all settings in it, except those that have their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, get_type_hints
+
+from data_pipeline.errors import ConfigError
 
 _MAY_CHANGE = "may_change"
 
@@ -43,3 +45,10 @@ def _field(default: Any, default_factory: Any, *, may_change: bool) -> Any:
     return field(
         default=default, default_factory=default_factory, metadata={_MAY_CHANGE: may_change}
     )
+
+
+def require_at_least(minimum: int, section: str, settings: Any, *names: str) -> None:
+    """Raise ConfigError for the first of these settings that is below the minimum."""
+    for name in names:
+        if (value := getattr(settings, name)) < minimum:
+            raise ConfigError(f"{section}.{name}={value:g} must be {minimum} or more")
