@@ -54,15 +54,17 @@ def set_up_logging(who: str, level: str | None = None) -> None:
     warnings.showwarning = _log_warning
 
 
-def adopt_logger(name: str) -> None:
+def adopt_logger(name: str, ignored: str | None = None) -> None:
     """Let a library's logger, which writes on its own, report warnings and errors through ours.
 
-    Call it after the library was imported: that is when it adds its handlers.
+    Messages that contain `ignored` are dropped. Call it after the library was imported: that is
+    when it adds its handlers.
     """
     logger = logging.getLogger(name)
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.WARNING)
+    logger.filters = [lambda record: ignored not in record.getMessage()] if ignored else []
 
 
 class _StderrHandler(logging.Handler):

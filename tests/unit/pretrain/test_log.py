@@ -13,12 +13,13 @@ foreign.propagate = False
 foreign.addHandler(logging.StreamHandler(sys.stdout))
 set_up_logging("someone else")
 set_up_logging("rank 3", *sys.argv[1:])
-adopt_logger("Foreign")
+adopt_logger("Foreign", ignored="harmless")
 logging.getLogger("pretrain.run").debug("detail")
 logging.getLogger("pretrain.run").info("step %d", 7)
 logging.getLogger("launcher.supervisor").error("no attempt is left")
 logging.getLogger("library").info("chatter")
 foreign.info("chatter")
+foreign.warning("a harmless thing")
 foreign.warning("no fused kernel")
 warnings.warn("old API", UserWarning)
 """
@@ -27,7 +28,7 @@ LINES = [
     "INFO TIME rank 3: step 7",
     "ERROR TIME rank 3: no attempt is left",
     "WARNING TIME rank 3: no fused kernel",
-    "WARNING TIME rank 3: <string>:16: UserWarning: old API",
+    "WARNING TIME rank 3: <string>:17: UserWarning: old API",
 ]
 
 
