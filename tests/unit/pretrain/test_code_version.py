@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 def version_of(copy: Path) -> str:
     code = "from pretrain.rundir.code_version import code_version; print(code_version())"
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=copy, env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, check=True
+        [sys.executable, "-c", code], cwd=copy, env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, check=True  # noqa: E501
     ).stdout.decode().strip()  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_impossible_sampling_is_refused(settings):
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_streamed_text_is_the_text_of_all_tokens(kind):
-    text = 'def na\u00efve(x):\n    """Zw\u00f6lf Boxk\u00e4mpfer \u2192 \u65e5\u672c."""\n\n    return x * 2\n'
+    text = 'def na\u00efve(x):\n    """Zw\u00f6lf Boxk\u00e4mpfer \u2192 \u65e5\u672c."""\n\n    return x * 2\n'  # noqa: E501
     tokenizer = (
         Tokenizer("bytes")
         if kind == "bytes"

@@ -27,7 +27,7 @@ def corpus(tmp_path_factory):
 
 
 def memories_of(lanes: range, num_slots: int) -> list[tuple[torch.Tensor, ...]]:
-    """Rows of layer 0 have the norm 5 in every lane, those of layer 1 that of their lane's number."""
+    """Rows of layer 0 have the norm 5 in every lane, those of layer 1 that of their lane's number."""  # noqa: E501
     hidden_BMD = torch.tensor([[3.0, 0.0, -4.0, 0.0]]).expand(len(lanes), 5, 4)
     numbers_B11 = torch.tensor(list(lanes), dtype=torch.float32).view(-1, 1, 1)
     levels = (

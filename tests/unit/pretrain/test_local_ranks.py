@@ -48,7 +48,7 @@ def is_running(pid: int) -> bool:
 def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "7")
     code = (
-        "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'],"
+        "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'],"  # noqa: E501
         " e['MASTER_ADDR'], int(e['MASTER_PORT']) > 1023, 'SLURM_PROCID' in e)"
     )
     with RankGroup([sys.executable, "-c", code], 2, tmp_path, attempt=3) as group:
@@ -74,7 +74,7 @@ def test_one_bad_end_ends_the_others_after_the_grace(tmp_path):
 
 
 def test_a_rank_that_saved_and_stopped_does_not_end_the_others(tmp_path):
-    code = f"import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit({EXIT_STOPPED} * (1 - r))"
+    code = f"import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit({EXIT_STOPPED} * (1 - r))"  # noqa: E501
     with group_of(code, 2, tmp_path) as group:
         assert group.wait(timeout=30, grace=0.1) == [EXIT_STOPPED, 0]
 
@@ -87,7 +87,7 @@ def test_terminate_asks_every_rank(tmp_path):
 
 
 def test_kill_ends_ranks_and_what_they_started(tmp_path):
-    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"  # noqa: E501
     with group_of(code, 2, tmp_path) as group:
         wait_until(lambda: all(log.read_text().endswith("\n") for log in group.logs))
         children = [int(log.read_text()) for log in group.logs]

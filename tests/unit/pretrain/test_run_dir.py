@@ -149,7 +149,7 @@ def test_cutting_metrics_that_are_not_there_is_fine(tmp_path):
 
 def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
-    code = f"from pretrain.rundir.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"
+    code = f"from pretrain.rundir.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"  # noqa: E501
     with run_dir.locked(), run_dir.locked("launcher"):
         refused = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -46,8 +46,8 @@ def fit():
 def context_rows() -> list[ContextRow]:
     return [
         ContextRow(
-            name=f"t{segment}-m{memory}", same_tokens="yes", segment_length=segment, memory_length=memory, N=100, D=100,
-            C=1e9, evaluated_memory=evaluated, times=1.0, loss=2.0 + 0.1 / (1 + evaluated) + memory / 1e4,
+            name=f"t{segment}-m{memory}", same_tokens="yes", segment_length=segment, memory_length=memory, N=100, D=100,  # noqa: E501
+            C=1e9, evaluated_memory=evaluated, times=1.0, loss=2.0 + 0.1 / (1 + evaluated) + memory / 1e4,  # noqa: E501
         )
         for segment in (16, 32, 64, 128)
         for memory in (0, 32, 128)

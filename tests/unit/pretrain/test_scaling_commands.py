@@ -122,7 +122,7 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
     assert "18 runs at 3 budgets" in said
     assert "1 envelope" in said
     assert (
-        "the largest budget (1e+16 FLOPs) as a fit without it predicts it; errors are predicted minus measured"
+        "the largest budget (1e+16 FLOPs) as a fit without it predicts it; errors are predicted minus measured"  # noqa: E501
         in said
     )
     assert (

@@ -233,7 +233,7 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     ],
 )
 def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
-    head = "name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"
+    head = "name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"  # noqa: E501
     if text is not None:
         write_text(tmp_path / "context.csv", text.replace("HEAD", head))
     assert (

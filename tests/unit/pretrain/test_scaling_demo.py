@@ -1,4 +1,4 @@
-"""`make scaling-demo`, as far as seconds allow: its text, its plan, and that every command is one."""
+"""`make scaling-demo`, as far as seconds allow: its text, its plan, and that every command is one."""  # noqa: E501
 
 from __future__ import annotations
 

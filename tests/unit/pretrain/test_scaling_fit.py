@@ -45,7 +45,7 @@ def coverage_of_approach_3(num_worlds: int, num_draws: int) -> np.ndarray:
 
 
 def coverage_of_approach_2(num_worlds: int, num_draws: int) -> np.ndarray:
-    """How often the intervals of the exponent a and ln N* hold what parabolas find without noise."""
+    """How often the intervals of the exponent a and ln N* hold what parabolas find without noise."""  # noqa: E501
     setting = {"budgets": (1e18, 1e20, 3), "num_sizes": 5}
     truth = fit_isoflop(simulated(**setting)).frontier
     rng = np.random.default_rng(3)
@@ -155,7 +155,7 @@ def test_an_approach_that_is_lost_with_the_largest_budget_says_why():
     assert "envelope" not in fit.left_out.optimum
     said = "\n".join(check_lines(fit))
     assert (
-        "  1 envelope: not available without that budget: approach 1 needs two sizes that are lowest"
+        "  1 envelope: not available without that budget: approach 1 needs two sizes that are lowest"  # noqa: E501
         in said
     )
 

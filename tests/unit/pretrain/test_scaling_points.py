@@ -100,7 +100,7 @@ def test_hold_outs_are_marked_by_any_spelling_of_yes_and_no(tmp_path):
 
 
 def test_a_run_that_the_file_says_is_not_excluded_is_not(tmp_path):
-    text = "name,N,D,loss,excluded\na,1,2,3,no\nb,1,3,3,False\nc,1,4,3,\nd,1,5,3,yes\ne,1,6,3,diverged\n"
+    text = "name,N,D,loss,excluded\na,1,2,3,no\nb,1,3,3,False\nc,1,4,3,\nd,1,5,3,yes\ne,1,6,3,diverged\n"  # noqa: E501
     points = read_points(written(tmp_path / "runs.csv", text))
     assert points.names == ("a", "b", "c")
     assert {item.name: item.reason for item in points.excluded} == {
