@@ -299,7 +299,7 @@ def test_wrong_questions_take_one_line(collected, capsys):
         ),
         (
             ("predict", runs, "--flops", "1e16", "--experiment", collected),
-            "is a directory; name a YAML file",
+            "is a directory; give a YAML file",
         ),
         (
             ("predict", runs, "--params", "1e6", "--tokens", "1e8", "--approach", "isoflop"),
