@@ -138,6 +138,34 @@ def test_a_circle_would_be_seen():
     assert cycles({"a": {"b"}, "b": set()}) == []
 
 
+# The floors of docs/design.md, from the top; an import goes down, or stays on its floor.
+FLOORS = (
+    {"__main__"},
+    {"cli"},
+    {"commands", "demo"},
+    {"run", "scaling"},
+    {"train", "evaluation", "reporting"},
+    {"processes", "recovery", "metrics", "weights"},
+    {"rundir"},
+    {"checkpoint"},
+    {"state"},
+    {"engines"},
+    {"optim", "model", "costs"},
+    {"distributed", "config", "kernels", "terminal"},
+)
+
+
+def test_no_import_of_pretrain_goes_up_a_floor():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    graph = module_graph([path for path in MODULES if path.parts[len(ROOT.parts)] == "pretrain"])
+    for module, targets in graph.items():
+        for target in targets - {"pretrain.__init__"}:
+            if module == "pretrain.__init__":
+                continue
+            above, below = module.split(".")[1], target.split(".")[1]
+            assert floor[above] <= floor[below], f"{module} imports {target}, a floor above it"
+
+
 FOLDERS = sorted({path.parent for path in MODULES})
 
 
