@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +24,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _logging_ends_with_the_test() -> Iterator[None]:
+    """Undo what a command of the test set up: other tests count the lines on stderr."""
+    root, level, showwarning = logging.getLogger(), logging.getLogger().level, warnings.showwarning
+    before = set(root.handlers)
+    yield
+    for handler in set(root.handlers) - before:
+        if type(handler).__module__.startswith("pretrain."):
+            root.removeHandler(handler)
+    root.setLevel(level)
+    warnings.showwarning = showwarning
 
 
 @pytest.fixture(scope="session")

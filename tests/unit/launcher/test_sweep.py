@@ -184,7 +184,7 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("grid: {seed: [1]}", "needs 'experiment: FILE'"),
         ("experiment: tiny.yaml\ngrid: {seed: 1}", "grid.seed is 1; expected a list"),
         ("experiment: tiny.yaml\ngrid: {}", "grid is {}"),
-        ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "cells and grid are both there"),
+        ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "found both cells and grid"),
         ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
     ],
 )
