@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import socket
 import struct
 import threading
@@ -119,6 +120,8 @@ def s3_server() -> Iterator[str]:
     """The endpoint of a real S3 server."""
     from moto.server import ThreadedMotoServer
 
+    # It logs each request, some after the test that sent it; other tests count lines of stderr.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
