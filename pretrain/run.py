@@ -28,7 +28,13 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks, sum_over_ranks
+from pretrain.distributed.world import (
+    World,
+    broadcast_object,
+    raise_on_all_ranks,
+    ranks_on_this_node,
+    sum_over_ranks,
+)
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
@@ -198,7 +204,7 @@ def _open_lanes(
     world, data = process.world, config.data
     corpus = open_training_data(data.path, data.mixture, data.cache)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
-    corpus.check_capacity(ranks_here() * (len(lanes) + SHARDS_BESIDE_LANES))
+    corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
     if stream.advice and world.is_main:
@@ -225,15 +231,12 @@ def _log_ending(ending: Ending, config: RunConfig, run_dir: RunDir, step: int) -
 def set_threads(config: RunConfig) -> None:
     """Set this rank's CPU threads: `engine.threads`, or an equal part of the node's cores."""
     # More threads than cores make ranks wait for each other inside every operation.
-    torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_here()))
+    torch.set_num_threads(
+        config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_on_this_node())
+    )
     # Denormals, such as alibi's weights of far keys (below 1e-38), are 100 times slower on a CPU
     # than zeros.
     torch.set_flush_denormal(True)
-
-
-def ranks_here() -> int:
-    """How many ranks share this node."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
 
 
 def build_engine(config: RunConfig, world: World) -> Engine:

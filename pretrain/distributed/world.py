@@ -53,6 +53,11 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
     return World(rank, world_size, local_rank, device)
 
 
+def ranks_on_this_node() -> int:
+    """Return how many ranks share this node's cores, descriptors and memory."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+
+
 # Rank variables that `init_world` set for DeepSpeed, for `destroy_process_group` to remove.
 _ADDED_VARIABLES: set[str] = set()
 
