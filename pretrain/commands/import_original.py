@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the export if a forward pass through the imported model succeeds."""
     refuse_existing(arguments.output)
-    config = with_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
+    config = with_known_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
     module = import_state(read_state(arguments.state_dict), config.model)
     loss = checked_loss(module)
     write_export(arguments.output, module, config, 0, config.data.directory())
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def with_vocabulary(config: RunConfig) -> RunConfig:
+def with_known_vocabulary(config: RunConfig) -> RunConfig:
     """Set the vocabulary's size from the corpus' tokenizer, if there is one.
 
     Raises ConfigError if the two sizes differ or if neither is known.

@@ -59,7 +59,7 @@ class ForwardClock:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class SlowestRank:
     """The slowest rank of an interval. `ratio` compares it with the median of the others."""
 
     rank: int
@@ -67,13 +67,13 @@ class Straggler:
     ratio: float
 
 
-def slowest_of(seconds_R: Sequence[float]) -> Straggler | None:
+def slowest_of(seconds_R: Sequence[float]) -> SlowestRank | None:
     """The rank that took longest for its own work; None if there is only one rank."""
     if len(seconds_R) < 2:
         return None
     rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
     others = statistics.median(seconds for other, seconds in enumerate(seconds_R) if other != rank)
-    return Straggler(rank, seconds_R[rank], seconds_R[rank] / max(others, 1e-9))
+    return SlowestRank(rank, seconds_R[rank], seconds_R[rank] / max(others, 1e-9))
 
 
 class StragglerWatch:
@@ -84,7 +84,7 @@ class StragglerWatch:
         self._rank = -1
         self._count = 0
 
-    def observe(self, slowest: Straggler) -> bool:
+    def observe(self, slowest: SlowestRank) -> bool:
         """Whether the rank is to be named at this interval."""
         if not self._limit or slowest.ratio < self._limit:
             self._rank, self._count = -1, 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunConfig
-from pretrain.metrics.stragglers import Straggler, StragglerWatch, slowest_of
+from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
 from pretrain.recovery.loss_spikes import Spike, SpikeDetector
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, skipped_windows, window_of
@@ -167,14 +167,14 @@ def test_settings_without_meaning_are_errors(wrong):
 
 
 def test_the_slowest_rank_is_compared_with_the_others():
-    assert slowest_of([1.0, 1.0, 3.0, 1.2]) == Straggler(2, 3.0, 3.0)
-    assert slowest_of([1.0, 2.5]) == Straggler(1, 2.5, 2.5)
+    assert slowest_of([1.0, 1.0, 3.0, 1.2]) == SlowestRank(2, 3.0, 3.0)
+    assert slowest_of([1.0, 2.5]) == SlowestRank(1, 2.5, 2.5)
     assert slowest_of([1.0]) is None
 
 
 def test_a_rank_is_named_once_and_only_when_it_stays_slow():
     watch = StragglerWatch(limit=1.5)
-    slow, other, even = Straggler(2, 3.0, 3.0), Straggler(1, 3.0, 2.0), Straggler(2, 1.0, 1.1)
+    slow, other, even = SlowestRank(2, 3.0, 3.0), SlowestRank(1, 3.0, 2.0), SlowestRank(2, 1.0, 1.1)
     observed = [
         watch.observe(each)
         for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)
