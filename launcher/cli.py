@@ -21,7 +21,10 @@ COMMANDS = {
         "launcher.commands.submit",
         "submit a run to Slurm, once; it continues through time limits and crashes",
     ),
-    "batch": ("launcher.slurm.batch", "the supervisor inside a Slurm job; batch scripts call it"),
+    "batch": (
+        "launcher.slurm.job_supervisor",
+        "the supervisor inside a Slurm job; batch scripts call it",
+    ),
     "logs": (
         "launcher.commands.logs",
         "show the log of a run's ranks, also while it is written, or only the errors",

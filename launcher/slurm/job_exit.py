@@ -58,7 +58,7 @@ class ThisJob:
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobEnding:
     """Why a start of a job ends.
 
     `requeue`: the supervisor has to requeue it, for nobody else does.
@@ -70,7 +70,9 @@ class Ending:
     node: str | None = None
 
 
-def ending_of(job: Mapping[str, str], restart: int, log: str, was_warned: bool = False) -> Ending:
+def ending_of(
+    job: Mapping[str, str], restart: int, log: str, was_warned: bool = False
+) -> JobEnding:
     """Why the job's start number `restart`, which was asked to stop, ends.
 
     `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
@@ -81,15 +83,15 @@ def ending_of(job: Mapping[str, str], restart: int, log: str, was_warned: bool =
     if int(job.get("Restarts", "0")) > restart:
         reason = _announced(log)
         nodes = _FAILED_NODE.findall(log) if reason is JobEndReason.NODE_FAILED else []
-        return Ending(reason, requeue=False, node=nodes[-1] if nodes else None)
+        return JobEnding(reason, requeue=False, node=nodes[-1] if nodes else None)
     if job.get("Reason") == "TimeLimit":
-        return Ending(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True)
+        return JobEnding(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True)
     if job.get("JobState") not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
-        return Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True)
+        return JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True)
     if job.get("PreemptTime", "None") not in ("None", ""):
-        return Ending(JobEndReason.PREEMPTED, requeue=True)
+        return JobEnding(JobEndReason.PREEMPTED, requeue=True)
     near = JobEndReason.TIME_LIMIT_NEAR if was_warned else JobEndReason.STOP_REQUESTED
-    return Ending(near, requeue=True)
+    return JobEnding(near, requeue=True)
 
 
 def _announced(log: str) -> JobEndReason:
@@ -140,16 +142,16 @@ class JobExit:
             self._end(self._ending())
         else:
             reason = JobEndReason.GAVE_UP if status else JobEndReason.FINISHED
-            self._end(Ending(reason, requeue=False))
+            self._end(JobEnding(reason, requeue=False))
 
     def give_up(self, message: str) -> None:
         """The run cannot continue in this job."""
         if not self._is_written:
-            self._end(Ending(JobEndReason.ERROR, requeue=False), message)
+            self._end(JobEnding(JobEndReason.ERROR, requeue=False), message)
 
     def exclude(self, node: str) -> None:
         """Requeue the job, to start without this node."""
-        self._end(Ending(JobEndReason.NODE_EXCLUDED, requeue=True, node=node))
+        self._end(JobEnding(JobEndReason.NODE_EXCLUDED, requeue=True, node=node))
 
     def can_exclude(self, node: str) -> bool:
         """Whether the job can run without this node: not requested by name, and the partition has
@@ -165,14 +167,14 @@ class JobExit:
         sizes = {each.name: each.num_nodes for each in _retry_unreachable(slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> JobEnding:
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         logs = [*sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]]
         logs.append(Path(fields.get("StdOut", "/dev/null")))
         was_warned = signal.SIGUSR1 in self._stop.received
         return ending_of(fields, self._job.restart, "".join(map(_tail, logs)), was_warned)
 
-    def _end(self, ending: Ending, message: str = "") -> None:
+    def _end(self, ending: JobEnding, message: str = "") -> None:
         self._is_written = True
         self._check_fence()
         event = JobEnded(

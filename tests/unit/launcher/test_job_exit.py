@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from launcher.restart_policy import node_to_exclude, past_attempts
-from launcher.slurm.batch import open_start, other_jobs
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.job_exit import Ending, ending_of, excluded_nodes
+from launcher.slurm.job_exit import JobEnding, ending_of, excluded_nodes
+from launcher.slurm.job_supervisor import open_start, other_jobs
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
 from pretrain.rundir.launch_events import (
@@ -26,45 +26,45 @@ REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
 @pytest.mark.parametrize(
     ("fields", "log", "was_warned", "ending"),
     [
-        (RUNNING, "", True, Ending(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
-        (RUNNING, "", False, Ending(JobEndReason.STOP_REQUESTED, requeue=True)),
+        (RUNNING, "", True, JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
+        (RUNNING, "", False, JobEnding(JobEndReason.STOP_REQUESTED, requeue=True)),
         (
             {**RUNNING, "PreemptTime": "2026-11-21T07:57:06"},
             "",
             False,
-            Ending(JobEndReason.PREEMPTED, requeue=True),
+            JobEnding(JobEndReason.PREEMPTED, requeue=True),
         ),
         (
             {**RUNNING, "Reason": "TimeLimit"},
             "",
             True,
-            Ending(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True),
+            JobEnding(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True),
         ),
         (
             {**RUNNING, "JobState": "CANCELLED"},
             "",
             False,
-            Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True),
+            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
         ),
         (
             {**RUNNING, "JobState": "COMPLETING"},
             "",
             True,
-            Ending(JobEndReason.CANCELED, requeue=False, is_immediate=True),
+            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
         ),
         (
             REQUEUED,
             "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
             False,
-            Ending(JobEndReason.PREEMPTED, requeue=False),
+            JobEnding(JobEndReason.PREEMPTED, requeue=False),
         ),
         (
             REQUEUED,
             "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
             False,
-            Ending(JobEndReason.REQUEUED_BY_USER, requeue=False),
+            JobEnding(JobEndReason.REQUEUED_BY_USER, requeue=False),
         ),
-        (REQUEUED, "", False, Ending(JobEndReason.ENDED_BY_SLURM, requeue=False)),
+        (REQUEUED, "", False, JobEnding(JobEndReason.ENDED_BY_SLURM, requeue=False)),
     ],
 )
 def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, ending):
@@ -77,7 +77,7 @@ def test_a_failed_node_is_named():
         "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
     )
     ending = ending_of(REQUEUED, 2, log)
-    assert ending == Ending(JobEndReason.NODE_FAILED, requeue=False, node="n2")
+    assert ending == JobEnding(JobEndReason.NODE_FAILED, requeue=False, node="n2")
 
 
 def started(job: str, restart: int = 0, step: int = 0) -> JobStarted:
