@@ -79,12 +79,15 @@ def _flops_left(cell: CellRun) -> float:
 
 
 def describe(cells: Sequence[CellRun]) -> str:
-    """How many cells are done and how many are active."""
-    done, waiting = sum(cell.is_done for cell in cells), sum(cell.is_waiting for cell in cells)
-    num_active = len(cells) - done - waiting
-    return f"{done} of {len(cells)} cells are done" + (
-        f", {num_active} active" if num_active else ""
-    )
+    """How many cells are done, how many are active, and how the others ended."""
+    done, waiting = sum(cell.is_done for cell in cells), [cell for cell in cells if cell.is_waiting]
+    counts = {"active": len(cells) - done - len(waiting)}
+    for cell in waiting:
+        if cell.state.state not in (State.NEW, State.DONE):
+            word = str(cell.state.state)
+            counts[word] = counts.get(word, 0) + 1
+    others = "".join(f", {count} {word}" for word, count in counts.items() if count)
+    return f"{done} of {len(cells)} cells are done{others}"
 
 
 _NOT_RESULTS = ("kind", "step")

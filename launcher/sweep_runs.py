@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
@@ -14,7 +15,7 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, NodeRange, render_array
-from launcher.slurm.snapshot import Snapshot, with_absolute_paths
+from launcher.slurm.snapshot import Snapshot, replaced_snapshot, with_absolute_paths
 from launcher.supervisor import StopSignals
 from launcher.sweep_cells import CellRun
 from pretrain.config.resolve import with_vocabulary
@@ -88,6 +89,17 @@ def classes(
     return dict(sorted(found.items()))
 
 
+def parts_of(cells: Sequence[CellRun], largest: int) -> Iterator[Sequence[CellRun]]:
+    """The cells in their order, in as few arrays as Slurm's largest size allows."""
+    if largest < 1:
+        raise ConfigError(
+            "this cluster has no job arrays (MaxArraySize=0); submit the cells one by one with "
+            "'launcher submit'"
+        )
+    for start in range(0, len(cells), largest):
+        yield cells[start : start + largest]
+
+
 def array_of(
     cells: Sequence[CellRun],
     num_nodes: int,
@@ -95,8 +107,11 @@ def array_of(
     sweep: str,
     runs: Path,
     at_a_time: int | None,
+    after: str | None = None,
 ) -> tuple[Job, str]:
     """The job of cells that need equally many nodes, and its script.
+
+    It starts when the job `after` has ended. A task's index is the cell's place among these cells.
 
     The job's name is derived from the cells' former jobs. So a job whose number was lost is found
     by its name, while cells that are submitted again get a new one.
@@ -113,7 +128,7 @@ def array_of(
         cluster=cluster,
         attempts_without_progress=RestartPolicy.attempts_without_progress,
     )
-    return job, render_array(job, {cell.index: cell.path.resolve() for cell in cells}, at_a_time)
+    return job, render_array(job, [cell.path.resolve() for cell in cells], at_a_time, after)
 
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
@@ -122,18 +137,18 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     Returns the array's id.
     """
     check_request(job.cluster, job.nodes, slurm.partitions())
-    for cell in cells:
-        config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)
-        if run_dir.exists():
-            RunDir.open(cell.path).refuse_other_run(with_vocabulary(config))
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        Snapshot(cell.path).take_settings(config, job.cluster)
-    (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    snapshot = Snapshot(job.run_dir)
-    snapshot.take_code(script)
-    number = slurm.submit(snapshot.script, job.name)
-    for cell in cells:
-        submitted = Submitted(job=f"{number}_{cell.index}", job_name=job.name)
+    with contextlib.ExitStack() as undone:
+        for cell in cells:
+            config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)
+            if run_dir.exists():
+                RunDir.open(cell.path).refuse_other_run(with_vocabulary(config))
+            snapshot = undone.enter_context(replaced_snapshot(run_dir))
+            snapshot.take_settings(config, job.cluster)
+        snapshot = undone.enter_context(replaced_snapshot(RunDir(job.run_dir)))
+        snapshot.take_code(script)
+        number = slurm.submit(snapshot.script, job.name)
+    for index, cell in enumerate(cells):
+        submitted = Submitted(job=f"{number}_{index}", job_name=job.name)
         RunDir(cell.path).ledger.append(submitted)
     return number
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
-        _remove_refused(run_dir)
+        run_dir.remove_unused()
     return status
 
 
@@ -91,13 +91,3 @@ def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable
         return ranks
 
     return start
-
-
-def _remove_refused(run_dir: RunDir) -> None:
-    """Delete the directory of a run that was refused before it started: it holds only our lock and
-    the logs."""
-    for path in (*run_dir.logs.glob("attempt-*-rank-*.log"), *run_dir.path.glob("*.lock")):
-        path.unlink()
-    for directory in (run_dir.logs, run_dir.path):
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()

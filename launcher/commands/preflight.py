@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,15 +17,23 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError, UserError
 from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import ClusterConfig, load_cluster
+from launcher.slurm.cluster import ClusterConfig, in_container, load_cluster
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import NodeRange
+from launcher.slurm.sbatch import (
+    NodeRange,
+    environment_lines,
+    host_lines,
+    option_flags,
+    quote,
+)
+from launcher.slurm.snapshot import Snapshot
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import END, TOKEN
 
 EXIT_FOUND_DIFFERENCES = 1
 _MINUTES = 15
 _LEAVE_SECONDS = 5.0
+_NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sbatch has
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +96,8 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
     cluster = load_cluster(arguments.cluster)
     check_request(cluster, NodeRange(arguments.nodes, arguments.nodes), slurm.partitions())
     name = f"preflight-{secrets.token_hex(4)}"
+    if cluster.container_image:  # which has this project's dependencies, but not its code
+        Snapshot(out).take_code(script="")
     with _step(srun_line(cluster, arguments.nodes, name, out), out) as srun:
 
         def is_running() -> bool:
@@ -98,7 +107,11 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
-    """The srun command: a rank per device; if a node fails, the others keep running."""
+    """The srun command: a rank per device; if a node fails, the others keep running.
+
+    As in a job, modules and setup are of the host. With pyxis the whole script runs in the
+    container, so it has only the environment.
+    """
     options = {
         "job-name": name,
         "partition": cluster.partition,
@@ -107,23 +120,23 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
         "nodes": nodes,
         "ntasks": nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,
-        "gpus-per-node": cluster.gpus_per_node,
+        "gpus-per-node": cluster.gpus_per_node if cluster.num_gpus else "",
         "cpus-per-task": cluster.cpus_per_rank,
         "time": _MINUTES,
-        **cluster.options,
     }
+    wanted = {key: value for key, value in options.items() if value}
+    wanted |= {key: each for key, each in cluster.options.items() if key not in _NOT_OF_SRUN}
+    check = ["-m", "pretrain.processes.node_check", str(out)]
+    flags, task = in_container(cluster, check, [out], Snapshot(out).code)
     script = [
-        *(f"module load {shlex.quote(module)}" for module in cluster.modules),
-        *cluster.setup,
-        *(
-            f"export {key}={shlex.quote(value)}"
-            for key, value in {TOKEN: name, **cluster.environment}.items()
-        ),
-        f"exec {shlex.join([sys.executable, '-m', 'pretrain.processes.node_check', str(out)])}",
+        *([] if flags else host_lines(cluster)),
+        f"export {TOKEN}={quote(name)}",
+        *environment_lines(cluster),
+        f"exec {' '.join(map(quote, task))}",
     ]
-    flags = [f"--{key}={value}" for key, value in options.items() if value]
     return [
         "srun",
+        *option_flags(wanted),
         *flags,
         "--no-kill",
         "--kill-on-bad-exit=0",

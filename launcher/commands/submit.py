@@ -16,7 +16,9 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, render
-from launcher.slurm.snapshot import Snapshot, with_absolute_paths
+from launcher.slurm.snapshot import Snapshot, replaced_snapshot, with_absolute_paths
+from launcher.status.infer_status import State
+from launcher.status.run_state import read_state
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import Submitted
@@ -86,19 +88,38 @@ def job_name(name: str, run_dir: Path) -> str:
 
 def submit(job: Job, config: RunConfig) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
-    run_dir = RunDir(job.run_dir)
+    run_dir, script = RunDir(job.run_dir), render(job)
     if run_dir.exists():
         RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
+        _refuse_done(run_dir.path, config)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
-    with run_dir.locked("submit"):
-        if live := slurm.live_jobs(job.name):
-            raise ConfigError(
-                f"job {live[0].id} ({live[0].state.lower()}) has the run {job.run_dir} already; "
-                f"wait for it, or end it: scancel {live[0].id}"
-            )
-        snapshot = Snapshot(job.run_dir)
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        snapshot.take(config, job.cluster, render(job))
+    existed = run_dir.path.exists()
+    try:
+        with run_dir.locked("submit"):
+            return _submit_once(job, config, script, run_dir)
+    except ConfigError:
+        if not existed:
+            run_dir.remove_unused()
+        raise
+
+
+def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> str:
+    if live := slurm.live_jobs(job.name):
+        raise ConfigError(
+            f"job {live[0].id} ({live[0].state.lower()}) has the run {job.run_dir} already; "
+            f"wait for it, or end it: scancel {live[0].id}"
+        )
+    with replaced_snapshot(run_dir) as snapshot:
+        snapshot.take(config, job.cluster, script)
         number = slurm.submit(snapshot.script, job.name)
-        run_dir.ledger.append(Submitted(job=number, job_name=job.name))
+    run_dir.ledger.append(Submitted(job=number, job_name=job.name))
     return number
+
+
+def _refuse_done(path: Path, config: RunConfig) -> None:
+    state = read_state(path)
+    if state.state is State.DONE and state.step >= config.optim.steps:
+        raise ConfigError(
+            f"{path} is done after step {state.step:,}; to train further, submit it with more "
+            "optim.steps"
+        )

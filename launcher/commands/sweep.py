@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
+from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
+from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.sbatch import parse_nodes
 from launcher.supervisor import StopSignals
@@ -21,7 +22,7 @@ from launcher.sweep_cells import (
     read_cells,
     write_results,
 )
-from launcher.sweep_runs import array_of, classes, run_cells, submit_array
+from launcher.sweep_runs import array_of, classes, parts_of, run_cells, submit_array
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
@@ -127,20 +128,36 @@ def _submit(
     cluster, nodes = load_cluster(arguments.cluster), parse_nodes(arguments.nodes)
     waiting = [cell for cell in cells if cell.is_waiting]
     for count, group in classes(waiting, cluster, nodes).items():
-        job, script = array_of(group, count, cluster, sweep.name, runs, arguments.jobs)
-        if arguments.dry_run:
-            print(script, end="")
-            continue
-        with RunDir(runs).locked("sweep"):
-            number = submit_array(job, script, group)
-        limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
-        print(
-            f"job {number}: {counted(len(group), 'cell')} on {counted(count, 'node')} each{limit}",
-            flush=True,
-        )
+        after = None
+        for part in parts_of(group, _largest_array(arguments.dry_run)):
+            job, script = array_of(
+                part, count, cluster, sweep.name, runs, arguments.jobs, after=after
+            )
+            if arguments.dry_run:
+                print(script, end="")
+                continue
+            with RunDir(runs).locked("sweep"):
+                number = submit_array(job, script, part)
+            # Each array has its own limit, so they keep it together only one after the other.
+            after = number if arguments.jobs else None
+            limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
+            print(
+                f"job {number}: {counted(len(part), 'cell')} on {counted(count, 'node')} "
+                f"each{limit}",
+                flush=True,
+            )
     if waiting and not arguments.dry_run:
         print(f"Status: launcher sweep status {arguments.sweep} --runs-dir {runs}")
     return 0
+
+
+def _largest_array(is_dry_run: bool) -> int:
+    try:
+        return slurm.largest_array()
+    except UserError:
+        if not is_dry_run:
+            raise
+        return slurm.USUAL_ARRAY  # without Slurm here, the scripts can be shown nevertheless
 
 
 def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:

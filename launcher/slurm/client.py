@@ -35,6 +35,7 @@ _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
 # sockets.
 _SETTLE_SECONDS = 2.0
+USUAL_ARRAY = 1001  # Slurm's default of MaxArraySize
 _JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
 _RECORD_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,Start,End,NodeList"
 
@@ -125,7 +126,7 @@ def submit(script: Path, name: str) -> str:
 
     def find_or_submit() -> str:
         if live := live_jobs(name):
-            return live[0].id
+            return live[0].array_id
         result = _run(["sbatch", "--parsable", str(script)])
         if result.returncode:
             raise ConfigError(f"sbatch rejected {script}: {_one_line(result.stderr)}")
@@ -204,6 +205,13 @@ def partitions() -> list[Partition]:
             time_limit=limit,
         )
     return list(found.values())
+
+
+def largest_array() -> int:
+    """The most tasks that an array may have on this cluster; 0 where there are no arrays."""
+    settings = _checked(["scontrol", "show", "config"])
+    limits = re.findall(r"(?:^MaxArraySize\s*= |max_array_tasks=)(\d+)", settings, re.MULTILINE)
+    return min(map(int, limits), default=USUAL_ARRAY)
 
 
 def cancel(job: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from data_pipeline.config_loader import load_config
+from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
 from pretrain.costs.devices import NodeConfig
 
@@ -15,13 +18,15 @@ from pretrain.costs.devices import NodeConfig
 # days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _LARGEST_SIGNAL_FRACTION = 0.5
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(NodeConfig):
     """A file of configs/clusters. Empty text stands for the cluster's default."""
 
-    partition: str = ""
+    partition: str = ""  # or several, main,urgent: the first that can start the job
     account: str = ""
     qos: str = ""
     cpus_per_rank: int = 1
@@ -29,13 +34,11 @@ class ClusterConfig(NodeConfig):
     signal_seconds: int = (
         180  # signal before the time limit: one step and one checkpoint have to fit
     )
-    options: dict[str, str] = field(
-        default_factory=dict
-    )  # other options of sbatch, such as 'mem: 0' or 'constraint: nvlink'
+    # Other options of sbatch, such as 'mem: 0', 'constraint: nvlink' or, a flag, 'exclusive:'.
+    options: dict[str, str | None] = field(default_factory=dict)
     modules: tuple[str, ...] = ()  # 'module load' of each
-    setup: tuple[
-        str, ...
-    ] = ()  # shell lines run once on the first node, such as 'source /opt/site.sh'
+    # Shell lines run once on the first node, such as 'source /opt/site.sh'.
+    setup: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)  # of every rank
     container_image: str = ""  # the ranks run in it; it has to contain this project's dependencies
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -46,6 +49,7 @@ class ClusterConfig(NodeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_texts(self)
         if self.cpus_per_rank < 1:
             raise ConfigError(f"cpus_per_rank={self.cpus_per_rank} must be 1 or more")
         if (
@@ -59,6 +63,34 @@ class ClusterConfig(NodeConfig):
                 f"signal_seconds={self.signal_seconds} must be above 0 and at most half of "
                 f"time_limit={self.time_limit}"
             )
+
+
+def _check_texts(cluster: ClusterConfig) -> None:
+    """ConfigError for names and values that would be something else in a script."""
+    for setting, names, valid, kind in (
+        ("environment", cluster.environment, _VARIABLE, "a variable's name, such as NCCL_DEBUG"),
+        ("options", cluster.options, _OPTION, "the long name of an option, such as mem"),
+    ):
+        if wrong := [name for name in names if not valid.fullmatch(name)]:
+            raise ConfigError(f"{setting}: found the name {wrong[0]!r}, expected {kind}")
+    for setting, value in to_tree(cluster).items():
+        for text in _texts_in(value):
+            if control_characters(text):
+                raise ConfigError(
+                    f"{setting}: found a control character in {text[:80]!r}, expected one line of "
+                    "plain text; write one line per entry"
+                )
+
+
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [str(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def control_characters(text: str) -> bool:
+    """Whether a line break, an escape or another control character is in the text."""
+    return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def load_cluster(path: Path) -> ClusterConfig:
@@ -83,3 +115,27 @@ def seconds_of(time_limit: str) -> float:
     if len(numbers) == 3:
         return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+
+
+def in_container(
+    cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
+) -> tuple[list[str], list[str]]:
+    """The flags of srun, and the command, that run Python with the arguments `task`.
+
+    In the cluster's container if it has one; this interpreter otherwise.
+    """
+    if not cluster.container_image:
+        return [], [sys.executable, *task]
+    command = [cluster.container_python, *task]
+    seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
+    if cluster.container_runtime == "pyxis":
+        flags = [
+            f"--container-image={cluster.container_image}",
+            f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
+            f"--container-workdir={workdir}",
+        ]
+        return flags, command
+    binds = [f"--bind={path}" for path in seen]
+    gpus = ["--nv"] if cluster.num_gpus else []
+    apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", cluster.container_image]
+    return [], [*apptainer, *command]

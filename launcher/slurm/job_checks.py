@@ -32,7 +32,7 @@ def check_run(
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
-    if cluster.gpu:
+    if cluster.gpu_model:
         _check_memory(config, cluster, ranks)
     _check_disk(config, run_dir)
     return [*_uneven_sizes(config, cluster, nodes), *_slow_checkpoints(config, cluster, ranks)]
@@ -41,35 +41,40 @@ def check_run(
 def check_request(
     cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
 ) -> None:
-    """Raise ConfigError if the partition is unknown or can never run the job."""
+    """Raise ConfigError if a partition is unknown, or none of those named can ever run the job.
+
+    Of several partitions Slurm takes the one that can start the job first.
+    """
     names = {partition.name: partition for partition in partitions}
-    chosen = names.get(cluster.partition) or next(
-        (each for each in partitions if each.is_default), None
-    )
-    if cluster.partition and cluster.partition not in names:
+    wanted = cluster.partition.split(",") if cluster.partition else []
+    if unknown := [name for name in wanted if name not in names]:
         raise ConfigError(
-            f"partition {cluster.partition!r} is unknown here; this cluster has {', '.join(names)}"
+            f"partition {unknown[0]!r} is unknown here; this cluster has {', '.join(names)}"
         )
-    if chosen is None:  # sbatch may have a default that sinfo does not show
-        return
+    # sbatch may have a default that sinfo does not show
+    chosen = [names[name] for name in wanted] or [each for each in partitions if each.is_default]
+    problems = [_never_fits(cluster, nodes, partition) for partition in chosen]
+    if problems and all(problems):
+        raise ConfigError(problems[0])
+
+
+def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) -> str:
+    """Why the partition can never run the job; empty if it can."""
     wanted = {
-        "nodes": (nodes.least, chosen.num_nodes),
-        "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, chosen.cpus_per_node),
-        "GPUs per node": (cluster.gpus_per_node, chosen.gpus_per_node),
+        "nodes": (nodes.least, partition.num_nodes),
+        "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, partition.cpus_per_node),
+        "GPUs per node": (cluster.num_gpus, partition.gpus_per_node),
     }
     for what, (asked, there) in wanted.items():
         if asked > there:
-            raise ConfigError(
-                f"found {asked} {what}, partition {chosen.name!r} has {there}; request fewer"
-            )
-    if chosen.time_limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(
-        chosen.time_limit
-    ):
-        raise ConfigError(
-            f"time_limit={cluster.time_limit} is beyond the {chosen.time_limit} of "
-            f"partition {chosen.name!r}; "
-            "request less: a run continues in the next job"
+            return f"found {asked} {what}, partition {partition.name!r} has {there}; request fewer"
+    limit = partition.time_limit
+    if limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(limit):
+        return (
+            f"time_limit={cluster.time_limit} is beyond the {limit} of partition "
+            f"{partition.name!r}; request less: a run continues in the next job"
         )
+    return ""
 
 
 def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
@@ -88,7 +93,7 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
-    capacity = USABLE * DEVICES[cluster.gpu].memory
+    capacity = USABLE * DEVICES[cluster.gpu_model].memory
     config = largest_phase(config, ranks, on_gpu=True)
     needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
     if needed > capacity:
@@ -99,7 +104,7 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
             else "use more nodes or a higher engine.zero_stage"
         )
         raise ConfigError(
-            f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu} leaves "
+            f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu_model} leaves "
             f"{capacity / GIB:.1f} GiB; {advice} "
             "('pretrain describe' shows the parts)"
         )
@@ -129,9 +134,9 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
 
 
 def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
-    if not cluster.gpu:
+    if not cluster.gpu_model:
         return []
-    rate = ranks * GPU_MFU * DEVICES[cluster.gpu].peak(config.engine.precision)
+    rate = ranks * GPU_MFU * DEVICES[cluster.gpu_model].peak(config.engine.precision)
     between = (
         config.checkpoint.interval
         * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config))

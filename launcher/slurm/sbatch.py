@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.cluster import ClusterConfig, control_characters
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,51 @@ class Job:
     attempts_without_progress: int
 
 
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
+
+
+def quote(value: object) -> str:
+    """The text that bash reads as this value, and sbatch in a `#SBATCH` line, too.
+
+    The only way for a value into a script. In double quotes both take a backslash away from the
+    character behind it; shlex.quote's single quotes do not keep backslashes in `#SBATCH` lines.
+    ConfigError for control characters: a line break would start a line of its own.
+    """
+    text = str(value)
+    if control_characters(text):
+        raise ConfigError(
+            f"found a control character in {text[:80]!r}, expected one line of plain text; "
+            "remove it, or choose another name"
+        )
+    if len(text) > _LONGEST_VALUE:
+        raise ConfigError(
+            f"found {len(text):,} characters in {text[:40]!r}..., expected at most "
+            f"{_LONGEST_VALUE:,} in a batch script; use a shorter value"
+        )
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + re.sub(r'(["\\$`])', r"\\\1", text) + '"'
+
+
+def option_flags(options: Mapping[str, object], text: Callable[[object], str] = str) -> list[str]:
+    """`--name=value` for each option; an option without a value is a flag, `--name`."""
+    return [
+        f"--{name}" if value in (None, "") else f"--{name}={text(value)}"
+        for name, value in options.items()
+    ]
+
+
+def host_lines(cluster: ClusterConfig) -> list[str]:
+    """Shell lines that prepare a node: modules and setup."""
+    return [*(f"module load {quote(module)}" for module in cluster.modules), *cluster.setup]
+
+
+def environment_lines(cluster: ClusterConfig) -> list[str]:
+    """Shell lines that set the ranks' environment variables."""
+    return [f"export {name}={quote(value)}" for name, value in cluster.environment.items()]
+
+
 def render(job: Job) -> str:
     """The script. The job writes its log, and everything else, into the run directory."""
     head = (
@@ -59,47 +104,63 @@ def render(job: Job) -> str:
         "the run resumes from its latest checkpoint."
     )
     return _script(
-        job,
-        head,
-        [f"output={job.run_dir / 'logs' / 'slurm-%j.log'}"],
-        [],
-        shlex.quote(str(job.run_dir)),
+        job, head, {"output": _log_pattern(job.run_dir, "slurm-%j.log")}, [], quote(job.run_dir)
     )
 
 
-def render_array(job: Job, runs: Mapping[int, Path], at_a_time: int | None) -> str:
-    """The script of an array job whose task `index` runs the run directory runs[index].
+def render_array(
+    job: Job, runs: Sequence[Path], at_a_time: int | None, after: str | None = None
+) -> str:
+    """The script of an array job whose task i runs the run directory runs[i].
 
-    Each run directory gets a link to its task's log, which is in `job.run_dir`.
+    Each run directory gets a link to its task's log, which is in `job.run_dir`. The array starts
+    when the job `after` has ended.
     """
     limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
-    options = [f"array={','.join(map(str, runs))}{limit}", f"output={logs / 'slurm-%A_%a.log'}"]
+    options = {
+        "array": f"0-{len(runs) - 1}{limit}",
+        "output": _log_pattern(job.run_dir, "slurm-%A_%a.log"),
+        **({"dependency": f"afterany:{after}"} if after else {}),
+    }
     task = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
     lines = [
         "",
         "runs=(",
-        *(f"  [{index}]={shlex.quote(str(path))}" for index, path in runs.items()),
+        *(f"  {quote(path)}" for path in runs),
         ")",
         'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
-        f'ln -sf {shlex.quote(str(logs))}/slurm-"{task}.log" "$run/logs/"',
+        f'ln -sf {quote(logs)}/slurm-"{task}.log" "$run/logs/"',
     ]
-    return _script(
-        job, "# Written by 'launcher sweep submit'. One task is one cell.", options, lines, '"$run"'
-    )
+    head = "# Written by 'launcher sweep submit'. One task is one cell."
+    return _script(job, head, options, lines, '"$run"')
 
 
-def _script(job: Job, head: str, options: Sequence[str], lines: Sequence[str], run: str) -> str:
-    command = shlex.join([job.python, "-m", "launcher", "batch"])
+def _log_pattern(run_dir: Path, name: str) -> str:
+    """The path of a log whose name has Slurm's %j and the like, and whose directory has none."""
+    if "\\" in str(run_dir):
+        raise ConfigError(
+            f"found a backslash in {run_dir}, which Slurm does not keep in a log's path; "
+            "choose another --run-dir"
+        )
+    return f"{run_dir / 'logs'}".replace("%", "%%") + f"/{name}"
+
+
+def _script(
+    job: Job, head: str, options: Mapping[str, object], lines: Sequence[str], run: str
+) -> str:
+    command = " ".join(map(quote, (job.python, "-m", "launcher", "batch")))
+    derived = {**_options(job), **options}
+    _refuse_taken(derived, job.cluster)
+    wanted = {name: value for name, value in derived.items() if value}
+    flags = ["--requeue", *option_flags(wanted, quote)]
     text = [
         "#!/bin/bash",
         head,
-        "#SBATCH --requeue",
-        *(f"#SBATCH --{option}" for option in [*_options(job), *options]),
+        *(f"#SBATCH {flag}" for flag in [*flags, *option_flags(job.cluster.options, quote)]),
         "",
         "set -e",
-        *(f"module load {shlex.quote(module)}" for module in job.cluster.modules),
-        *job.cluster.setup,
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.cluster.environment.items()),
+        *host_lines(job.cluster),
+        *environment_lines(job.cluster),
         *lines,
         "",
         "# exec: Slurm signals this process only (--signal=B:), so it becomes the supervisor.",
@@ -108,28 +169,32 @@ def _script(job: Job, head: str, options: Sequence[str], lines: Sequence[str], r
     return "\n".join(text) + "\n"
 
 
-def _options(job: Job) -> list[str]:
+def _options(job: Job) -> dict[str, object]:
+    """What the launcher asks for itself, unless it is empty."""
     cluster = job.cluster
-    derived: dict[str, object] = {
+    return {
         "job-name": job.name,
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
         "nodes": job.nodes,
         **_resources_of_a_node(job),
-        "gpus-per-node": cluster.gpus_per_node,
+        "gpus-per-node": cluster.gpus_per_node if cluster.num_gpus else "",
         "time": cluster.time_limit,
         "signal": f"B:USR1@{cluster.signal_seconds}",
         "open-mode": "append",  # a requeued job continues in the same log
         "chdir": job.code,
     }
-    if taken := sorted((derived.keys() | {"output", "array"}) & cluster.options.keys()):
-        raise ConfigError(
-            f"options.{taken[0]} of the cluster file is set by the launcher; "
-            "use the cluster's own setting for it"
-        )
-    own = [f"{name}={value}" for name, value in derived.items() if value]
-    return own + [f"{name}={value}" if value else name for name, value in cluster.options.items()]
+
+
+def _refuse_taken(derived: Mapping[str, object], cluster: ClusterConfig) -> None:
+    for name in cluster.options:
+        if name in derived:
+            setting = name.replace("-", "_")
+            way_out = f"use the setting {setting}" if hasattr(cluster, setting) else "remove it"
+            raise ConfigError(
+                f"options.{name} of the cluster file is set by the launcher; {way_out}"
+            )
 
 
 def _resources_of_a_node(job: Job) -> dict[str, object]:

@@ -6,16 +6,20 @@ RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.d
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
+from data_pipeline.errors import ConfigError
 from data_pipeline.files import absolute, write_text
 from data_pipeline.yaml_files import dump_yaml
 from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.run import MixturePart, RunConfig
+from pretrain.rundir.run_dir import RunDir
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _PACKAGES = ("data_pipeline", "launcher", "pretrain")
@@ -59,6 +63,31 @@ class Snapshot:
         }.items():
             write_text(self.path / name, _git(*command))
         write_text(self.script, script)
+
+
+@contextlib.contextmanager
+def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
+    """The snapshot to take in the block. If Slurm refuses the job, all is as it was before.
+
+    After any other failure the new snapshot stays: the job may exist, although its id was lost.
+    """
+    snapshot, before = Snapshot(run_dir.path), run_dir.path / ".slurm.tmp"
+    made = [path for path in (run_dir.path, run_dir.logs) if not path.exists()]
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(before, ignore_errors=True)
+    if snapshot.path.exists():
+        snapshot.path.rename(before)
+    try:
+        yield snapshot
+    except ConfigError:
+        shutil.rmtree(snapshot.path, ignore_errors=True)
+        if before.exists():
+            before.rename(snapshot.path)
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # something else is in there
+                path.rmdir()
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _git(*command: str) -> str:

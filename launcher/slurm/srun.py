@@ -9,14 +9,13 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
-from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.cluster import ClusterConfig, in_container
 from pretrain.processes.local_ranks import describe_failure
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
@@ -61,25 +60,8 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
         f"--nodelist={','.join(step.nodes[: step.num_nodes])}",
     ]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
-    if not cluster.container_image:
-        return [*command, sys.executable, *task]
-    seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
-    if cluster.container_runtime == "pyxis":
-        command += [f"--container-image={cluster.container_image}"]
-        command += [f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}"]
-        command += [f"--container-workdir={os.getcwd()}"]
-    else:
-        binds = [f"--bind={path}" for path in seen]
-        gpus = ["--nv"] if cluster.gpus_per_node else []
-        command += [
-            "apptainer",
-            "exec",
-            *gpus,
-            *binds,
-            f"--pwd={os.getcwd()}",
-            cluster.container_image,
-        ]
-    return [*command, cluster.container_python, *task]
+    flags, line = in_container(cluster, task, mounts, Path.cwd())
+    return [*command, *flags, *line]
 
 
 class SlurmRanks:

@@ -27,6 +27,13 @@ _WAITING = {
     "PartitionNodeLimit": "asks for more nodes than its partition has",
     "ReqNodeNotAvail": "the nodes it needs are down or reserved",
 }
+# The same for reasons that are sentences or have a beginning in common.
+_WAITING_IF = {
+    "Nodes required for job": "the nodes it needs are down, drained or reserved",
+    "launch failed": "held after a failed start; 'scontrol release' releases it",
+    "QOS": "waiting for a limit of its QOS",
+    "Assoc": "waiting for a limit of its account",
+}
 # Accounting's states of earlier starts of a job that is in the queue again.
 _REQUEUED = {
     "PREEMPTED": (State.PREEMPTED, "preempted by another job"),
@@ -120,7 +127,7 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
 
 
 def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> RunState:
-    reason = _WAITING.get(job.reason, job.reason)
+    reason = _waits_because(job.reason)
     if job.start not in _UNKNOWN_TIMES:
         reason += f", expected to start {job.start.replace('T', ' ')}"
     state = replace(state, nodes=(), seconds_left=None)
@@ -132,6 +139,16 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     latest = ([end for end in ends if end in _REQUEUED] or ["REQUEUED"])[-1]
     requeued, cause = _REQUEUED[latest]
     return replace(state, state=requeued, reason=f"{cause}; {reason}")
+
+
+def _waits_because(reason: str) -> str:
+    """Slurm's reason why a job waits, for people; details behind its first word are kept."""
+    word, comma, details = reason.partition(",")
+    known = _WAITING.get(word.strip())
+    if known is None:
+        general = next((text for part, text in _WAITING_IF.items() if part in reason), "")
+        return f"{general} ({reason})" if general else reason
+    return f"{known} ({details.strip()})" if comma else known
 
 
 def _running(state: RunState, job: QueuedJob) -> RunState:

@@ -115,12 +115,12 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
         names = {field.name for field in fields(NodeConfig)}
         tree = {key: value for key, value in read_tree(arguments.cluster).items() if key in names}
         node = parse_config(NodeConfig, tree, source=str(arguments.cluster))
-        if node.gpus_per_node and not (gpu or node.gpu):
+        if node.num_gpus and not (gpu or node.gpu_model):
             raise ConfigError(
                 f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "
                 "set it, or use --gpu"
             )
-        ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu
+        ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
     return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")
 
 

@@ -6,12 +6,16 @@ in its metadata. A section's mark holds for all settings in it, except those tha
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import abbreviated
 
 _MAY_CHANGE = "may_change"
+LONGEST_NAME = 100
+_NAME = re.compile(rf"(?![-.])[A-Za-z0-9._+-]{{1,{LONGEST_NAME}}}")
 
 
 def changeable(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
@@ -52,3 +56,12 @@ def require_at_least(minimum: int, section: str, settings: Any, *names: str) -> 
     for name in names:
         if (value := getattr(settings, name)) < minimum:
             raise ConfigError(f"{section}.{name}={value:g} must be {minimum} or more")
+
+
+def require_name(setting: str, name: str) -> None:
+    """Raise ConfigError unless `name` can name a directory and a job, and is no option."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{setting}: found {abbreviated(name)}, expected 1 to {LONGEST_NAME} letters, digits "
+            "and . _ + -, not beginning with . or -; choose such a name"
+        )

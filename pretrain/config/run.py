@@ -14,7 +14,7 @@ from typing import Any, Literal
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import url_of
-from pretrain.config.fields import changeable, fixed, require_at_least
+from pretrain.config.fields import changeable, fixed, require_at_least, require_name
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 
@@ -228,6 +228,7 @@ class RunConfig:
     metrics: MetricsConfig = changeable(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
+        require_name("name", self.name)
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
             raise ConfigError(

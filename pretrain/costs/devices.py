@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ GIB = 1 << 30
 USABLE = 0.92
 CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
 GPU_MFU = 0.35
+_GPUS = re.compile(r"([A-Za-z][A-Za-z0-9._-]*:)?\d{1,4}")
 
 
 @dataclass(frozen=True)
@@ -51,25 +53,51 @@ class NodeConfig:
     `launcher`.
     """
 
-    gpus_per_node: int = 0  # each gets a rank; 0: a CPU cluster
-    gpu: Literal["", "A100", "H100", "H200"] = ""  # to estimate memory and time before a start
+    gpus_per_node: str = "0"  # each gets a rank; 8, or h100:8 with Slurm's type; 0: a CPU cluster
+    # To estimate memory and time before a start; empty: what the type of gpus_per_node names.
+    gpu: Literal["", "A100", "H100", "H200"] = ""
     ranks_per_node: int = 0  # 0: one per GPU
 
     def __post_init__(self) -> None:
-        if self.gpus_per_node < 0 or self.tasks_per_node < 1:
+        if not _GPUS.fullmatch(self.gpus_per_node):
+            raise ConfigError(
+                f"gpus_per_node: found {self.gpus_per_node!r}, expected a number or a type and a "
+                "number; write 8, or h100:8"
+            )
+        if self.tasks_per_node < 1:
             raise ConfigError(
                 f"gpus_per_node={self.gpus_per_node} and ranks_per_node={self.ranks_per_node} "
                 "leave nothing to run on; give nodes GPUs or ranks"
             )
-        if self.gpus_per_node and self.tasks_per_node != self.gpus_per_node:
+        if self.num_gpus and self.tasks_per_node != self.num_gpus:
             raise ConfigError(
                 f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; "
                 "use one rank per GPU"
             )
-        if self.gpu and not self.gpus_per_node:
+        if self.gpu and not self.num_gpus:
             raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; set the GPUs of a node")
+        if self.gpu and self._named_by_type not in ("", self.gpu):
+            raise ConfigError(
+                f"gpu={self.gpu} but gpus_per_node={self.gpus_per_node}; give one kind of GPU"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of each node."""
+        return int(self.gpus_per_node.rpartition(":")[2])
+
+    @property
+    def gpu_model(self) -> str:
+        """The name in DEVICES of each GPU; empty if neither `gpu` nor the type names it."""
+        return self.gpu or self._named_by_type
 
     @property
     def tasks_per_node(self) -> int:
         """Ranks on each node."""
-        return self.ranks_per_node or self.gpus_per_node
+        return self.ranks_per_node or self.num_gpus
+
+    @property
+    def _named_by_type(self) -> str:
+        """`H100` of h100:8 or nvidia_h100_80gb_hbm3:8."""
+        kind = self.gpus_per_node.rpartition(":")[0].upper()
+        return next((name for name in DEVICES if name in kind), "")

@@ -187,6 +187,14 @@ class RunDir:
         paths = (self.path / f"{holder}.lock" for holder in ("launcher", "train"))
         return [lock for path in paths if (lock := read_lock(path))]
 
+    def remove_unused(self) -> None:
+        """Delete the directory if no run came into being: it holds only locks and logs."""
+        for path in (*self.logs.glob("attempt-*-rank-*.log"), *self.path.glob("*.lock")):
+            path.unlink()
+        for directory in (self.logs, self.path):
+            if directory.is_dir() and not any(directory.iterdir()):
+                directory.rmdir()
+
     # ---------------------------------------------------------------------------------------------
     # checks
 

@@ -19,6 +19,7 @@ grid: {optim.learning_rate: [3e-4, 1e-3], model.memory_length: [64, 128]}
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -32,6 +33,7 @@ from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
+from pretrain.config.fields import LONGEST_NAME, require_name
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
@@ -70,16 +72,9 @@ class Sweep:
             raise ConfigError(
                 f"cells: the name {repeated[0]!r} is used twice; each cell needs its own directory"
             )
-        unusable = [
-            cell.name
-            for cell in self.cells
-            if not cell.name or "/" in cell.name or cell.name.startswith(".")
-        ]
-        if unusable:
-            raise ConfigError(
-                f"cells: {unusable[0]!r} cannot be the name of a directory; use letters, digits, "
-                "- and _"
-            )
+        require_name("name", self.name)
+        for cell in self.cells:
+            require_name("cells: name", cell.name)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -137,7 +132,7 @@ def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
     short = {key: key.rpartition(".")[2] for key in settings}
     if len(set(short.values())) < len(short):
         short = {key: key for key in settings}
-    name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
+    name = _short("-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items()))
     return {
         "name": name,
         "experiment": experiment,
@@ -146,6 +141,12 @@ def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
             key: float(value) for key, value in settings.items() if type(value) in (int, float)
         },
     }
+
+
+def _short(name: str) -> str:
+    """The name, or if it is too long its beginning and a hash of all of it."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def _value_text(value: Any) -> str:

@@ -109,6 +109,9 @@ def test_a_second_job_on_the_same_run_is_refused(
     )
     assert run.attempts() == [NextAction.FINISHED]
     assert_status(run, "done", attempts=1, checkpoint=STEPS, last_failure="")
+    again = runs.try_submit("reference")
+    assert again.returncode == 2
+    assert f"is done after step {STEPS}" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,7 @@ def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes,
     assert result.returncode == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+    assert not (runs.path / "refused").exists()
 
 
 def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(
@@ -205,12 +209,21 @@ def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(
     assert run.ends() == ["node n2 failed", "its first node was lost", "finished"]
 
 
-def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs):
+def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs, lab: SlurmLab):
     run = runs.submit(
-        "loop", "--attempts-without-progress=2", environment={"PRETRAIN_FAULT": "sigkill@1"}, **NEAR
+        'it\'s "100%j" $HOME #1',  # what Slurm and bash give a meaning to
+        "--attempts-without-progress=2",
+        environment={"PRETRAIN_FAULT": "sigkill@1", "NOTE": "two 'words' \"$HOME\""},
+        partition="main,urgent",
+        options={**NEAR["options"], "comment": "50%j \"of\" 'it'", "exclusive": None},
     )
     run.until(lambda: run.state() == "FAILED")
     assert run.attempts() == [NextAction.RETRY, NextAction.GIVE_UP]
+    job = lab.run("scontrol", "show", "job", run.job).stdout
+    assert f"WorkDir={run.dir.path / 'slurm' / 'code'}\n" in job
+    assert "Comment=50%j \"of\" 'it'" in job
+    assert "Partition=urgent" in job or "Partition=main" in job
+    assert "attempt 0: 4 ranks" in run.log()
     reason = run.events(AttemptEnded)[-1].cause
     assert (
         "was killed by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason

@@ -22,24 +22,29 @@ JOB = Job(
 
 
 def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_path):
-    runs = {index: tmp_path / name for index, name in ((1, "narrow"), (4, "with space"))}
+    runs = [tmp_path / "narrow", tmp_path / "with space"]
     script = render_array(JOB, runs, at_a_time=2)
-    assert "#SBATCH --array=1,4%2\n" in script
+    assert "#SBATCH --array=0-1%2\n" in script
     assert "#SBATCH --nodes=1\n" in script
-    (runs[4] / "logs").mkdir(parents=True)
-    environment = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_JOB_ID": "17"}
+    (runs[1] / "logs").mkdir(parents=True)
+    environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "17"}
     environment["PATH"] = "/usr/bin:/bin"
     result = subprocess.run(
         ["bash", "-c", script], env=environment, check=True, capture_output=True, text=True
     )
-    assert result.stdout == f"-m launcher batch {runs[4]} --attempts-without-progress=3\n"
+    assert result.stdout == f"-m launcher batch {runs[1]} --attempts-without-progress=3\n"
     assert (
-        runs[4] / "logs" / "slurm-17_4.log"
-    ).readlink() == JOB.run_dir / "logs" / "slurm-17_4.log"
+        runs[1] / "logs" / "slurm-17_1.log"
+    ).readlink() == JOB.run_dir / "logs" / "slurm-17_1.log"
 
 
 def test_an_array_without_a_limit_has_none():
-    assert "#SBATCH --array=0\n" in render_array(JOB, {0: Path("/runs/a")}, at_a_time=None)
+    assert "#SBATCH --array=0-0\n" in render_array(JOB, [Path("/runs/a")], at_a_time=None)
+
+
+def test_arrays_that_share_a_limit_run_one_after_the_other():
+    script = render_array(JOB, [Path("/runs/a"), Path("/runs/b")], at_a_time=1, after="17")
+    assert "#SBATCH --dependency=afterany:17\n" in script
 
 
 def test_a_task_of_an_array_is_known_by_its_index(monkeypatch):

@@ -20,7 +20,7 @@ from pretrain.costs.flops import flops_of_step
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
 TWO = NodeRange(2, 2)
-GPU = ClusterConfig(gpus_per_node=8, gpu="A100", cpus_per_rank=4)
+GPU = ClusterConfig(gpus_per_node="8", gpu="A100", cpus_per_rank=4)
 
 
 def run_config(lanes: int = 16, **settings) -> RunConfig:
@@ -107,7 +107,7 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
     assert not [line for line in lines if "account" in line or "qos" in line]
     assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
-    assert "export NOTE='two words'" in lines
+    assert 'export NOTE="two words"' in lines
     assert shlex.split(lines[-1])[:6] == [
         "exec",
         "/opt/python",
@@ -164,7 +164,10 @@ def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_pat
     assert "only 2 would be used" in check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)[0]
 
 
-def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path):
+@pytest.mark.parametrize(
+    "cluster", [GPU, ClusterConfig(gpus_per_node="nvidia_a100-sxm4-80gb:8", partition="a,b")]
+)
+def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path, cluster):
     config = run_config(
         lanes=4096, model=ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000)
     )
@@ -172,7 +175,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(
         ConfigError, match=r"a rank needs about .* A100 leaves .* set engine\.micro_batch_lanes="
     ):
-        check_run(config, GPU, NodeRange(1, 1), tmp_path)
+        check_run(config, cluster, NodeRange(1, 1), tmp_path)
 
 
 def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kernel_never_writes(
@@ -256,6 +259,15 @@ PARTITIONS = [
 def test_a_request_that_can_never_start_is_refused(cluster, nodes, reason):
     with pytest.raises(ConfigError, match=reason):
         check_request(cluster, NodeRange(nodes, nodes), PARTITIONS)
+
+
+def test_of_several_partitions_one_has_to_fit_and_all_have_to_exist():
+    both = dataclasses.replace(CPU, partition="main,short")
+    check_request(both, NodeRange(4, 4), PARTITIONS)  # `short` has only two nodes
+    with pytest.raises(ConfigError, match="5 nodes, partition 'main' has 4"):
+        check_request(both, NodeRange(5, 5), PARTITIONS)
+    with pytest.raises(ConfigError, match="partition 'lost' is unknown"):
+        check_request(dataclasses.replace(CPU, partition="main,lost"), TWO, PARTITIONS)
 
 
 def test_a_request_that_fits_goes_through():

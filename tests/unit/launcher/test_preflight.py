@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +85,7 @@ def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monke
 def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     cluster = ClusterConfig(
         partition="gpu",
-        gpus_per_node=8,
+        gpus_per_node="8",
         cpus_per_rank=4,
         options={"mem": "0"},
         modules=("cuda",),
@@ -105,6 +105,31 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     assert script[0] == "module load cuda"
     assert "export NCCL_DEBUG=WARN" in script
     assert script[-1].endswith("-m pretrain.processes.node_check /shared/out")
+
+
+def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
+    base = ClusterConfig(
+        gpus_per_node="2",
+        container_image="/images/x.sqsh",
+        container_python="/venv/python",
+        container_mounts=("/data",),
+        modules=("cuda",),
+        environment={"NOTE": "two words"},
+        options={"exclusive": None, "no-requeue": None},
+    )
+    out = Path("/shared/out")
+    pyxis = srun_line(base, 2, "preflight-1a", out)
+    assert "--container-image=/images/x.sqsh" in pyxis
+    assert "--container-mounts=/shared/out:/shared/out,/data:/data" in pyxis
+    assert "--container-workdir=/shared/out/slurm/code" in pyxis
+    assert "--exclusive" in pyxis
+    assert "--no-requeue" not in pyxis
+    assert "module load cuda" not in pyxis[-1]  # it is not in the container
+    assert 'export NOTE="two words"\nexec /venv/python -m pretrain.' in pyxis[-1]
+    apptainer = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
+    assert apptainer[-1].startswith("module load cuda\n")
+    inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"
+    assert f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh /venv/python -m" in apptainer[-1]
 
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):

@@ -54,7 +54,35 @@ def record(state: str) -> JobRecord:
     ("run", "job", "records", "state", "reason"),
     [
         (RUN, queued("PENDING", "Resources"), [], "queued", "waiting for nodes"),
-        (RUN, queued("PENDING", "QOSMaxJobs"), [], "queued", "QOSMaxJobs"),
+        (
+            RUN,
+            queued("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]"),
+            [],
+            "queued",
+            "the nodes it needs are down or reserved (UnavailableNodes:n[1-2])",
+        ),
+        (
+            RUN,
+            queued("PENDING", "Nodes required for job are DOWN, DRAINED or reserved for jobs"),
+            [],
+            "queued",
+            "the nodes it needs are down, drained or reserved (Nodes required for",
+        ),
+        (
+            RUN,
+            queued("PENDING", "launch failed requeued held"),
+            [],
+            "queued",
+            "held after a failed start; 'scontrol release' releases it",
+        ),
+        (
+            RUN,
+            queued("PENDING", "QOSMaxJobsPerUserLimit"),
+            [],
+            "queued",
+            "waiting for a limit of its QOS (QOSMaxJobsPerUserLimit)",
+        ),
+        (RUN, queued("PENDING", "Unheard"), [], "queued", "Unheard"),
         (
             RUN,
             queued("PENDING", "Priority", "2026-01-02T03:04:05"),

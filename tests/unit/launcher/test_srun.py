@@ -37,7 +37,7 @@ def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
 
 def in_container(**settings) -> list[str]:
     cluster = ClusterConfig(
-        gpus_per_node=2, container_image="/images/x.sqsh", container_mounts=("/data",), **settings
+        gpus_per_node="2", container_image="/images/x.sqsh", container_mounts=("/data",), **settings
     )
     return srun_command(
         dataclasses.replace(STEP, cluster=cluster),

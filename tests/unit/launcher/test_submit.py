@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError, UserError
 from launcher.cli import main
 from launcher.slurm.cluster import load_cluster
-from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Finished
 
 SETTINGS = [
     "model.vocab_size=100",
@@ -77,6 +80,40 @@ def test_a_directory_that_holds_another_run_is_refused(files, capsys):
     RunDir.create(files / "run", other)
     assert submit(files) == 2
     assert "seed: 7 -> 1" in capsys.readouterr().err
+
+
+def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(files, capsys):
+    run_dir = RunDir.create(
+        files / "run", load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "optim.steps=10"])
+    )
+    run_dir.metrics.write_text('{"kind": "train", "step": 10, "loss": 1.0}\n')
+    run_dir.ledger.append(Finished(step=10))
+    assert submit(files, "optim.steps=10") == 2
+    assert "is done after step 10; to train further" in capsys.readouterr().err
+    submit(files, "optim.steps=20")
+    assert "is done" not in capsys.readouterr().err
+
+
+def test_a_job_that_slurm_refuses_leaves_the_directory_as_it_was(files):
+    run_dir, snapshot = RunDir(files / "run"), Snapshot(files / "run")
+
+    def replace_snapshot(script: str, error: UserError) -> None:
+        with pytest.raises(type(error)), replaced_snapshot(run_dir):
+            _raise_after(lambda: snapshot.take_code(script), error)
+
+    replace_snapshot("first\n", ConfigError("sbatch rejected it"))
+    assert not run_dir.path.exists()
+    snapshot.take_code("before\n")
+    replace_snapshot("second\n", ConfigError("sbatch rejected it"))
+    assert snapshot.script.read_text() == "before\n"
+    assert snapshot.code.exists()
+    replace_snapshot("third\n", UserError("no answer: the job may exist"))
+    assert snapshot.script.read_text() == "third\n"
+
+
+def _raise_after(work: Callable[[], None], error: UserError) -> None:
+    work()
+    raise error
 
 
 def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files):

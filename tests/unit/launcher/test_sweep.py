@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
-from launcher.sweep_runs import array_of, classes
+from launcher.sweep_runs import array_of, classes, parts_of
 from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished
+from pretrain.rundir.training_events import Finished, Started
 from pretrain.scaling.sweep_file import read_sweep
 
 CLUSTER = ClusterConfig(ranks_per_node=2)
@@ -85,8 +86,38 @@ def test_an_arrays_name_follows_from_its_cells_and_what_they_were_submitted_as_b
     cells[0] = replace(cells[0], state=replace(cells[0].state, job="17_0"))
     retried, _ = array_of(cells, 1, CLUSTER, "three", runs, at_a_time=None)
     assert first.name == again.name != retried.name
-    assert "#SBATCH --array=0,2\n" in script
+    assert "#SBATCH --array=0-1\n" in script
     assert f"#SBATCH --job-name={first.name}\n" in script
+
+
+def test_more_cells_than_an_array_may_have_are_split_and_counted_from_0_in_each(sweep):
+    cells = cells_of(sweep)
+    parts = list(parts_of(cells, largest=2))
+    assert [[cell.cell.name for cell in part] for part in parts] == [["plain", "odd"], ["other"]]
+    jobs = [array_of(part, 1, CLUSTER, "three", sweep.parent / "runs", None) for part in parts]
+    assert len({job.name for job, _ in jobs}) == 2
+    assert "#SBATCH --array=0-0\n" in jobs[1][1]
+    with pytest.raises(ConfigError, match="no job arrays"):
+        list(parts_of(cells, largest=0))
+
+
+def test_the_summary_counts_failed_cells(sweep):
+    *lost, last = cells_of(sweep)
+    for cell in lost:
+        RunDir.create(cell.path, cell.config).ledger.append(Started(step=0, world_size=1))
+    make_done(last)
+    assert describe(cells_of(sweep)) == "1 of 3 cells are done, 2 failed"
+
+
+def test_the_name_of_a_cell_with_many_settings_is_cut_and_stays_its_own(sweep):
+    grid = sweep.parent / "grid.yaml"
+    names = ["engine.watchdog_timeout_seconds", "recovery.skip_margin_segments"]
+    names += ["recovery.straggler_ratio", "engine.checkpoint_every_n_layers"]
+    settings = ", ".join(f"{name}: [111, 112]" for name in names)
+    grid.write_text(f"format: 1\nname: grid\nexperiment: tiny.yaml\ngrid: {{{settings}}}\n")
+    cells = cells_of(grid)
+    assert len({cell.path for cell in cells}) == 16
+    assert max(len(cell.cell.name) for cell in cells) == 100
 
 
 def test_done_cells_are_skipped_and_a_cell_whose_sweep_asks_for_more_steps_is_not_done(sweep):

@@ -1,0 +1,167 @@
+"""What a batch script makes of the values that go into it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError
+from launcher.cli import main
+from launcher.slurm.cluster import ClusterConfig, load_cluster
+from launcher.slurm.sbatch import Job, NodeRange, quote, render, render_array
+
+CPU = ClusterConfig(ranks_per_node=2)
+# What bash, and sbatch in its #SBATCH lines, give a meaning to; and any other character.
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from("\"'\\$`!#%*?~ ;&|<>(){}[]=-@:,"),
+        st.characters(exclude_categories=("Cc", "Cs")),
+    ),
+    max_size=40,
+)
+
+
+def job(run_dir: Path, cluster: ClusterConfig = CPU, python: str = "/bin/echo") -> Job:
+    return Job(
+        name="books-12345678",
+        run_dir=run_dir,
+        code=run_dir / "slurm" / "code",
+        python=python,
+        nodes=NodeRange(2, 2),
+        cluster=cluster,
+        attempts_without_progress=3,
+    )
+
+
+def run_script(script: str, python: Path, **variables: str) -> list[str]:
+    """The arguments, one per line and then the environment, that the script's program was given."""
+    python.write_text('#!/bin/sh\nfor a in "$@"; do printf "%s\\n" "$a"; done\n/usr/bin/env\n')
+    python.chmod(0o755)
+    result = subprocess.run(
+        ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True
+    )
+    assert result.returncode == 0, result.stderr
+    return os.fsdecode(result.stdout).splitlines()
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=TEXTS, directory=TEXTS.map(lambda text: text.replace("/", "").replace("\\", "")))
+def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
+    tmp_path_factory, value, directory
+):
+    folder = tmp_path_factory.mktemp("script")
+    cluster = replace(
+        CPU, environment={"NOTE": value}, options={"comment": value, "exclusive": None}
+    )
+    run_dir = Path("/runs") / f"x{directory}"
+    script = render(job(run_dir, cluster, str(folder / "python")))
+    lines = run_script(script, folder / "python")
+    assert lines[:4] == ["-m", "launcher", "batch", str(run_dir)]
+    assert f"NOTE={value}" in lines
+    array = render_array(job(run_dir, cluster, str(folder / "python")), [run_dir], at_a_time=None)
+    array = array.replace("ln -sf", ": ln -sf")
+    assert run_script(array, folder / "python", SLURM_ARRAY_TASK_ID="0")[3] == str(run_dir)
+    assert sum(line.startswith("#SBATCH") for line in script.split("\n")) == 12
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "tab\there", "\x1b[31mred", "nul\0", "\x85"])
+def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, text):
+    with pytest.raises(ConfigError, match="control character") as error:
+        render(job(Path(f"/runs/{text}")))
+    assert "\n" not in str(error.value)
+    for setting in ("partition", "account", "qos", "container_image"):
+        with pytest.raises(ConfigError, match=f"{setting}: found a control character"):
+            replace(CPU, **{setting: text})
+    for change in (
+        {"options": {"comment": text}},
+        {"environment": {"NOTE": text}},
+        {"modules": (text,)},
+        {"setup": ("true", text)},
+        {"container_mounts": (text,)},
+    ):
+        with pytest.raises(ConfigError, match="found a control character"):
+            replace(CPU, **change)
+
+
+@pytest.mark.parametrize("name", ["A B", "1X", "A-B", "A;id", "", "É"])
+def test_names_of_variables_are_identifiers(name):
+    with pytest.raises(ConfigError, match="environment: found the name"):
+        replace(CPU, environment={name: "1"})
+
+
+@pytest.mark.parametrize("name", ["-x", "mem --wrap", "Mem", "", "m=3"])
+def test_names_of_options_are_long_options(name):
+    with pytest.raises(ConfigError, match="options: found the name"):
+        replace(CPU, options={name: "1"})
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a b", "-x", ".x", "a\nb", "a%j", "ä", "x" * 101, "a/b"]
+)
+def test_a_name_that_could_leave_its_place_is_refused_in_one_line(tmp_path, capsys, name):
+    (tmp_path / "x.yaml").write_text("model: {vocab_size: 300}\n")
+    (tmp_path / "cluster.yaml").write_text("ranks_per_node: 1\n")
+    command = ["submit", str(tmp_path / "x.yaml"), f"--cluster={tmp_path / 'cluster.yaml'}"]
+    assert main([*command, "--dry-run", f"--name={name}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "expected 1 to 100 letters" in error
+
+
+def test_percent_signs_of_a_directory_are_no_patterns_and_backslashes_are_refused():
+    assert '#SBATCH --output="/runs/50%%j x/logs/slurm-%j.log"\n' in render(
+        job(Path("/runs/50%j x"))
+    )
+    with pytest.raises(ConfigError, match="backslash"):
+        render(job(Path("/runs/a\\b")))
+
+
+def test_a_value_too_long_for_sbatch_is_refused():
+    with pytest.raises(ConfigError, match="at most 4,000"):
+        quote("x" * 4001)
+
+
+def test_flags_typed_gpus_and_several_partitions_are_written_as_slurm_wants_them(tmp_path):
+    (tmp_path / "cluster.yaml").write_text(
+        "partition: main,urgent\ngpus_per_node: h100:4\noptions: {exclusive: , mem: 0}\n"
+    )
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    lines = render(job(Path("/runs/x"), cluster)).splitlines()
+    for option in ("partition=main,urgent", "gpus-per-node=h100:4", "exclusive", "mem=0"):
+        assert f"#SBATCH --{option}" in lines
+    assert (cluster.num_gpus, cluster.tasks_per_node, cluster.gpu_model) == (4, 4, "H100")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("gpus_per_node: h100\n", "write 8, or h100:8"),
+        ("gpus_per_node: -1\n", "write 8, or h100:8"),
+        ("gpus_per_node: 'h 100:1'\n", "write 8, or h100:8"),
+        ("gpus_per_node: a100:1\ngpu: H100\n", "give one kind of GPU"),
+    ],
+)
+def test_gpus_that_are_not_a_number_or_a_type_and_a_number_are_refused(tmp_path, text, reason):
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=reason) as error:
+        load_cluster(tmp_path / "cluster.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("gpus-per-node", "use the setting gpus_per_node"),
+        ("partition", "use the setting partition"),
+        ("output", "remove it"),
+    ],
+)
+def test_an_option_that_the_launcher_sets_is_refused_with_the_setting_for_it(option, way_out):
+    with pytest.raises(ConfigError, match=f"options.{option} .*{way_out}"):
+        render(job(Path("/runs/x"), replace(CPU, options={option: "h100:1"})))
