@@ -45,7 +45,7 @@ class CorpusConfig:
     output: Path
     validation_input: tuple[Path, ...] = ()  # separate validation set; then no fraction is used
     validation_fraction: float = 0.01  # of the documents, chosen by a hash of their id; 0: none
-    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"  # auto: by the file's name
+    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"  # auto: by name or head
     suffixes: tuple[str, ...] = ()  # only files with these endings before .gz or .zst; (): all
     text_field: str = "text"  # JSON field, Parquet column, or extension of a tar member besides txt
     id_field: str = "id"  # a record without this field is named by its file and number

@@ -38,8 +38,15 @@ class Reading:
         )
 
 
-# Receives the progress of a command; each value replaces the one before.
-Report = Callable[[str | Reading], None]
+@dataclass(frozen=True)
+class Note:
+    """A line that the user should see: it is not replaced by later progress."""
+
+    text: str
+
+
+# Receives the progress of a command; each value but a Note replaces the one before.
+Report = Callable[[str | Reading | Note], None]
 
 
 def joined(readings: Iterable[Reading], seconds: float) -> Reading:
@@ -105,8 +112,13 @@ class StatusLine:
         self._width = 0
         self._shown = 0.0
 
-    def show(self, what: str | Reading) -> None:
-        """Show this instead of what was shown before."""
+    def show(self, what: str | Reading | Note) -> None:
+        """Show this instead of what was shown before; a Note stays."""
+        if isinstance(what, Note):
+            start = "\r" if self._is_terminal else ""
+            print(start + what.text.ljust(self._width), file=sys.stderr, flush=True)
+            self._width = 0
+            return
         text = str(what)
         if self._is_terminal:
             print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)

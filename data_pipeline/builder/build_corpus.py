@@ -90,14 +90,14 @@ def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> Bu
     OSError if the disk is full. In all these cases no manifest has been written, and the same call
     resumes with the finished shards.
     """
-    return build_sources(config, list_all_sources(config), report)
+    return build_sources(config, list_all_sources(config, report), report)
 
 
-def list_all_sources(config: CorpusConfig) -> Sources:
+def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -> Sources:
     """Return every input file in its order, with its split, or "" if each document decides."""
-    sources = [("", source) for source in list_sources(config.input, config)]
+    sources = [("", source) for source in list_sources(config.input, config, report)]
     if config.validation_input:
-        validation = list_sources(config.validation_input, config)
+        validation = list_sources(config.validation_input, config, report)
         sources += [("validation", source) for source in validation]
     return sources
 

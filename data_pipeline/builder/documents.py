@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from data_pipeline.builder.decompression import BLOCK_BYTES, CORRUPTION, decompressed
+from data_pipeline.builder.formats import kind_by_name
 from data_pipeline.builder.records import (
     Document,
     Reject,
@@ -19,7 +21,7 @@ from data_pipeline.builder.records import (
     longest_json,
     too_long,
 )
-from data_pipeline.builder.sources import BLOCK_BYTES, CORRUPTION, SourceFile, decompressed
+from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import named_errors
@@ -48,7 +50,7 @@ def read_documents(
             return
         with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
             follow(raw.tell)
-            yield from reader(decompressed(raw, source.path.suffix), source, config)
+            yield from reader(decompressed(raw, source.path.name), source, config)
     except (*CORRUPTION, TarError) as error:
         raise DataError(_corrupted(source, error)) from None
 
@@ -62,6 +64,9 @@ def _corrupted(source: SourceFile, reason: object) -> str:
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
     raw = file.read(config.max_document_bytes + 1)
+    if config.format == "auto" and not kind_by_name(source.name) and b"\0" in raw:
+        yield Reject(source.name, f"not text (byte {raw.index(0)} is 0)")
+        return
     yield document_of_bytes(raw.removeprefix(codecs.BOM_UTF8), source.name, source.name, config)
 
 
@@ -197,5 +202,7 @@ def _values(column: Any) -> list[Any]:
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if pyarrow.types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
     is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
     return (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()

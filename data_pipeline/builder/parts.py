@@ -90,7 +90,7 @@ def build_part(
             "drop_duplicates compares all documents, which a single task cannot; "
             "use --processes with it"
         )
-    sources = list_all_sources(config)
+    sources = list_all_sources(config, report)
     if is_finished(config.output):  # an array job's task was requeued after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
         return result_of(config.output, was_finished=True)

@@ -48,7 +48,7 @@ from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.files import atomic_write
-from data_pipeline.progress import Reading, Report, joined
+from data_pipeline.progress import Note, Reading, Report, joined
 
 Task = Callable[[CorpusConfig, int, int, Report], None]  # (config, part, number of parts, report)
 COPIES_SUFFIX = ".copies"  # of the list of those hashes of a part that an earlier part has
@@ -61,7 +61,7 @@ def build_in_processes(
 
     There are never more parts than input files.
     """
-    sources = list_all_sources(config)
+    sources = list_all_sources(config, report)
     num_parts = min(processes, len(sources))
     if is_finished(config.output):
         return merge_parts(config, num_parts)
@@ -212,7 +212,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
 
-    def send(what: str | Reading) -> None:
+    def send(what: str | Reading | Note) -> None:
         if isinstance(what, Reading):
             connection.send(what)
 

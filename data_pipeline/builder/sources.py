@@ -1,32 +1,31 @@
-"""The input files of a build, in an order that depends only on their names, and decompression."""
+"""The input files of a build, in an order that depends only on their names."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, Literal
+from pathlib import Path, PurePath
 
+from data_pipeline.builder.decompression import without_compression
+from data_pipeline.builder.formats import (
+    JSON_SUFFIX,
+    SourceKind,
+    holds_records,
+    is_companion,
+    kind_by_contents,
+    kind_by_name,
+)
 from data_pipeline.config import CorpusConfig
+from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.progress import Note, Report
 
 PARTS_SUFFIX = ".parts"  # of the directory next to the output in which parts are built
-SourceKind = Literal["text", "jsonl", "tar", "parquet"]
-# Name endings before .gz or .zst; every other file is text.
-KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "tar": (".tar",),
-    "parquet": (".parquet",),
-}
-BLOCK_BYTES = 1 << 20
-COMPRESSED_SUFFIXES = (".gz", ".zst")
-LARGEST_WINDOW = 1 << 31  # of a .zst file, in bytes of host memory; `zstd --long=31` needs it
-CORRUPTION = (EOFError, zlib.error, gzip.BadGzipFile)  # raised by `decompressed` files
+# Files of each name ending whose contents are looked at before the build; all are checked when they
+# are read. Looking into millions of files would take longer than it saves.
+LOOKED_INTO = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,17 @@ class SourceFile:
     modified: int  # nanoseconds
 
 
-def list_sources(roots: tuple[Path, ...], config: CorpusConfig) -> list[SourceFile]:
-    """Return every input file under `roots`, by root and then by name; DataError if none."""
-    sources = [source for root in roots for source in _sources_under(root, len(roots) > 1, config)]
+def list_sources(
+    roots: tuple[Path, ...], config: CorpusConfig, report: Report = lambda what: None
+) -> list[SourceFile]:
+    """Return every input file under `roots`, by root and then by name; DataError if none.
+
+    Also DataError for a file that no reader understands. `report` gets a note about files that are
+    left out, and about links that lead out of a root.
+    """
+    sources = [
+        source for root in roots for source in _sources_under(root, len(roots) > 1, config, report)
+    ]
     if not sources:
         wanted = f" whose name ends in {' or '.join(config.suffixes)}" if config.suffixes else ""
         raise DataError(
@@ -56,129 +63,135 @@ def list_sources(roots: tuple[Path, ...], config: CorpusConfig) -> list[SourceFi
     return sources
 
 
-def _sources_under(root: Path, is_one_of_many: bool, config: CorpusConfig) -> list[SourceFile]:
+def _sources_under(
+    root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report
+) -> list[SourceFile]:
     if not root.exists():
         raise DataError(f"input {root} does not exist; give a file or folder of text")
-    if root.is_file():
-        return [_source(root, root.name, config)]
-    # What a build writes is not input, even if it is in an input folder.
+    if not root.is_dir():
+        if not root.is_file():
+            raise _not_a_file(root)
+        return _with_kinds(root.parent, [root.name], "", config)
+    _check_folder(root, config)
+    prefix = f"{root.resolve().name}/" if is_one_of_many else ""
+    walk = _Walk(root, _own_folders(config))
+    names = sorted(path.relative_to(root).as_posix() for path in walk.files(root))
+    suffixes = tuple(suffix.lower() for suffix in config.suffixes)
+    names = [name for name in names if without_compression(name).endswith(suffixes or "")]
+    if walk.links:
+        text = f"input {root} has links that lead out of it, which are followed"
+        report(Note(f"{text}: {_examples(walk.links)}"))
+    if not config.suffixes and (left_out := _companions(names, config)):
+        report(Note(f"input {root}: left out, beside records: {_examples(left_out)}"))
+        names = [name for name in names if name not in left_out]
+    return _with_kinds(root, names, prefix, config)
+
+
+def _own_folders(config: CorpusConfig) -> frozenset[Path]:
+    """Return where the build writes, which is not input, even if it is in an input folder."""
     output = config.output.resolve()
-    own = frozenset((output, output.with_name(f"{output.name}{PARTS_SUFFIX}")))
-    if root.resolve() in own:
+    return frozenset((output, output.with_name(f"{output.name}{PARTS_SUFFIX}")))
+
+
+def _check_folder(root: Path, config: CorpusConfig) -> None:
+    if root.resolve() in _own_folders(config):
         raise ConfigError(
             f"input {root} is where a build to {config.output} writes; choose another output"
         )
-    prefix = f"{root.resolve().name}/" if is_one_of_many else ""
-    names = sorted(path.relative_to(root).as_posix() for path in _files_under(root, own))
-    return [
-        _source(root / name, prefix + name, config)
+    for folder in (root, root / "train"):
+        if (folder / MANIFEST_NAME).exists() and config.format in ("auto", "tar"):
+            raise DataError(
+                f"input {root} is a built corpus ({folder / MANIFEST_NAME}), expected text; "
+                f"train on it with data.path={root}"
+            )
+
+
+class _Walk:
+    """Lists the files of a folder, through symlinks too; `links` that lead out of `root`.
+
+    Unreadable folders, broken links, and what is neither a file nor a folder are errors.
+    """
+
+    def __init__(self, root: Path, excluded: frozenset[Path]) -> None:
+        self._root, self._real_root, self._excluded = root, root.resolve(), excluded
+        self.links: list[str] = []
+
+    def files(self, folder: Path, parents: frozenset[Path] = frozenset()) -> Iterator[Path]:
+        real = folder.resolve()
+        if real in parents:
+            raise DataError(
+                f"input {folder} is a link to one of its parent folders; remove the link"
+            )
+        if real in self._excluded:
+            return
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                path = Path(entry.path)
+                self._note_link(entry)
+                if entry.is_dir():
+                    yield from self.files(path, parents | {real})
+                elif entry.is_file():
+                    yield path
+                elif entry.is_symlink() and not path.exists():
+                    raise DataError(
+                        f"input {entry.path} is a link to {os.readlink(entry.path)}, "
+                        "which does not exist; restore or remove it"
+                    )
+                else:
+                    raise _not_a_file(path)
+
+    def _note_link(self, entry: os.DirEntry[str]) -> None:
+        if entry.is_symlink():
+            target = Path(entry.path).resolve()
+            if self._real_root not in target.parents:
+                name = Path(entry.path).relative_to(self._root).as_posix()
+                self.links.append(f"{name} -> {target}")
+
+
+def _not_a_file(path: Path) -> DataError:
+    return DataError(
+        f"input {path} is a pipe, socket or device, expected a file or folder; "
+        "write its contents into a file"
+    )
+
+
+def _examples(names: list[str]) -> str:
+    """Return the first names as a text, and how many there are more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
+
+
+def _companions(names: list[str], config: CorpusConfig) -> list[str]:
+    """Return the names like README.md of files with records in their folder or below it."""
+    if config.format == "text":
+        return []
+    with_records = {
+        parent
         for name in names
-        if not config.suffixes or without_compression(name).endswith(config.suffixes)
-    ]
+        if not is_companion(name) and (config.format != "auto" or holds_records(name))
+        for parent in PurePath(name).parents
+    }
+    return [name for name in names if is_companion(name) and PurePath(name).parent in with_records]
 
 
-def _files_under(
-    folder: Path, excluded: frozenset[Path], parents: frozenset[Path] = frozenset()
-) -> Iterator[Path]:
-    """Yield every file, through symlinks too. Unreadable folders and broken links are errors."""
-    real = folder.resolve()
-    if real in parents:
-        raise DataError(f"input {folder} is a link to one of its parent folders; remove the link")
-    if real in excluded:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _files_under(Path(entry.path), excluded, parents | {real})
-            elif entry.is_file():
-                yield Path(entry.path)
-            elif entry.is_symlink():
-                raise DataError(
-                    f"input {entry.path} is a link to {os.readlink(entry.path)}, "
-                    "which does not exist; restore or remove it"
-                )
-
-
-def _source(path: Path, name: str, config: CorpusConfig) -> SourceFile:
-    kind = _kind_of(name) if config.format == "auto" else config.format
-    status = path.stat()
-    printable = name.encode(errors="backslashreplace").decode()  # a file's name may be any bytes
-    return SourceFile(path, printable, kind, status.st_size, status.st_mtime_ns)
-
-
-def _kind_of(name: str) -> SourceKind:
-    name = without_compression(name)
-    for kind, suffixes in KIND_SUFFIXES.items():
-        if name.endswith(suffixes):
-            return kind
-    return "text"
-
-
-def without_compression(name: str) -> str:
-    """Return a file's name without .gz or .zst."""
-    for suffix in COMPRESSED_SUFFIXES:
-        name = name.removesuffix(suffix)
-    return name
-
-
-def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
-    """Return the contents of a file by its suffix; one of CORRUPTION if they are invalid.
-
-    The caller closes `file`.
-    """
-    if suffix in COMPRESSED_SUFFIXES and not os.fstat(file.fileno()).st_size:
-        # An aborted transfer leaves this. Compressed empty contents are not empty.
-        raise EOFError("it is empty")
-    if suffix == ".gz":
-        return gzip.open(file, "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        return io.BufferedReader(_ZstFile(file), BLOCK_BYTES)
-    return file
-
-
-class _ZstFile(io.RawIOBase):
-    """Contents of a .zst file of one or more frames; EOFError if it ends inside a frame.
-
-    zstandard's own reader takes a truncated frame for the end of the file.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
-
-        self._file = file
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj
-        self._error = zstandard.ZstdError
-        self._frame = self._new_frame()
-        self._is_inside = False
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        while not self._ready:
-            if not self._more():
-                return 0
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _more(self) -> bool:
-        compressed = self._frame.unused_data if self._frame.eof else b""
-        compressed = compressed or self._file.read(BLOCK_BYTES)
-        if self._frame.eof:
-            self._frame, self._is_inside = self._new_frame(), False
-        if not compressed:
-            if self._is_inside:
-                raise EOFError("the last frame is incomplete")
-            return False
-        self._is_inside = True
-        try:
-            self._ready = self._frame.decompress(compressed)
-        except self._error as error:
-            raise EOFError(str(error)) from None
-        self._is_inside = not self._frame.eof
-        return True
+def _with_kinds(
+    folder: Path, names: list[str], prefix: str, config: CorpusConfig
+) -> list[SourceFile]:
+    looked_into: Counter[str] = Counter()
+    sources = []
+    for name in names:
+        path = folder / name
+        kind = kind_by_name(name) if config.format == "auto" else config.format
+        if kind is None:
+            suffix = PurePath(without_compression(name)).suffix
+            looked_into[suffix] += 1
+            is_looked_into = looked_into[suffix] <= LOOKED_INTO
+            unseen = "jsonl" if suffix == JSON_SUFFIX else "text"
+            kind = kind_by_contents(path) if is_looked_into else unseen
+        status = path.stat()
+        # A file's name may be any bytes.
+        printable = (prefix + name).encode(errors="backslashreplace").decode()
+        sources.append(SourceFile(path, printable, kind, status.st_size, status.st_mtime_ns))
+    return sources

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document
-from data_pipeline.builder.sources import COMPRESSED_SUFFIXES, SourceFile
+from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, TokenizerKind
@@ -72,8 +73,7 @@ def training_sample(sources: list[SourceFile], config: CorpusConfig) -> Iterator
     They are chosen by hash, evenly over the whole input.
     """
     sizes = (
-        source.size * (COMPRESSION_RATIO if source.path.suffix in COMPRESSED_SUFFIXES else 1)
-        for source in sources
+        source.size * (COMPRESSION_RATIO if is_compressed(source.name) else 1) for source in sources
     )
     rate = config.tokenizer.training_bytes / max(sum(sizes), 1)
     remaining = config.tokenizer.training_bytes

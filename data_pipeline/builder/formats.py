@@ -1,0 +1,146 @@
+"""Which format an input file has: by its name, and by its contents where the name does not say.
+
+With `format: auto` nothing is read as text that is not: a file that no reader understands stops the
+build before it starts, with what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+from pathlib import Path, PurePath
+from typing import Literal
+
+from data_pipeline.builder.decompression import (
+    BLOCK_BYTES,
+    CORRUPTION,
+    decompressed,
+    without_compression,
+)
+from data_pipeline.errors import DataError
+
+SourceKind = Literal["text", "jsonl", "tar", "parquet"]
+# Ends of names before .gz or .zst, in any case.
+KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "tar": (".tar",),
+    "parquet": (".parquet",),
+    "text": (".txt", ".text", ".md", ".rst", ".tex"),
+}
+JSON_SUFFIX = ".json"  # JSON Lines if the first line is an object, else refused
+# Names of what is published beside records and is not one of them, up to the first dot.
+COMPANIONS = frozenset(
+    ("readme", "license", "licence", "copying", "notice", "citation")
+    + ("dataset_info", "dataset_infos", "_success", "_metadata", "_common_metadata")
+)
+CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"
+MDS_ADVICE = (
+    "part of an MDS data set",
+    "train on a corpus that `data-pipeline build` made with data.path=FOLDER, and write the "
+    "records of another MDS data set as JSON Lines",
+)
+ARROW_ADVICE = (
+    "an Arrow file",
+    "write it as Parquet, such as by `datasets.load_from_disk(FOLDER).to_parquet('x.parquet')`",
+)
+ARRAY_ADVICE = ("an array of numbers by its name", f"build from the text instead, or {CHOOSE}")
+TABLE_ADVICE = ("a table", f"write it as Parquet or JSON Lines, or {CHOOSE}")
+PACKED_ADVICE = ("an archive", "unpack it, since only .gz and .zst are unpacked while reading")
+# What else names say: ends of names, what the file is, what to do.
+OTHER_SUFFIXES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
+    ((".mds", ".mds.zstd"), MDS_ADVICE),
+    ((".arrow", ".feather", ".ipc"), ARROW_ADVICE),
+    ((".bin", ".idx", ".npy", ".npz"), ARRAY_ADVICE),
+    ((".csv", ".tsv"), TABLE_ADVICE),
+    ((".zip", ".bz2", ".xz", ".lz4", ".7z", ".rar", ".zstd"), PACKED_ADVICE),
+    ((".tgz",), ("a compressed tar", "rename it to .tar.gz")),
+)
+# First bytes: their offset, what the file is, what to do.
+MAGIC: tuple[tuple[int, bytes, tuple[str, str]], ...] = (
+    (0, b"PAR1", ("a Parquet file", "rename it to .parquet, or set format=parquet")),
+    (0, b"ARROW1", ARROW_ADVICE),
+    (0, b"\x1f\x8b", ("compressed by gzip", "rename it to end in .gz")),
+    (0, b"\x28\xb5\x2f\xfd", ("compressed by zstd", "rename it to end in .zst")),
+    (257, b"ustar", ("a tar", "rename it to .tar, or set format=tar")),
+)
+
+
+def kind_by_name(name: str) -> SourceKind | None:
+    """Return the kind that the end of a name states, or None if the contents have to decide."""
+    plain = without_compression(name)
+    return next((kind for kind, ends in KIND_SUFFIXES.items() if plain.endswith(ends)), None)
+
+
+def holds_records(name: str) -> bool:
+    """Whether a file of that name holds many documents."""
+    kind = kind_by_name(name)
+    return without_compression(name).endswith(JSON_SUFFIX) if kind is None else kind != "text"
+
+
+def is_companion(name: str) -> bool:
+    """Whether the name is one of COMPANIONS: README.md, LICENSE, dataset_info.json, ..."""
+    stem = PurePath(name).name.lower().partition(".")[0]
+    return stem in COMPANIONS and kind_by_name(name) in (None, "text")
+
+
+def kind_by_contents(path: Path) -> SourceKind:
+    """Return `jsonl` or `text` by the first bytes of a file; DataError if it is neither."""
+    plain = without_compression(path.name)
+    for ends, advice in OTHER_SUFFIXES:
+        if plain.endswith(ends):
+            raise _refused(path, *advice)
+    head = _head(path)
+    for offset, magic, advice in MAGIC:
+        if head.startswith(magic, offset):
+            raise _refused(path, *advice)
+    first_line = _first_json(head)
+    if plain.endswith(JSON_SUFFIX):
+        if plain == "index.json" and b'"shards"' in head:
+            raise _refused(path, *MDS_ADVICE)
+        if first_line or not head.strip():
+            return "jsonl"
+        advice = f"write one object per line, such as by `jq -c '.[]' {path.name} > x.jsonl`"
+        raise _refused(path, "JSON without an object on its first line", advice)
+    if first_line:
+        raise _refused(path, "JSON Lines by its first line", "rename it to .jsonl, or " + CHOOSE)
+    if reason := not_text(head):
+        raise _refused(path, f"not text ({reason})", CHOOSE)
+    return "text"
+
+
+def not_text(head: bytes) -> str | None:
+    """Return why these first bytes of a file are not UTF-8 text, or None if they may be."""
+    if (offset := head.find(0)) >= 0:
+        return f"byte {offset} is 0"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < BLOCK_BYTES)
+    except UnicodeDecodeError as error:
+        return f"invalid UTF-8 at byte {error.start}"
+    return None
+
+
+def _refused(path: Path, what: str, advice: str) -> DataError:
+    return DataError(
+        f"input {path} is {what}, expected text, JSON Lines, a tar or Parquet; {advice}"
+    )
+
+
+def _head(path: Path) -> bytes:
+    """Return the first contents, none of a corrupted archive: reading it names it."""
+    with contextlib.suppress(*CORRUPTION), open(path, "rb") as file:
+        return decompressed(file, path.name).read(BLOCK_BYTES)
+    return b""
+
+
+def _first_json(head: bytes) -> bool:
+    """Whether the first line is a JSON object, or the start of one that fills the whole head."""
+    line, newline, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if not line.startswith(b"{"):
+        return False
+    if not newline and len(head) == BLOCK_BYTES:
+        return True
+    try:
+        return isinstance(json.loads(line.decode()), dict)
+    except (ValueError, RecursionError):
+        return False
