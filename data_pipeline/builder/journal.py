@@ -23,7 +23,7 @@ from typing import Any
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, ShardInfo
 from data_pipeline.errors import ConfigError, DataError, UserError
-from data_pipeline.file_lock import try_lock
+from data_pipeline.file_lock import held_lock
 from data_pipeline.files import named_errors, write_json
 
 BUILD_DIRECTORY = ".build"
@@ -127,8 +127,8 @@ def claimed_output(output: Path) -> Iterator[Path]:
         return
     existed = output.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "w") as lock:
-        if not try_lock(lock):
+    with held_lock(directory / "lock") as lock:
+        if lock is None:
             raise ConfigError(
                 f"another build is writing to {output}; wait for it or choose another output"
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.file_lock import try_lock
+from data_pipeline.file_lock import held_lock, is_locked_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +39,14 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
     A fenced process continues next to a holder on another host: that host may be cut off from the
     network, and then nobody can release its lock; the token of its attempt keeps it from writing.
     """
-    with open(path, "a+b") as file:
-        if not try_lock(file):
-            owner = _owner(file)
-            if is_fenced and owner and owner["hostname"] != socket.gethostname():
+    with held_lock(path) as file:
+        if file is None:
+            lock = read_lock(path)
+            if is_fenced and lock and lock.hostname != socket.gethostname():
                 yield
                 return
-            who = (
-                "process {pid} ({holder}) on {hostname}".format(**owner)
-                if owner
-                else "another process"
-            )
             raise ConfigError(
-                f"{path.parent} is in use by {who}; "
+                f"{path.parent} is in use by {_name_of(lock)}; "
                 "wait for it, stop it, or choose another --run-dir"
             )
         file.truncate(0)
@@ -62,23 +56,27 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
         yield
 
 
+def _name_of(lock: Lock | None) -> str:
+    if lock is None or lock.is_held is False:  # who wrote the file last is not who holds it
+        return "a process that is not known"
+    return f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
+
+
 def read_lock(path: Path) -> Lock | None:
     """Who took the lock last, and whether it is still held; None if it was never taken.
 
-    Looks into the kernel's table instead of trying the lock: a run that starts at that moment would
-    find it taken.
+    Also None if this user may not look.
     """
     try:
         with open(path, "rb") as file:
             owner, status = _owner(file), os.fstat(file.fileno())
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
     if owner is None:  # it is being taken now
         return None
     is_held = None
     if owner["hostname"] == socket.gethostname():
-        entry = re.compile(rf"FLOCK +ADVISORY +WRITE +{owner['pid']} \S+:{status.st_ino} ")
-        is_held = entry.search(Path("/proc/locks").read_text()) is not None
+        is_held = is_locked_by(owner["pid"], path)
     return Lock(**owner, since=status.st_mtime, is_held=is_held)
 
 

@@ -34,7 +34,16 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
-_BEFORE_IDENTITY = ("attempt", "config.yaml", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp")
+_BEFORE_IDENTITY = (
+    "attempt",
+    "config.yaml",
+    "ledger.jsonl",
+    "logs",
+    "slurm",
+    "*.lock",
+    "*.owner",
+    ".*.tmp",
+)
 
 
 @dataclass(frozen=True)
