@@ -4,27 +4,42 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo scaling-demo check test test-slurm golden chaos bench bench-gpu
+.PHONY: help venv lock demo scaling-demo check test test-slurm golden chaos bench bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-venv: $(STAMP)  ## the environment in .venv, from the lock
+venv: $(STAMP)  ## the environment in .venv, from requirements.lock
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.10; say which one to use: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps -e .
 	@echo "compiling bytecode once, so that every later start is quick"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 	@touch $@
+
+# What checks and tests need besides: a superset of requirements.lock.
+$(DEV_STAMP): requirements-dev.lock $(STAMP)
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements-dev.lock
+	@touch $@
+
+# Universal: one lock for every supported Python and platform. Versions stay unless pyproject.toml or
+# UPGRADE=--upgrade asks for others.
+COMPILE = $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.10 --generate-hashes \
+	--no-header --no-annotate --quiet $(UPGRADE)
+
+lock: $(STAMP)  ## pin the versions and hashes of requirements.lock and requirements-dev.lock again
+	$(COMPILE) --extra parquet -o requirements.lock
+	$(COMPILE) --extra dev --constraint requirements.lock -o requirements-dev.lock
 
 demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evaluate, sample, report
 	pretrain demo
@@ -48,28 +63,28 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
 	@echo "Open $(SCALING)/report/report.html"
 
-check: $(STAMP)  ## format, lint and types
+check: $(DEV_STAMP)  ## format, lint and types
 	ruff format --check .
 	ruff check .
 	pyright
 
-test: $(STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
+test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
 	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile --durations=10
 
-test-slurm: $(STAMP)  ## runs on a real Slurm of four hosts on this machine (docs/reliability.md says what it needs)
+test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four hosts on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
 
-chaos: $(STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one
+chaos: $(DEV_STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30
 
-golden: $(STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
+golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
 	pretrain golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)
 
-bench: $(STAMP)  ## the promised speeds, as ratios measured in one run
+bench: $(DEV_STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m benchmarks model
 	OMP_NUM_THREADS=1 python -m benchmarks data
 
-bench-gpu: $(STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
+bench-gpu: $(DEV_STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
 	python -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \

@@ -1,0 +1,40 @@
+"""The lock files: every package has hashes, and users get nothing that only tests need."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENT = re.compile(r"^([a-z0-9._-]+)==(\S+)(?: ; ([^\\]+?))? ?\\?$")
+
+
+def packages(name: str) -> dict[tuple[str, str, str], list[str]]:
+    """The hashes of each (package, version, marker) of a lock file."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    hashes: list[str] = []
+    for line in (ROOT / name).read_text().splitlines():
+        if match := REQUIREMENT.match(line):
+            hashes = found.setdefault((match[1], match[2], match[3] or ""), [])
+        else:
+            hashes.append(line.strip(" \\"))
+    return found
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock"])
+def test_every_locked_package_has_hashes(name):
+    for package, hashes in packages(name).items():
+        assert hashes, package
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), package
+
+
+def test_users_get_no_package_that_only_tests_need():
+    users = {package for package, _, _ in packages("requirements.lock")}
+    assert {"torch", "deepspeed", "mosaicml-streaming", "pyarrow"} <= users
+    assert not users & {"pytest", "moto", "flask", "docker", "hypothesis", "ruff", "pyright"}
+
+
+def test_tests_run_with_what_users_get():
+    assert packages("requirements.lock").keys() <= packages("requirements-dev.lock").keys()
