@@ -7,6 +7,7 @@ import argparse
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
@@ -17,6 +18,7 @@ from pretrain.rundir.launch_events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    SupervisorKilled,
 )
 from pretrain.rundir.training_events import Event
 
@@ -141,13 +143,15 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
         if isinstance(event, AttemptEnded) and event.job == job:
             if event.next is not NextAction.STOPPED:
                 attempts.append(_result(event.statuses, event.step_before, event.step))
-        elif isinstance(event, JobEnded) and event.job == job:
-            # a supervisor that was lost with its node could not write an AttemptEnded
-            if event.reason is not JobEndReason.FIRST_NODE_LOST:
-                continue
+        elif _lost_its_supervisor(event) and event.job == job:  # which wrote no AttemptEnded
             killed = (-signal.SIGKILL.value,)
             attempts.append(_result(killed, event.step_before or 0, event.step or 0))
     return attempts
+
+
+def _lost_its_supervisor(event: Event) -> TypeGuard[JobEnded | SupervisorKilled]:
+    is_lost = isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
+    return is_lost or isinstance(event, SupervisorKilled)
 
 
 def _result(statuses: tuple[int, ...], step_before: int, step_after: int) -> AttemptResult:

@@ -80,11 +80,13 @@ class StopSignals:
     def __init__(self) -> None:
         self.requests = 0
         self.received: list[int] = []
-        self._previous = {}
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._count)
+        # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
 
     def __exit__(

@@ -75,7 +75,6 @@ class QueuedJob:
             "SUSPENDED",
             "COMPLETING",
             "CONFIGURING",
-            "PREEMPTED",
             "REQUEUED",
         )
 
@@ -160,6 +159,12 @@ def jobs(ids: Sequence[str]) -> list[QueuedJob]:
     return _squeue("-j", ",".join(ids)) if ids else []
 
 
+def steps(job: int) -> list[str]:
+    """The steps of a job that srun started and that still run: 17.0."""
+    listed = _checked(["squeue", "-h", "-s", "-j", str(job), "-o", "%i"]).split()
+    return [step for step in listed if step.rpartition(".")[2].isdecimal()]
+
+
 def details(job: str) -> dict[str, str]:
     """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
 
@@ -215,7 +220,7 @@ def largest_array() -> int:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job; one that has ended already is left alone."""
+    """Cancel a job, or a step; one that has ended already is left alone."""
     _checked(["scancel", job])
 
 

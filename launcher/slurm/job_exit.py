@@ -13,10 +13,11 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from data_pipeline.errors import UserError
 from launcher.slurm import client as slurm
 from launcher.supervisor import StopSignals
 from pretrain.rundir.exit_status import EXIT_STOPPED
@@ -26,8 +27,9 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event
 
 T = TypeVar("T")
-# Slurm writes this into the job's log and into the logs of its steps when it ends them.
-_NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ DUE TO (.+?) \*\*\*")
+# Slurm writes this into the job's log and into the logs of its steps when it ends them; after
+# `scancel` without a reason.
+_NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO (.+?))? \*\*\*")
 _REASONS = {
     "NODE FAILURE": JobEndReason.NODE_FAILED,
     "PREEMPTION": JobEndReason.PREEMPTED,
@@ -61,13 +63,15 @@ class ThisJob:
 class JobEnding:
     """Why a start of a job ends.
 
-    `requeue`: the supervisor has to requeue it, for nobody else does.
+    `requeue`: the supervisor has to requeue it, for nobody else does. `is_final`: it would have to,
+    but the job may not be requeued.
     """
 
     reason: JobEndReason
     requeue: bool
     is_immediate: bool = False  # Slurm is ending the job: there is no time to wait for the ranks
     node: str | None = None
+    is_final: bool = False
 
 
 def ending_of(
@@ -76,22 +80,37 @@ def ending_of(
     """Why the job's start number `restart`, which was asked to stop, ends.
 
     `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
-    `was_warned`: the signal ahead of the time limit has come. There are four cases: Slurm has
-    requeued the job already, and the fields describe the next start; the time limit has passed; the
-    job is being canceled; the job may run on for a while.
+    `was_warned`: the signal ahead of the time limit has come. There are five cases: Slurm has
+    requeued the job already, and the fields describe the next start; it is preempted, with or
+    without time left; the time limit has passed; it is being canceled; it may run on for a while.
     """
     if int(job.get("Restarts", "0")) > restart:
         reason = _announced(log)
         nodes = _FAILED_NODE.findall(log) if reason is JobEndReason.NODE_FAILED else []
         return JobEnding(reason, requeue=False, node=nodes[-1] if nodes else None)
+    reason, is_immediate = _reason(job, log, was_warned)
+    continues = reason is not JobEndReason.CANCELED
+    may_requeue = job.get("Requeue") != "0"
+    return JobEnding(
+        reason,
+        requeue=continues and may_requeue,
+        is_immediate=is_immediate,
+        is_final=continues and not may_requeue,
+    )
+
+
+def _reason(job: Mapping[str, str], log: str, was_warned: bool) -> tuple[JobEndReason, bool]:
+    """Why Slurm or a person ends the job, and whether at once."""
+    is_ending = job.get("JobState") not in ("RUNNING", "SUSPENDED")
+    # It may have been canceled in the grace time of a preemption.
+    was_canceled = is_ending and _NOTICE.findall(log)[-1:] == [""]
+    if job.get("PreemptTime", "None") not in ("None", "") and not was_canceled:
+        return JobEndReason.PREEMPTED, is_ending  # without a grace time it is COMPLETING already
     if job.get("Reason") == "TimeLimit":
-        return JobEnding(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True)
-    if job.get("JobState") not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
-        return JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True)
-    if job.get("PreemptTime", "None") not in ("None", ""):
-        return JobEnding(JobEndReason.PREEMPTED, requeue=True)
-    near = JobEndReason.TIME_LIMIT_NEAR if was_warned else JobEndReason.STOP_REQUESTED
-    return JobEnding(near, requeue=True)
+        return JobEndReason.TIME_LIMIT, True
+    if is_ending:
+        return JobEndReason.CANCELED, True
+    return (JobEndReason.TIME_LIMIT_NEAR if was_warned else JobEndReason.STOP_REQUESTED), False
 
 
 def _announced(log: str) -> JobEndReason:
@@ -184,12 +203,17 @@ class JobExit:
             requeued=ending.requeue,
             node=ending.node,
             message=message,
+            is_final=ending.is_final,
         )
         self._run_dir.ledger.append(event)
         _log.info("%s", event.description)
         if ending.requeue:
             exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
-            _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
+            try:
+                _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
+            except UserError as error:
+                _log.error("%s", error)
+                self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
 
 
 def _retry_unreachable(ask: Callable[[], T]) -> T:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import argparse
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
 from launcher.restart_policy import (
+    AttemptResult,
+    RestartPolicy,
     add_policy_arguments,
+    attempts_without_progress,
     node_to_exclude,
     past_attempts,
     policy_of,
@@ -27,11 +31,12 @@ from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
-from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted
+from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
+_POLL_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -50,12 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging("supervisor", arguments.log_level)
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
     policy = policy_of(arguments)
-    begin(job, run_dir)
     with StopSignals() as stop:
         fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
         job_exit = JobExit(job, run_dir, stop, fences.check)
+        await_former_ranks(job, run_dir, job_exit.poll)
+        begin(job, run_dir)
         past = past_attempts(run_dir.ledger.read(), job.id)
         try:
+            refuse_without_progress(past, policy)
             with run_dir.locked("launcher", is_fenced=True):
                 start = starter(job, run_dir, job_exit, fences)
                 status = supervise(
@@ -108,20 +115,43 @@ class ExcludeNode(Exception):
         self.node = node
 
 
+def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], None]) -> None:
+    """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
+
+    Their srun asked them to save and stop when it died (SlurmRanks). Those that do not manage in
+    the time that the notice ahead of a time limit would give them are killed.
+    """
+    lost = open_start(run_dir.ledger.read(), job.id)
+    if lost is None or lost.restart != job.restart:
+        return
+    patience = load_cluster(Snapshot(run_dir.path).cluster).signal_seconds
+    deadline = time.monotonic() + patience
+    while steps := slurm.retry_unreachable(lambda: slurm.steps(job.number)):
+        meanwhile()
+        if time.monotonic() > deadline:
+            _log.warning("ranks of a killed supervisor still run after %d s: killing", patience)
+            for step in steps:
+                slurm.cancel(step)
+            return  # the step of the next attempt waits for what they hold
+        time.sleep(_POLL_SECONDS)
+
+
+def refuse_without_progress(past: Sequence[AttemptResult], policy: RestartPolicy) -> None:
+    """Raise ConfigError if nothing speaks for another attempt: the last ones may have been lost
+    together with their supervisors, and then nobody decided what follows."""
+    count = attempts_without_progress(past)
+    if count >= policy.attempts_without_progress:
+        raise ConfigError(
+            f"{count} attempts in a row brought no checkpoint beyond step {past[-1].step_after}; "
+            "remove the cause, then 'launcher resume'"
+        )
+
+
 def begin(job: ThisJob, run_dir: RunDir) -> None:
     """Record that this job has the run; ConfigError if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):
-        run_dir.ledger.append(
-            JobEnded(
-                job=job.id,
-                restart=lost.restart,
-                reason=JobEndReason.FIRST_NODE_LOST,
-                requeued=True,
-                step_before=lost.step,
-                step=step,
-            )
-        )
+        run_dir.ledger.append(end_of_lost(lost, job, step))
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
@@ -140,6 +170,21 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
                 f"job {other.id} ({other.state.lower()}) has the run {run_dir.path}; "
                 f"job {job.id} exits: wait for the other one, or end it first: scancel {other.id}"
             )
+
+
+def end_of_lost(lost: JobStarted, job: ThisJob, step: int) -> JobEnded | SupervisorKilled:
+    """What `job` writes about a start whose supervisor could not: killed if it is this very start,
+    else lost with the node."""
+    if lost.restart == job.restart:
+        return SupervisorKilled(job=job.id, restart=job.restart, step_before=lost.step, step=step)
+    return JobEnded(
+        job=job.id,
+        restart=lost.restart,
+        reason=JobEndReason.FIRST_NODE_LOST,
+        requeued=True,
+        step_before=lost.step,
+        step=step,
+    )
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:

@@ -148,7 +148,7 @@ def _log_pattern(run_dir: Path, name: str) -> str:
 def _script(
     job: Job, head: str, options: Mapping[str, object], lines: Sequence[str], run: str
 ) -> str:
-    command = " ".join(map(quote, (job.python, "-m", "launcher", "batch")))
+    command = " ".join(map(quote, (job.python, "-m", "launcher.slurm.batch_process")))
     derived = {**_options(job), **options}
     _refuse_taken(derived, job.cluster)
     wanted = {name: value for name, value in derived.items() if value}
@@ -163,7 +163,8 @@ def _script(
         *environment_lines(job.cluster),
         *lines,
         "",
-        "# exec: Slurm signals this process only (--signal=B:), so it becomes the supervisor.",
+        "# exec: Slurm signals this process only (--signal=B:), so it becomes the one that",
+        "# starts the supervisor, and starts it again if a signal kills it.",
         f"exec {command} {run} --attempts-without-progress={job.attempts_without_progress}",
     ]
     return "\n".join(text) + "\n"

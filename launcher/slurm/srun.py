@@ -16,10 +16,12 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
 from launcher.slurm.cluster import ClusterConfig, in_container
-from pretrain.processes.local_ranks import describe_failure
+from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 
+# srun forwards this to every rank. (srun itself ends on SIGTERM.)
+SAVE_AND_STOP = signal.SIGUSR2
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _POLL_SECONDS = 0.2
 _NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
@@ -97,12 +99,15 @@ class SlurmRanks:
         with open(self._log, "ab") as log:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
+            parent = os.getpid()
             self._srun = subprocess.Popen(
                 line,
                 env={**os.environ, **meeting_point, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # If this supervisor is killed, the ranks save and stop: srun passes it on to them.
+                preexec_fn=lambda: set_parent_death_signal(parent, SAVE_AND_STOP),
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
@@ -138,9 +143,7 @@ class SlurmRanks:
         return statuses
 
     def terminate(self) -> None:
-        """srun forwards SIGUSR2 to every rank, where it means: save and stop. (srun itself ends on
-        SIGTERM.)"""
-        self._srun.send_signal(signal.SIGUSR2)
+        self._srun.send_signal(SAVE_AND_STOP)
 
     def kill(self) -> None:
         self._srun.kill()

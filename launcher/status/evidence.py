@@ -49,6 +49,7 @@ class Evidence:
     checkpoint: int | None  # step of the latest one
     checkpoint_time: float | None
     steps: int  # that the run has to make
+    is_beating: bool = False  # its heartbeats changed between two looks
 
     @property
     def latest_step(self) -> int:
@@ -60,16 +61,22 @@ class Evidence:
     def last_seen(self) -> float:
         """When the run last wrote anything: a killed run cannot write when it ended."""
         times = [event.time for event in self.ledger[-1:]]
-        times += [heartbeat.time for heartbeat in self.heartbeats]
+        times += [heartbeat.written for heartbeat in self.heartbeats]
         return max([*times, self.checkpoint_time or 0.0])
 
     def goodput(self, is_running: bool) -> float | None:
         """The fraction of the run's time spent in productive steps; None before the first one."""
-        end = self.now if is_running else self.last_seen
+        end = self._clock if is_running else self.last_seen
         return ledgers.goodput(self.metrics.seconds, ledgers.elapsed_seconds(self.ledger, end))
 
+    @property
+    def _clock(self) -> float:
+        """What the time is where the run is: its events have times of that clock, not of ours."""
+        is_elsewhere = any(each.is_alive is None for each in self.heartbeats)
+        return self.last_seen if is_elsewhere else self.now
 
-def gather(run_dir: RunDir, steps: int) -> Evidence:
+
+def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     """Read the directory of a run that has to make `steps` steps."""
     published = steps_on_disk(run_dir.checkpoints)
     latest = published[-1] if published else None
@@ -83,6 +90,7 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
         checkpoint=latest,
         checkpoint_time=saved,
         steps=steps,
+        is_beating=is_beating,
     )
 
 

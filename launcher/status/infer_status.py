@@ -59,6 +59,7 @@ class Status:
     state: State
     reason: str = ""
     is_lost: bool = False  # the run ended without writing why
+    needs_resume: bool = False  # nobody continues it, although its state would let one expect so
 
 
 def infer_status(evidence: Evidence) -> Status:
@@ -74,7 +75,7 @@ def infer_status(evidence: Evidence) -> Status:
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
     if not is_over and silence is not None:
-        if silence < UNRESPONSIVE_SECONDS:
+        if silence < UNRESPONSIVE_SECONDS or evidence.is_beating:
             return running
         hostname = heartbeats[0].hostname if heartbeats else evidence.locks[0].hostname
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
@@ -115,6 +116,10 @@ def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | Non
         return _canceled(evidence)
     if last.reason is JobEndReason.ERROR:
         return Status(State.FAILED, last.cause)
+    if last.is_final:
+        reason = f"{last.cause} and not requeued; 'launcher resume' continues the run"
+        is_preempted = last.reason is JobEndReason.PREEMPTED
+        return Status(State.PREEMPTED if is_preempted else State.STOPPED, reason, needs_resume=True)
     if last.reason not in UNEVENTFUL:  # the supervisor has requeued the job, or Slurm has
         is_preempted = last.reason is JobEndReason.PREEMPTED
         return Status(State.PREEMPTED if is_preempted else State.REQUEUED, last.cause)
@@ -159,11 +164,11 @@ def _continues_after(turn: Event) -> bool:
 def _seconds_since_remote_heartbeat(
     evidence: Evidence, heartbeats: Sequence[HeartbeatRecord]
 ) -> float | None:
-    """Seconds since another host last showed that it works on the run.
+    """Seconds since another host last showed that it works on the run, if its clock is ours.
 
     None if no other host does.
     """
-    times = [each.time for each in heartbeats if each.is_alive is None]
+    times = [each.written for each in heartbeats if each.is_alive is None]
     times += [lock.since for lock in evidence.locks if lock.is_held is None]
     return evidence.now - max(times) if times else None
 
@@ -173,10 +178,9 @@ def _activity(last: Event | None, heartbeats: Sequence[HeartbeatRecord], now: fl
         return f"restarting: {last.cause}"
     if not heartbeats:
         return "" if isinstance(last, TrainingBegan) else "starting"
-    latest = max(heartbeats, key=lambda each: each.time)
-    activity = _ACTIVITIES.get(latest.phase, "")
-    if now - latest.time > UNRESPONSIVE_SECONDS:
-        return f"no progress for {duration(now - latest.time)}" + (
-            f" while {activity}" if activity else ""
-        )
+    # Ranks wait for each other. One whose file says little is a killed one, of an earlier attempt.
+    silence = max(each.seconds_without_progress(now) for each in heartbeats)
+    activity = _ACTIVITIES.get(max(heartbeats, key=lambda each: each.time).phase, "")
+    if silence > UNRESPONSIVE_SECONDS:
+        return f"no progress for {duration(silence)}" + (f" while {activity}" if activity else "")
     return activity

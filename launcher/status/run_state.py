@@ -14,7 +14,7 @@ from launcher.status.evidence import Evidence, gather
 from launcher.status.infer_status import ACTIVE, State, infer_status
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
-from pretrain.rundir.launch_events import JobStarted, Submitted
+from pretrain.rundir.launch_events import JobEnded, JobStarted, Submitted
 from pretrain.rundir.ledger import interruptions, last_of, num_attempts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
@@ -29,6 +29,8 @@ class RunState:
     state: State
     reason: str = ""
     is_lost: bool = False  # failed, and nothing of the run has written why
+    needs_resume: bool = False  # nobody continues it, although its state would let one expect so
+    is_job_open: bool = False  # its last job began and has not written its end
     attempts: int = 0
     ranks: int | None = None
     nodes: tuple[str, ...] = ()
@@ -51,7 +53,7 @@ class RunState:
     @property
     def is_active(self) -> bool:
         """Whether the run is running, or will be without anybody's help."""
-        return self.state in ACTIVE
+        return self.state in ACTIVE and not self.needs_resume
 
     @property
     def description(self) -> str:
@@ -65,10 +67,13 @@ def is_run(path: Path) -> bool:
     return RunDir(path).exists() or Snapshot(path).experiment.is_file()
 
 
-def read_state(path: Path) -> RunState:
-    """The state of the run in this directory now; ConfigError if there is none."""
+def read_state(path: Path, is_beating: bool = False) -> RunState:
+    """The state of the run in this directory now; ConfigError if there is none.
+
+    `is_beating`: its heartbeats have changed since an earlier look.
+    """
     config = config_of_run(path)
-    evidence = gather(RunDir(path), config.optim.steps)
+    evidence = gather(RunDir(path), config.optim.steps, is_beating)
     status = infer_status(evidence)
     is_running = status.state is State.RUNNING
     speed, left = evidence.metrics.tokens_per_second, None
@@ -84,6 +89,8 @@ def read_state(path: Path) -> RunState:
         state=status.state,
         reason=status.reason,
         is_lost=status.is_lost,
+        needs_resume=status.needs_resume,
+        is_job_open=isinstance(last_of(evidence.ledger, JobStarted, JobEnded), JobStarted),
         attempts=num_attempts(evidence.ledger, is_running),
         ranks=None if began is None else began.world_size,
         nodes=_nodes(evidence),

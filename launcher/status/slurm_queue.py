@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, read_state
+from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS, read_heartbeats
+from pretrain.rundir.run_dir import RunDir
 
 # Slurm's reasons why a job waits.
 _WAITING = {
@@ -47,7 +50,6 @@ _FAILED = {
     "OUT_OF_MEMORY": "its job ran out of host memory",
     "BOOT_FAIL": "its nodes did not boot",
     "DEADLINE": "its job missed its deadline",
-    "PREEMPTED": "preempted by another job and not requeued",
 }
 _UNKNOWN_TIMES = ("N/A", "Unknown", "")
 _log = logging.getLogger(__name__)
@@ -77,7 +79,32 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
                 name=path.name, path=str(path), state=State.DAMAGED, reason=str(error)
             )
             states.append(damaged)
-    return with_queue(states)
+    return with_queue(_after_a_second_look(states))
+
+
+def _after_a_second_look(states: Sequence[RunState]) -> list[RunState]:
+    """The states, once more for runs that seem unresponsive.
+
+    Our clock may be ahead of theirs. But a rank that runs rewrites its heartbeat: its host's clock
+    is compared with itself.
+    """
+    before = {
+        state.path: read_heartbeats(RunDir(Path(state.path)).heartbeats)
+        for state in states
+        if state.state is State.UNRESPONSIVE
+    }
+    if not before:
+        return list(states)
+    time.sleep(SECOND_LOOK_SECONDS)
+    beating = {
+        path
+        for path, records in before.items()
+        if read_heartbeats(RunDir(Path(path)).heartbeats) != records
+    }
+    return [
+        read_state(Path(state.path), is_beating=True) if state.path in beating else state
+        for state in states
+    ]
 
 
 def with_queue(states: Sequence[RunState]) -> list[RunState]:
@@ -85,7 +112,11 @@ def with_queue(states: Sequence[RunState]) -> list[RunState]:
 
     If Slurm does not respond, a warning says so.
     """
-    jobs = [state.job for state in states if state.job and state.state is not State.DONE]
+    jobs = [
+        state.job
+        for state in states
+        if state.job and (state.state is not State.DONE or state.is_job_open)
+    ]
     if not jobs:
         return list(states)
     try:
@@ -118,12 +149,18 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
     queued = queue.jobs.get(job)
     records = queue.records.get(job, ())
     if queued is not None and queued.is_live:
+        if state.state is State.DONE:
+            nodes = " ".join(slurm.node_names(queued.nodes)) if queued.nodes else "its nodes"
+            return replace(state, reason=f"its job {job} still holds {nodes}")
         if queued.state == "PENDING":
             return _pending(state, queued, records)
         return _running(state, queued)
-    if state.state in (State.DONE, State.STOPPED, State.CANCELED):
+    ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
+    # Ranks also stop, after a checkpoint, when the supervisor of their job is killed.
+    was_asked = not state.is_job_open or ending in ("", "COMPLETED")
+    if state.state in (State.DONE, State.CANCELED) or (state.state is State.STOPPED and was_asked):
         return state
-    return _ended(state, queued.state if queued else records[-1].state if records else "")
+    return state if state.needs_resume else _ended(state, ending)
 
 
 def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> RunState:
@@ -156,19 +193,24 @@ def _running(state: RunState, job: QueuedJob) -> RunState:
     if job.state != "RUNNING":
         reason = f"its job is {job.state.lower()}"
         return replace(state, state=State.RUNNING, reason=reason, nodes=nodes)
-    if state.state is State.RUNNING:
-        return replace(state, nodes=nodes)
+    if state.state in (State.RUNNING, State.UNRESPONSIVE):
+        return replace(state, state=State.RUNNING, nodes=nodes)
     attempts = state.attempts + 1
     return replace(state, state=State.RUNNING, reason="starting", nodes=nodes, attempts=attempts)
 
 
-def _ended(state: RunState, slurm_state: str) -> RunState:
-    ending = slurm_state.split()[0] if slurm_state else ""
+def _ended(state: RunState, ending: str) -> RunState:
     state = replace(state, seconds_left=None)
     if ending == "CANCELLED":
         return replace(state, state=State.CANCELED, reason=f"after step {state.step:,}")
+    if ending == "PREEMPTED":
+        reason = "preempted and not requeued; 'launcher resume' continues the run"
+        return replace(state, state=State.PREEMPTED, reason=reason, needs_resume=True)
     if state.state is State.FAILED and not state.is_lost:
         return state
+    if state.is_job_open and ending == "FAILED":
+        reason = "its job failed and its supervisor could not write why: it was killed"
+        return replace(state, state=State.FAILED, reason=reason)
     detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
     reason = _FAILED.get(ending, f"its job has ended{detail}")
     return replace(state, state=State.FAILED, reason=reason)

@@ -164,9 +164,10 @@ class RankGroup:
             self._echo = None
 
 
-def set_parent_death_signal(parent: int) -> None:
-    """In a process just forked: let the kernel kill it as soon as its parent is gone."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """In a process just forked: let the kernel send it this signal as soon as its parent is
+    gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(1)
 

@@ -2,6 +2,7 @@
 too long.
 
     RUN/heartbeats/rank-00003.json    the fields of HeartbeatRecord, replaced at most once a second
+                                      and at least every 5 seconds
 
 The file is removed when a rank exits cleanly. A killed rank leaves it behind; `pid` tells whether
 the rank lives.
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 Phase = Literal["start", "train", "evaluate", "save"]
 
 WRITE_SECONDS = 1.0
+REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
+SECOND_LOOK_SECONDS = 6.0  # after which the file of a rank that runs has changed
 STACKS_SIGNAL = signal.SIGQUIT  # not one of those that ask for a stop
 
 
@@ -38,7 +41,8 @@ STACKS_SIGNAL = signal.SIGQUIT  # not one of those that ask for a stop
 class HeartbeatRecord:
     """The content of the file."""
 
-    time: float  # when the rank last made progress, not when the file was written
+    time: float  # when the rank last made progress
+    written: float  # when the file was written; by the same clock, which may differ from others
     step: int
     phase: str  # one of Phase
     hostname: str
@@ -49,6 +53,10 @@ class HeartbeatRecord:
         """Whether the rank's process exists; None where only its own host could tell."""
         is_here = self.hostname == socket.gethostname()
         return Path(f"/proc/{self.pid}").exists() if is_here else None
+
+    def seconds_without_progress(self, now: float) -> float:
+        """By the clock of the rank's host; `now` is this host's."""
+        return (now if self.is_alive else self.written) - self.time
 
 
 def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
@@ -111,12 +119,13 @@ class Heartbeat:
         self._path.unlink(missing_ok=True)
 
     def _write_beats(self) -> None:
-        known = None
+        known, written = None, 0.0
         while True:
             beat = self._beat
             if beat != known:
-                known = beat
                 self._expect_another()
+            if beat != known or time.monotonic() - written >= REWRITE_SECONDS:
+                known, written = beat, time.monotonic()
                 self._write(*beat)
             if self._closing.wait(WRITE_SECONDS):
                 return
@@ -129,7 +138,12 @@ class Heartbeat:
 
     def _write(self, when: float, step: int, phase: Phase) -> None:
         record = HeartbeatRecord(
-            time=when, step=step, phase=phase, hostname=socket.gethostname(), pid=os.getpid()
+            time=when,
+            written=time.time(),
+            step=step,
+            phase=phase,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
         )
         beside = self._path.with_suffix(".tmp")
         try:

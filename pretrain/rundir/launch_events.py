@@ -162,6 +162,7 @@ class JobEnded(Event):
     node: str | None = None  # that failed, or is excluded
     other_job: str | None = None  # that has the run
     message: str = ""
+    is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
     # With FIRST_NODE_LOST, of the latest checkpoint: when the lost start began, and when that was
     # noticed.
     step_before: int | None = None
@@ -182,7 +183,26 @@ class JobEnded(Event):
 
     @property
     def description(self) -> str:
-        return f"job {self.job} ended: {self.cause}" + ("; requeued" if self.requeued else "")
+        then = "; requeued" if self.requeued else "; not requeued" if self.is_final else ""
+        return f"job {self.job} ended: {self.cause}{then}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorKilled(Event):
+    """The supervisor of a job's start was killed. Its successor in that start writes this."""
+
+    job: str
+    restart: int
+    step_before: int  # of the latest checkpoint when the killed one began
+    step: int  # of the latest checkpoint now
+
+    @property
+    def cause(self) -> str:
+        return "its supervisor was killed"
+
+    @property
+    def description(self) -> str:
+        return f"the supervisor of job {self.job} was killed and started again"
 
 
 _JOB_CAUSES = {

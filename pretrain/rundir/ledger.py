@@ -31,6 +31,7 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
     Submitted,
+    SupervisorKilled,
 )
 from pretrain.rundir.training_events import (
     Event,
@@ -54,7 +55,7 @@ EVENTS: dict[str, type[Event]] = {
     kind.name(): kind
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
                  Straggler, Rewind, GaveUp, SuspectDocuments, AttemptEnded, Submitted, Canceled,
-                 JobStarted, JobEnded)
+                 JobStarted, JobEnded, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)
@@ -238,6 +239,9 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
                 is_failure = event.reason not in PLANNED
                 found.append(Interruption(event.time, step, event.cause, is_failure))
             open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
+        elif isinstance(event, SupervisorKilled):
+            found.append(Interruption(event.time, step, event.cause))
+            open_attempt = inside = None
         elif isinstance(event, Canceled):
             open_attempt, inside, ended_job = None, None, event.job
     if inside is not None and not is_running:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.rundir.launch_events import SupervisorKilled
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Resumed
@@ -18,7 +19,9 @@ from tests.slurm.lab import SlurmLab
 
 STEPS = 200
 CELLS = {"a": 1, "b": 2, "c": 3, "a-again": 1, "b-again": 2, "c-again": 3}  # name -> seed
-KILLED: tuple[str, ...] = ("a", "b")
+# What is killed: the whole batch script, or the supervisor that it starts.
+SCRIPT, SUPERVISOR = "(batch_process|launcher batch)", "launcher batch"
+KILLED = {"a": SCRIPT, "b": SCRIPT, "c": SUPERVISOR}
 
 
 @pytest.fixture
@@ -73,7 +76,9 @@ def submit(lab: SlurmLab, folder: Path) -> str:
     return sweep(lab, folder, "submit", f"--cluster={folder / 'cluster.yaml'}", "--jobs=3")
 
 
-def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: SlurmLab, folder: Path):
+def test_six_cells_as_an_array_are_completed_although_three_were_killed(
+    lab: SlurmLab, folder: Path
+):
     submitted = submit(lab, folder)  # an array has at most four tasks here
     assert "4 cells on 1 node each, 3 at a time" in submitted
     assert "2 cells on 1 node each, 3 at a time" in submitted
@@ -81,10 +86,8 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
     waiting = set(KILLED)
     while waiting:
         for cell in [cell for cell in waiting if len(losses(folder, cell)) >= 20]:
-            supervisor = lab.run(
-                "pgrep", "-f", f"launcher batch {folder}/runs/{cell} "
-            ).stdout.split()
-            lab.run("kill", "-9", *supervisor)
+            pattern = f"{KILLED[cell]} {folder}/runs/{cell} "
+            lab.run("kill", "-9", *lab.run("pgrep", "-f", pattern).stdout.split())
             waiting.remove(cell)
         time.sleep(0.05)
     until(lambda: " active" not in sweep(lab, folder, "status"))
@@ -99,6 +102,7 @@ def test_six_cells_as_an_array_are_completed_although_two_were_killed(lab: Slurm
         assert losses(folder, cell) == losses(folder, f"{cell}-again")
         ledger = RunDir(folder / "runs" / cell).ledger.read()
         assert len(events_of(ledger, Resumed)) == 1
+        assert len(events_of(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
 
 
 def test_a_canceled_run_stays_canceled_until_it_is_resumed(lab: SlurmLab, folder: Path):

@@ -32,7 +32,8 @@ def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_pa
     result = subprocess.run(
         ["bash", "-c", script], env=environment, check=True, capture_output=True, text=True
     )
-    assert result.stdout == f"-m launcher batch {runs[1]} --attempts-without-progress=3\n"
+    then = f"{runs[1]} --attempts-without-progress=3\n"
+    assert result.stdout == f"-m launcher.slurm.batch_process {then}"
     assert (
         runs[1] / "logs" / "slurm-17_1.log"
     ).readlink() == JOB.run_dir / "logs" / "slurm-17_1.log"

@@ -108,12 +108,11 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     assert not [line for line in lines if "account" in line or "qos" in line]
     assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
     assert 'export NOTE="two words"' in lines
-    assert shlex.split(lines[-1])[:6] == [
+    assert shlex.split(lines[-1])[:5] == [
         "exec",
         "/opt/python",
         "-m",
-        "launcher",
-        "batch",
+        "launcher.slurm.batch_process",
         "/shared/my runs/books",
     ]
 

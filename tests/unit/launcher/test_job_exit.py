@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from launcher.restart_policy import node_to_exclude, past_attempts
+from data_pipeline.errors import ConfigError
+from launcher.restart_policy import RestartPolicy, node_to_exclude, past_attempts
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.job_exit import JobEnding, ending_of, excluded_nodes
-from launcher.slurm.job_supervisor import open_start, other_jobs
+from launcher.slurm.job_exit import JobEnding, ThisJob, ending_of, excluded_nodes
+from launcher.slurm.job_supervisor import (
+    end_of_lost,
+    open_start,
+    other_jobs,
+    refuse_without_progress,
+)
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
 from pretrain.rundir.launch_events import (
@@ -16,9 +24,11 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
     Submitted,
+    SupervisorKilled,
 )
 from pretrain.rundir.training_events import Stopped
 
+PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
 REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
 
@@ -29,10 +39,35 @@ REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
         (RUNNING, "", True, JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
         (RUNNING, "", False, JobEnding(JobEndReason.STOP_REQUESTED, requeue=True)),
         (
-            {**RUNNING, "PreemptTime": "2026-11-21T07:57:06"},
+            {**RUNNING, **PREEMPT_TIME},
             "",
             False,
             JobEnding(JobEndReason.PREEMPTED, requeue=True),
+        ),
+        (
+            {**RUNNING, **PREEMPT_TIME, "JobState": "COMPLETING"},
+            "",
+            False,
+            JobEnding(JobEndReason.PREEMPTED, requeue=True, is_immediate=True),
+        ),
+        (
+            {**RUNNING, **PREEMPT_TIME, "JobState": "PREEMPTED", "Requeue": "0"},
+            "",
+            False,
+            JobEnding(JobEndReason.PREEMPTED, requeue=False, is_immediate=True, is_final=True),
+        ),
+        (
+            {**RUNNING, **PREEMPT_TIME, "JobState": "COMPLETING"},
+            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***\n"
+            "*** JOB 4 ON n1 CANCELLED AT T ***",
+            False,
+            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
+        ),
+        (
+            {**RUNNING, "Reason": "TimeLimit", "Requeue": "0"},
+            "",
+            True,
+            JobEnding(JobEndReason.TIME_LIMIT, requeue=False, is_immediate=True, is_final=True),
         ),
         (
             {**RUNNING, "Reason": "TimeLimit"},
@@ -129,6 +164,24 @@ def test_a_start_whose_end_was_not_written_is_found():
     assert open_start([first], "7") == first
     assert open_start([first], "8") is None
     assert open_start([first, ended("7", PREEMPTED, requeued=True)], "7") is None
+
+
+def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node():
+    this = ThisJob(id="7", number=7, restart=1, nodes=("n1",))
+    killed = end_of_lost(started("7", 1, 40), this, step=60)
+    assert killed == SupervisorKilled(job="7", restart=1, step_before=40, step=60)
+    lost = end_of_lost(started("7", 0, 40), this, step=60)
+    assert isinstance(lost, JobEnded)
+    assert lost.reason is JobEndReason.FIRST_NODE_LOST
+
+
+def test_supervisors_that_are_killed_again_and_again_are_not_started_for_ever():
+    killed = SupervisorKilled(job="7", restart=0, step_before=40, step=40)
+    progress = replace(killed, step_before=20)
+    policy = RestartPolicy(attempts_without_progress=2)
+    refuse_without_progress(past_attempts([killed, progress, killed], "7"), policy)
+    with pytest.raises(ConfigError, match="2 attempts in a row brought no checkpoint beyond step"):
+        refuse_without_progress(past_attempts([progress, killed, killed], "7"), policy)
 
 
 def test_of_two_jobs_only_the_later_one_finds_the_other():

@@ -45,14 +45,27 @@ def attempt_ended(
 
 
 def beat(
-    seconds_ago: float, hostname: str = "elsewhere", phase: str = "train", pid: int = 1
+    seconds_ago: float,
+    hostname: str = "elsewhere",
+    phase: str = "train",
+    pid: int = 1,
+    since_written: float | None = None,
 ) -> HeartbeatRecord:
     time = NOW - seconds_ago
-    return HeartbeatRecord(time=time, step=7, phase=phase, hostname=hostname, pid=pid)
+    written = time if since_written is None else NOW - since_written
+    return HeartbeatRecord(
+        time=time, written=written, step=7, phase=phase, hostname=hostname, pid=pid
+    )
 
 
 def evidence(
-    *ledger: Event, beats=(), locks=(), checkpoint=None, steps=100, metrics=None
+    *ledger: Event,
+    beats=(),
+    locks=(),
+    checkpoint=None,
+    steps=100,
+    metrics=None,
+    is_beating=False,
 ) -> Evidence:
     return Evidence(
         now=NOW,
@@ -63,6 +76,7 @@ def evidence(
         checkpoint=checkpoint,
         checkpoint_time=None,
         steps=steps,
+        is_beating=is_beating,
     )
 
 
@@ -111,7 +125,18 @@ def elsewhere(seconds_ago: float) -> Lock:
             "running",
             "",
         ),
-        (evidence(START, beats=[beat(360)], locks=[HELD]), "running", "no progress for 6.0 min"),
+        (
+            evidence(START, beats=[beat(360, since_written=3)], locks=[HELD]),
+            "running",
+            "no progress for 6.0 min",
+        ),
+        (evidence(START, beats=[beat(320, since_written=5)]), "running", "no progress for 5.2 min"),
+        (
+            evidence(START, beats=[beat(915, since_written=600)], is_beating=True),
+            "running",
+            "no progress for 5.2 min",
+        ),
+        (evidence(START, beats=[beat(605, since_written=600)], is_beating=True), "running", ""),
         (
             evidence(START, beats=[beat(360)]),
             "unresponsive",
@@ -167,6 +192,16 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(CANCELED, SUBMITTED), "queued", "not started since"),
         (evidence(START, PREEMPTED), "preempted", "preempted"),
         (evidence(START, TIME_LIMIT), "requeued", "time limit"),
+        (
+            evidence(START, replace(PREEMPTED, requeued=False, is_final=True)),
+            "preempted",
+            "preempted and not requeued; 'launcher resume' continues the run",
+        ),
+        (
+            evidence(START, replace(TIME_LIMIT, requeued=False, is_final=True)),
+            "stopped",
+            "time limit and not requeued; 'launcher resume' continues the run",
+        ),
         (evidence(START, NODE_FAILED), "requeued", "node n2 failed"),
         (
             evidence(START, JOB_CANCELED, checkpoint=40),
@@ -243,6 +278,13 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     killed = evidence(begun(100), beats=[beat(40)], metrics=metrics)
     assert killed.goodput(is_running=False) == pytest.approx(0.5)
     assert evidence().goodput(is_running=False) is None
+
+
+def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
+    metrics = MetricsSummary(seconds=30.0)
+    begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
+    alive = evidence(begun, beats=[beat(630, since_written=600)], metrics=metrics)
+    assert alive.goodput(is_running=True) == pytest.approx(0.5)
 
 
 def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one(

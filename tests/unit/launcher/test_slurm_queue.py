@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import json
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
+from launcher.status import slurm_queue
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
-from launcher.status.slurm_queue import Queue, ask, joined, with_queue
+from launcher.status.slurm_queue import Queue, ask, joined, read_states, with_queue
+from pretrain.config.run import RunConfig
+from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
 
 RUN = RunState(
     name="books",
@@ -154,6 +162,41 @@ def record(state: str) -> JobRecord:
             "on request",
         ),
         (replace(RUN, state=State.DONE, reason=""), queued("COMPLETED"), [], "done", ""),
+        (
+            replace(RUN, state=State.DONE, reason="", is_job_open=True),
+            queued("RUNNING"),
+            [],
+            "done",
+            "its job 17 still holds its nodes",
+        ),
+        (
+            replace(RUN, state=State.STOPPED, reason="on request", is_job_open=True),
+            queued("FAILED"),
+            [],
+            "failed",
+            "its supervisor could not write why: it was killed",
+        ),
+        (
+            replace(BEGUN, state=State.UNRESPONSIVE, reason="no heartbeat from n1 for 6.7 min"),
+            queued("RUNNING"),
+            [],
+            "running",
+            "no heartbeat from n1",
+        ),
+        (
+            replace(BEGUN, state=State.RUNNING),
+            queued("PREEMPTED"),
+            [],
+            "preempted",
+            "'launcher resume' continues the run",
+        ),
+        (
+            replace(BEGUN, state=State.PREEMPTED, reason="not requeued", needs_resume=True),
+            None,
+            [],
+            "preempted",
+            "not requeued",
+        ),
     ],
 )
 def test_what_slurm_says_about_a_job_wins_over_heartbeats(run, job, records, state, reason):
@@ -162,6 +205,37 @@ def test_what_slurm_says_about_a_job_wins_over_heartbeats(run, job, records, sta
     assert found.state == state
     assert reason in found.reason
     assert found.job == "17"
+
+
+def test_a_preempted_run_whose_job_slurm_has_ended_may_be_resumed():
+    run = replace(BEGUN, state=State.PREEMPTED)
+    assert run.is_active
+    ended = joined(run, "17", Queue(jobs={"17": queued("PREEMPTED")}, records={}))
+    assert not ended.is_active
+    assert not queued("PREEMPTED").is_live
+
+
+def test_a_run_whose_heartbeats_change_runs_however_far_our_clock_is_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_queue, "SECOND_LOOK_SECONDS", 1.0)
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(Started(step=0, world_size=1))
+    run_dir.heartbeats.mkdir()
+    behind = time.time() - 600
+
+    def write(after: float) -> None:
+        record = HeartbeatRecord(
+            time=behind, written=behind + after, step=7, phase="train", hostname="n1", pid=1
+        )
+        (run_dir.heartbeats / "rank-00000.json").write_text(json.dumps(vars(record)))
+
+    write(after=0)
+    (silent,) = read_states([run_dir.path])
+    assert (silent.state, silent.reason) == ("unresponsive", "no heartbeat from n1 for 10 min")
+    timer = threading.Timer(0.3, write, [5.0])
+    timer.start()
+    (beating,) = read_states([run_dir.path])
+    timer.join()
+    assert (beating.state, beating.reason) == ("running", "")
 
 
 def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):

@@ -17,6 +17,7 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
     Submitted,
+    SupervisorKilled,
 )
 from pretrain.rundir.ledger import (
     EVENTS,
@@ -57,6 +58,7 @@ START, RESUME = Started(step=0, world_size=1), Resumed(step=10, world_size=1)
 JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
 NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
+KILLED_SUPERVISOR = SupervisorKilled(job="17", restart=0, step_before=0, step=10)
 LOST = "the processes were killed, or their node went down"
 KILLED = "rank 1 was killed by SIGKILL"
 
@@ -97,6 +99,8 @@ EXAMPLES = [
     (JOB_STARTED, "job 17 started on n1"),
     (PREEMPTED, "job 17 ended: preempted; requeued"),
     (NODE_FAILED, "job 17 ended: node n2 failed"),
+    (replace(NODE_FAILED, is_final=True), "node n2 failed; not requeued"),
+    (KILLED_SUPERVISOR, "the supervisor of job 17 was killed and started again"),
 ]
 
 
@@ -198,6 +202,11 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
             True,
             ["its first node was lost"],
         ),
+        (
+            [JOB_STARTED, START, KILLED_SUPERVISOR, JOB_STARTED, RESUME],
+            True,
+            ["its supervisor was killed"],
+        ),
         ([START, Canceled(job="17"), replace(START, attempt="17.0.0.ab")], False, []),
         ([START, replace(PREEMPTED, reason=JobEndReason.CANCELED)], False, []),
     ],
@@ -231,7 +240,7 @@ def test_a_job_that_found_the_run_in_use_leaves_no_events():
 
 def test_a_damaged_heartbeat_is_skipped(tmp_path):
     (tmp_path / "rank-00000.json").write_text("{")
-    record = HeartbeatRecord(time=1.5, step=3, phase="train", hostname="n1", pid=4)
+    record = HeartbeatRecord(time=1.5, written=2.5, step=3, phase="train", hostname="n1", pid=4)
     (tmp_path / "rank-00001.json").write_text(json.dumps(vars(record)))
     assert read_heartbeats(tmp_path) == [record]
     assert record.is_alive is None
