@@ -1,5 +1,5 @@
 """`launcher logs`: the log of one of a run's ranks, also while it is written, or only the errors of
-all of them."""
+all logs."""
 
 from __future__ import annotations
 
@@ -7,31 +7,23 @@ import argparse
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from launcher.error_lines import error_lines
+from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
+from pretrain.rundir.launch_events import AttemptEnded
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.log import LINE_START
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
-_RANK_LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
-# Starts a block that lasts as long as lines are indented: a traceback, or the stacks of a rank that
-# hung or crashed.
-_BLOCK = re.compile(
-    r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first"
-    r"|Fatal Python"
-)
-_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of each line of a traceback in a group of ranks
-# Errors in lines that are not ours: uncaught exceptions, NCCL, Slurm.
-_ERROR = re.compile(
-    r"^error: |^\w*(Error|Exception|Interrupt)\b|\berror:|\bfatal\b|out of memory|oom-kill"
-    r"|segmentation fault|NCCL WARN|CANCELLED AT|NODE FAIL",
-    re.IGNORECASE,
-)
+_LOG = re.compile(r"attempt-(\d+)-(?:rank-(\d+)|srun)\.log")
+_MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs when one starts
+_NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
 
 @dataclass(frozen=True)
@@ -43,6 +35,10 @@ class RankLogs:
 
     def path_of(self, rank: int) -> Path:
         """One rank's log; ConfigError if there is no such rank."""
+        if not self.paths:
+            raise ConfigError(
+                f"no rank of attempt {self.attempt} started; 'launcher logs RUN --errors' says why"
+            )
         if rank not in self.paths:
             raise ConfigError(
                 f"--rank={rank}: attempt {self.attempt} has the ranks 0 to {max(self.paths)}"
@@ -55,9 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--rank", type=int, help="which rank (default 0; with --errors all)")
     parser.add_argument(
+        "--attempt", type=int, metavar="N", help="which attempt (default: the latest)"
+    )
+    parser.add_argument(
         "--errors",
         action="store_true",
-        help="only errors, tracebacks and stacks, also those of the Slurm job",
+        help="only errors, tracebacks and stacks: of the ranks, srun and the Slurm job",
     )
     parser.add_argument(
         "--lines",
@@ -74,16 +73,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the log of the latest attempt; 0."""
+    """Print logs of one attempt; 0."""
     if arguments.lines < 0:
         raise ConfigError(f"--lines={arguments.lines} must be 0 or more")
     if arguments.errors and arguments.follow:
         raise ConfigError("--errors and --follow contradict each other; give one of them")
+    if arguments.attempt is not None and arguments.follow:
+        raise ConfigError("--attempt and --follow contradict each other; give one of them")
     (state,) = read_states([arguments.run])
-    logs = RunDir(arguments.run).logs
-    latest = latest_attempt(logs)
+    run_dir = RunDir(arguments.run)
+    logs = run_dir.logs
+    latest = _chosen(logs, arguments.attempt)
     if arguments.errors:
-        return _print_errors(arguments, logs, latest)
+        found = _print_errors(arguments, run_dir, latest)
+        if not found and state.state is State.FAILED:
+            _print_ends(logs, latest)
+        elif not found:
+            print(f"no errors in attempt {latest.attempt}" if latest else "no logs yet")
+        return 0
     rank = arguments.rank or 0
     if arguments.follow:
         try:
@@ -98,56 +105,112 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def attempts(logs: Path) -> dict[int, RankLogs]:
+    """The logs of each attempt, oldest first, also of those in which no rank started."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in logs.glob("attempt-*.log"):
+        if match := _LOG.fullmatch(path.name):
+            ranks = found.setdefault(int(match[1]), {})
+            if match[2] is not None:
+                ranks[int(match[2])] = path
+    return {
+        attempt: RankLogs(attempt, dict(sorted(paths.items())))
+        for attempt, paths in sorted(found.items())
+    }
+
+
 def latest_attempt(logs: Path) -> RankLogs | None:
     """The logs of the last attempt; None if there are none yet."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in logs.glob("attempt-*-rank-*.log"):
-        if match := _RANK_LOG.fullmatch(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    if not found:
-        return None
-    attempt = max(found)
-    return RankLogs(attempt, dict(sorted(found[attempt].items())))
+    return _chosen(logs, None)
 
 
-def error_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Whole tracebacks and stacks, lines logged as errors, and lines of others that look like
-    errors."""
-    in_block = False
-    for raw in lines:
-        level = LINE_START.match(raw)
-        line = _TORCH_PREFIX.sub("", raw)
-        if _BLOCK.search(line):
-            in_block = True
-            yield line
-        elif in_block:
-            yield line
-            in_block = line.startswith((" ", "\t")) or not line.strip()
-        elif level["level"] in ("ERROR", "CRITICAL") if level else _ERROR.search(line):
-            yield line
+def _chosen(logs: Path, number: int | None) -> RankLogs | None:
+    found = attempts(logs)
+    if number is None:
+        return found[max(found)] if found else None
+    if number not in found:
+        known = f"the attempts {min(found)} to {max(found)}" if found else "no attempts yet"
+        raise ConfigError(f"--attempt={number}: the run has {known}")
+    return found[number]
+
+
+def _job_logs(logs: Path) -> list[Path]:
+    """The logs of Slurm jobs, oldest first: decisions of supervisors, and what Slurm wrote."""
+    return sorted(logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
 
 
 def _job_log(logs: Path) -> Path | None:
-    """The log of the latest Slurm job: its supervisor's decisions, and what Slurm wrote."""
-    return max(logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+    return next(reversed(_job_logs(logs)), None)
 
 
-def _print_errors(arguments: argparse.Namespace, logs: Path, latest: RankLogs | None) -> int:
-    job = _job_log(logs)
-    sources = {"job": job} if job else {}
-    if latest and arguments.rank is not None:
-        sources[f"rank {arguments.rank}"] = latest.path_of(arguments.rank)
-    elif latest:
-        sources |= {f"rank {rank}": path for rank, path in latest.paths.items()}
+def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLogs | None) -> bool:
+    """Print the errors of an attempt, the rank that failed first at the top; whether any."""
     found_any = False
-    for name, path in sources.items():
-        with open(path, errors="replace") as file:
-            for line in deque(error_lines(file), maxlen=arguments.lines or None):
-                print(f"[{name}] {line.rstrip()}")
-                found_any = True
-    if not found_any:
-        print(f"no errors in attempt {latest.attempt}" if latest else "no logs yet")
-    return 0
+    for name, lines in _sources(run_dir, chosen, arguments):
+        for line in deque(error_lines(lines), maxlen=arguments.lines or None):
+            print(f"[{name}] {line.rstrip()}")
+            found_any = True
+    return found_any
+
+
+def _sources(
+    run_dir: RunDir, chosen: RankLogs | None, arguments: argparse.Namespace
+) -> Iterator[tuple[str, list[str]]]:
+    """Names and lines of all logs: of the rank that failed first, of srun, the job, other ranks."""
+    ranks = list(chosen.paths) if chosen else []
+    if chosen and arguments.rank is not None:
+        chosen.path_of(arguments.rank)
+        ranks = [arguments.rank]
+    if chosen and (first := _first_failure(run_dir, chosen.attempt)) in ranks:
+        ranks.remove(first)
+        yield f"rank {first}", _lines(chosen.paths[first])
+    if chosen and (srun := run_dir.logs / f"attempt-{chosen.attempt}-srun.log").exists():
+        yield "srun", _lines(srun)
+    is_latest = arguments.attempt is None
+    yield (
+        "job",
+        lines_of_attempt(
+            [_lines(path) for path in _job_logs(run_dir.logs)],
+            chosen.attempt if chosen else None,
+            is_latest,
+        ),
+    )
+    for rank in ranks:
+        assert chosen is not None  # it has these ranks
+        yield f"rank {rank}", _lines(chosen.paths[rank])
+
+
+def lines_of_attempt(logs: Sequence[list[str]], attempt: int | None, is_latest: bool) -> list[str]:
+    """What jobs logged about an attempt, until the next one started; what is before the first one
+    belongs to it, and what follows the latest one too, as a job that failed before its supervisor
+    began."""
+    lines = [line for log in logs for line in log]
+    marks = {int(match[1]): i for i, line in enumerate(lines) if (match := _MARK.search(line))}
+    if attempt is None or attempt not in marks:
+        return lines if is_latest else []
+    begin = 0 if attempt == min(marks) else marks[attempt]
+    end = marks.get(attempt + 1, len(lines))
+    return lines[begin:end]
+
+
+def _first_failure(run_dir: RunDir, attempt: int) -> int:
+    """The rank that failed first in an attempt; -1 if unknown."""
+    ended = events_of(run_dir.ledger.read(), AttemptEnded)
+    ranks = [each.first_failure for each in ended if each.attempt_number == attempt]
+    return -1 if not ranks or ranks[-1] is None else ranks[-1]
+
+
+def _print_ends(logs: Path, chosen: RankLogs | None) -> None:
+    """Print the last lines of a failed run's logs, which say something nobody would expect."""
+    srun = logs / f"attempt-{chosen.attempt}-srun.log" if chosen else None
+    for name, path in (("srun", srun), ("job", _job_log(logs))):
+        for line in _last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ():
+            print(f"[{name}] {line.rstrip()}")
+
+
+def _lines(path: Path) -> list[str]:
+    with open(path, errors="replace") as file:
+        return list(file)
 
 
 def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.commands.logs import error_lines
+from launcher.commands.logs import lines_of_attempt
+from launcher.error_lines import error_lines
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
@@ -53,6 +54,72 @@ def test_errors_are_shown_with_their_tracebacks_for_all_ranks_and_the_job(run_di
     assert lines[1:] == [f"[rank 1] {line}" for line in (TRACEBACK + STACKS).splitlines()]
     assert main(["logs", str(run_dir.path), "--errors", "--rank=0", "--lines=1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def ended(attempt: int, first_failure: int | None, then: NextAction) -> AttemptEnded:
+    return AttemptEnded(
+        attempt_number=attempt,
+        statuses=(1, 1),
+        first_failure=first_failure,
+        step_before=0,
+        step=0,
+        reason=AttemptReason.RANK_FAILED,
+        next=then,
+    )
+
+
+def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir, capsys):
+    (run_dir.logs / "attempt-10-rank-0.log").write_text("ConnectionError: peer gone\n")
+    (run_dir.logs / "attempt-10-srun.log").write_text("srun: error: n1: task 1: Exited\n")
+    (run_dir.logs / "slurm-17.log").write_text("slurmstepd: error: killed\n")
+    run_dir.ledger.append(ended(10, 1, NextAction.RETRY))
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    marks = [line.split("]")[0][1:] for line in capsys.readouterr().out.splitlines()]
+    assert list(dict.fromkeys(marks)) == ["rank 1", "srun", "job", "rank 0"]
+
+
+def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anything(
+    run_dir, capsys
+):
+    (run_dir.logs / "attempt-11-srun.log").write_text(
+        "srun --nodes=2 python\nslurmstepd: error: pyxis: couldn't start container\n"
+    )
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert capsys.readouterr().out == (
+        "[srun] slurmstepd: error: pyxis: couldn't start container\n"
+    )
+    assert main(["logs", str(run_dir.path)]) == 2
+    assert "no rank of attempt 11 started" in capsys.readouterr().err
+
+
+def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_dir, capsys):
+    log = run_dir.logs / "slurm-17.log"
+    log.write_text("/spool/script: line 9: module: command not found\n")
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert "[job] /spool/script: line 9: module: command not found" in capsys.readouterr().out
+    log.write_text("the licence server said no\n")
+    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
+    run_dir.ledger.append(ended(10, None, NextAction.GIVE_UP))
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert capsys.readouterr().out == "[job] the licence server said no\n"
+
+
+def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
+    assert main(["logs", str(run_dir.path), "--attempt=2"]) == 0
+    assert capsys.readouterr().out == "of attempt 2\n"
+    assert main(["logs", str(run_dir.path), "--attempt=3"]) == 2
+    assert "--attempt=3: the run has the attempts 2 to 10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attempt", "is_latest", "expected"),
+    [(0, False, "ab"), (1, False, "c"), (2, True, "de"), (None, True, "abcde"), (7, True, "abcde")],
+)
+def test_a_jobs_log_is_cut_where_attempts_start(attempt, is_latest, expected):
+    marks = [f"INFO 12:04:31 supervisor: attempt {number}: 2 ranks on n1\n" for number in range(3)]
+    logs = [["a", marks[0], "b", marks[1], "c", marks[2], "d"], ["e"]]
+    found = lines_of_attempt(logs, attempt, is_latest)
+    assert "".join(line for line in found if line not in marks) == expected
 
 
 def test_a_quiet_run_has_no_errors(run_dir, capsys):
