@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import MOST, MOST_THREADS, Range, check_ranges, setting
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
+LARGEST_VOCABULARY = 1 << 24
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
 
 
@@ -23,18 +25,14 @@ class TokenizerConfig:
     """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
 
     kind: Literal["unigram", "bpe", "bytes"] = "unigram"
-    vocab_size: int = 16384  # `bytes` always has 257
-    training_bytes: int = 20_000_000  # of text, sampled evenly over the input
+    # `bytes` always has 257.
+    vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY))
+    # Of text, sampled evenly over the input.
+    training_bytes: int = setting(20_000_000, Range(1, MOST))
     path: Path | None = None  # use this tokenizer directory or SentencePiece model; do not train
 
     def __post_init__(self) -> None:
-        if self.vocab_size < SMALLEST_VOCABULARY:
-            raise ConfigError(
-                f"tokenizer.vocab_size={self.vocab_size} is too small for the 256 bytes and other "
-                f"pieces; use {SMALLEST_VOCABULARY} or more, or tokenizer.kind=bytes"
-            )
-        if self.training_bytes < 1:
-            raise ConfigError(f"tokenizer.training_bytes={self.training_bytes} must be positive")
+        check_ranges("tokenizer.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,39 +42,27 @@ class CorpusConfig:
     input: tuple[Path, ...]  # files, or folders read recursively; dot files are ignored
     output: Path
     validation_input: tuple[Path, ...] = ()  # separate validation set; then no fraction is used
-    validation_fraction: float = 0.01  # of the documents, chosen by a hash of their id; 0: none
+    # Of the documents, chosen by a hash of their id; 0: none.
+    validation_fraction: float = setting(0.01, Range(0, 1, below=True))
     format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"  # auto: by name or head
     suffixes: tuple[str, ...] = ()  # only files with these endings before .gz or .zst; (): all
     text_field: str = "text"  # JSON field, Parquet column, or extension of a tar member besides txt
     id_field: str = "id"  # a record without this field is named by its file and number
-    max_document_bytes: int = 1 << 28  # longer records are rejected
-    max_rejects: int = 1000  # more unusable records than this stop the build
+    # Longer records are rejected.
+    max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8))
+    max_rejects: int = setting(1000, Range(0, MOST))  # more unusable records stop the build
     drop_duplicates: bool = False  # keep only the first of documents with equal text
-    split_characters: int = 0  # cut longer documents into NAME#1, NAME#2, ...; 0: never
+    # Cut longer documents into NAME#1, NAME#2, ...; 0: never.
+    split_characters: int = setting(0, Range(0, MOST))
     shard_format: Literal["mds", "webdataset"] = "mds"  # .mds files, or .tar files of arrays
-    shard_bytes: int = 8 << 20
-    threads: int = 0  # that encode text; 0: one per core
+    shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES))
+    threads: int = setting(0, Range(0, MOST_THREADS))  # that encode text; 0: one per core
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     def __post_init__(self) -> None:
+        check_ranges("", self)
         if not self.input:
             raise ConfigError("input names no file or folder")
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise ConfigError(
-                f"validation_fraction={self.validation_fraction} must be at least 0 and below 1"
-            )
-        for name, largest in (
-            ("shard_bytes", LARGEST_SHARD_BYTES),
-            ("max_document_bytes", LARGEST_SHARD_BYTES // 8),
-        ):
-            if not 1 <= getattr(self, name) <= largest:
-                raise ConfigError(f"{name}={getattr(self, name)} must be between 1 and {largest}")
-        if self.max_rejects < 0 or self.threads < 0:
-            raise ConfigError("max_rejects and threads must be 0 or more")
-        if self.split_characters < 0:
-            raise ConfigError(
-                f"split_characters={self.split_characters} must be positive, or 0 for never"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +70,11 @@ class CacheConfig:
     """Where this node caches shards of remote corpora; all its ranks share the directory."""
 
     directory: Path | None = None  # on a local disk; null: `xl-pretrain-UID` in the temporary files
-    gib: float = 20.0  # size limit; the least recently used shards are evicted
+    # Size limit; the least recently used shards are evicted.
+    gib: float = setting(20.0, Range(0, 1e9, above=True))
 
     def __post_init__(self) -> None:
-        if self.gib <= 0:
-            raise ConfigError(f"data.cache.gib={self.gib:g} must be positive")
+        check_ranges("data.cache.", self)
 
     @property
     def path(self) -> Path:
@@ -103,15 +89,12 @@ class MixturePart:
     """A corpus of a mixture: `repeat` passes per epoch, or tokens in proportion to `weight`."""
 
     path: Path  # a directory made by `data-pipeline build`, or the URL it was uploaded to
-    repeat: float = 0.0  # 0: once, or what the weight asks for
-    weight: float = 0.0  # 0: `repeat` counts; all parts of a mixture have a weight or none has
+    repeat: float = setting(0.0, Range(0, 1e6))  # 0: once, or what the weight asks for
+    # 0: `repeat` counts; all parts of a mixture have a weight or none has.
+    weight: float = setting(0.0, Range(0, MOST))
 
     def __post_init__(self) -> None:
-        if self.repeat < 0 or self.weight < 0:
-            raise ConfigError(
-                f"mixture of {self.path}: repeat={self.repeat} and weight={self.weight} "
-                "must be positive"
-            )
+        check_ranges(f"mixture of {self.path}: ", self)
         if self.repeat and self.weight:
             raise ConfigError(
                 f"mixture of {self.path}: found repeat and weight, expected one of them"

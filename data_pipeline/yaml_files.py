@@ -73,7 +73,7 @@ def _parse_yaml(text: str, path: Path) -> Tree:
 
     try:
         tree = yaml.load(text, Loader=_loader())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or error
@@ -124,9 +124,9 @@ def parse_override(override: str) -> Tree:
         )
     try:
         value = yaml.load(text, Loader=_loader())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"override {override!r}: invalid YAML {text!r}: {problem}") from None
+        raise ConfigError(f"override {abbreviated(override)}: invalid YAML: {problem}") from None
     for name in reversed(names):
         value = {name: value}
     return value

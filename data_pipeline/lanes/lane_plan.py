@@ -278,10 +278,13 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
     the longest document.
     """
     share = plan.num_tokens // plan.num_lanes
-    if share < longest_document and not (lengths := plan.lane_lengths(0)).all():
+    # The first empty lane is enough: far too many lanes are refused without counting them all.
+    lanes = range(plan.num_lanes) if share < longest_document else ()
+    empty = next((lane for lane in lanes if not plan.lane_length(0, lane)), None)
+    if empty is not None:
         raise DataError(
             f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest "
-            f"document has {longest_document} tokens and lane {int(np.argmin(lengths))} would be "
+            f"document has {longest_document} tokens and lane {empty} would be "
             f"empty; use at most {max(1, plan.num_tokens // max(longest_document, 1))} lanes, "
             "more text, or shorter documents"
         )

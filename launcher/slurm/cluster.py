@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import MOST_THREADS, Range, setting
 from pretrain.costs.devices import NodeConfig
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
@@ -29,11 +30,10 @@ class ClusterConfig(NodeConfig):
     partition: str = ""  # or several, main,urgent: the first that can start the job
     account: str = ""
     qos: str = ""
-    cpus_per_rank: int = 1
+    cpus_per_rank: int = setting(1, Range(1, MOST_THREADS))
     time_limit: str = "24:00:00"  # of one job; the run continues in the next one
-    signal_seconds: int = (
-        180  # signal before the time limit: one step and one checkpoint have to fit
-    )
+    # Signal before the time limit: one step and one checkpoint have to fit.
+    signal_seconds: int = setting(180, Range(1, 1_000_000))
     # Other options of sbatch, such as 'mem: 0', 'constraint: nvlink' or, a flag, 'exclusive:'.
     options: dict[str, str | None] = field(default_factory=dict)
     modules: tuple[str, ...] = ()  # 'module load' of each
@@ -50,34 +50,32 @@ class ClusterConfig(NodeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_texts(self)
-        if self.cpus_per_rank < 1:
-            raise ConfigError(f"cpus_per_rank={self.cpus_per_rank} must be 1 or more")
         if (
             self.time_limit.isdecimal()
         ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
             raise ConfigError(
                 f"time_limit={self.time_limit} is a number; write '24:00:00', in quotes"
             )
-        if not 0 < self.signal_seconds <= _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
+        if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
             raise ConfigError(
-                f"signal_seconds={self.signal_seconds} must be above 0 and at most half of "
+                f"signal_seconds={self.signal_seconds} must be at most half of "
                 f"time_limit={self.time_limit}"
             )
 
 
 def _check_texts(cluster: ClusterConfig) -> None:
     """ConfigError for names and values that would be something else in a script."""
-    for setting, names, valid, kind in (
+    for name_of, names, valid, kind in (
         ("environment", cluster.environment, _VARIABLE, "a variable's name, such as NCCL_DEBUG"),
         ("options", cluster.options, _OPTION, "the long name of an option, such as mem"),
     ):
         if wrong := [name for name in names if not valid.fullmatch(name)]:
-            raise ConfigError(f"{setting}: found the name {wrong[0]!r}, expected {kind}")
-    for setting, value in to_tree(cluster).items():
+            raise ConfigError(f"{name_of}: found the name {wrong[0]!r}, expected {kind}")
+    for name_of, value in to_tree(cluster).items():
         for text in _texts_in(value):
             if control_characters(text):
                 raise ConfigError(
-                    f"{setting}: found a control character in {text[:80]!r}, expected one line of "
+                    f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
                     "plain text; write one line per entry"
                 )
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.errors import ConfigError
-from pretrain.config.fields import require_at_least
+from data_pipeline.setting_fields import MOST_ROWS, Range, check_ranges, setting
 
 Positions = Literal["relative", "rope", "alibi", "t5"]
 FeedForwardKind = Literal["relu", "gelu", "swiglu"]
 Compression = Literal["conv", "mean", "max"]
 
 SWIGLU_MULTIPLE = 64  # the derived width of a SwiGLU layer is rounded up to this
+MOST_LAYERS = MOST_HEADS = 4096
+LARGEST_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,48 +26,54 @@ class ModelConfig:
     The defaults are the paper's. `docs/model.md` gives the formula and source of every variant.
     """
 
-    vocab_size: int = 0  # n_token; 0: taken from the corpus' tokenizer
-    num_layers: int = 4  # n_layer
-    d_model: int = 128
-    num_heads: int = 4  # n_head
-    num_key_heads: int = 0  # grouped-query attention: heads of keys and values; 0: num_heads
-    d_head: int = 0  # 0: d_model / num_heads
+    # n_token; 0: taken from the corpus' tokenizer
+    vocab_size: int = setting(0, Range(0, LARGEST_VOCABULARY))
+    num_layers: int = setting(4, Range(1, MOST_LAYERS))  # n_layer
+    d_model: int = setting(128, Range(2, LARGEST_WIDTH))
+    num_heads: int = setting(4, Range(1, MOST_HEADS))  # n_head
+    # Grouped-query attention: heads of keys and values; 0: num_heads.
+    num_key_heads: int = setting(0, Range(0, MOST_HEADS))
+    d_head: int = setting(0, Range(0, LARGEST_WIDTH))  # 0: d_model / num_heads
     # Width of the feed-forward layer; 0: 4 * d_model, or 8/3 for swiglu, which has a third matrix.
-    d_inner: int = 0
-    d_embed: int = 0  # 0: d_model; else a projection maps one to the other
-    memory_length: int = 128  # mem_len in training
-    compressed_length: int = 0  # rows of compressed memory, older than the memory; 0: none
-    compression_rate: int = 3  # c: this many rows that leave the memory become one
+    d_inner: int = setting(0, Range(0, 16 * LARGEST_WIDTH))
+    # 0: d_model; else a projection maps one to the other
+    d_embed: int = setting(0, Range(0, LARGEST_WIDTH))
+    memory_length: int = setting(128, Range(0, MOST_ROWS))  # mem_len in training
+    # Rows of compressed memory, older than the memory; 0: none.
+    compressed_length: int = setting(0, Range(0, MOST_ROWS))
+    # c: this many rows that leave the memory become one
+    compression_rate: int = setting(3, Range(1, MOST_ROWS))
     compression: Compression = "conv"  # conv is learned, by attention reconstruction
     positions: Positions = "relative"  # how attention encodes distances
-    t5_buckets: int = 32  # num_buckets
-    t5_max_distance: int = 128  # longer distances share the last bucket
+    t5_buckets: int = setting(32, Range(2, 2 * MOST_ROWS))  # num_buckets
+    # Longer distances share the last bucket.
+    t5_max_distance: int = setting(128, Range(1, MOST_ROWS))
     query_key_norm: bool = False  # normalize queries and keys within each head
     feed_forward: FeedForwardKind = "relu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_position: Literal["post", "pre"] = "post"  # pre_lnorm
     untie_biases: bool = False  # untie_r: u and v per layer, not shared
     same_length: bool = False  # every query attends to exactly memory_length keys
-    clamp_length: int = 0  # clamp_len: longer distances share one encoding; 0: none
+    # clamp_len: longer distances share one encoding; 0: none
+    clamp_length: int = setting(0, Range(0, MOST_ROWS))
     # No attention across a document boundary, in the segment or in memory.
     isolate_documents: bool = False
-    dropout: float = 0.0
-    attention_dropout: float = 0.0  # dropatt
+    dropout: float = setting(0.0, Range(0, 1, below=True))
+    attention_dropout: float = setting(0.0, Range(0, 1, below=True))  # dropatt
     tie_embeddings: bool = True  # tie_weight
-    cutoffs: tuple[int, ...] = ()  # adaptive softmax: first token of each tail cluster; (): full
-    div_val: int = 1  # adaptive embedding: each cluster is narrower by this factor
+    # Adaptive softmax: first token of each tail cluster; (): full.
+    cutoffs: tuple[int, ...] = setting((), Range(1, LARGEST_VOCABULARY))
+    # Adaptive embedding: each cluster is narrower by this factor.
+    div_val: int = setting(1, Range(1, LARGEST_WIDTH))
     tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
     # Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it.
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    projection_init_std: float = 0.01  # proj_init_std: projections of embedding and softmax
+    z_loss: float = setting(0.0, Range(0, 1))
+    init_std: float = setting(0.02, Range(0, 10))
+    # proj_init_std: projections of embedding and softmax
+    projection_init_std: float = setting(0.01, Range(0, 10))
 
     def __post_init__(self) -> None:
-        positive = ("num_layers", "num_heads", "compression_rate", "div_val")
-        require_at_least(1, "model", self, *positive)
-        require_at_least(2, "model", self, "d_model")
-        lengths = ("memory_length", "compressed_length", "clamp_length")
-        require_at_least(0, "model", self, *lengths, "num_key_heads", "vocab_size", "z_loss")
+        check_ranges("model.", self)
         if self.positions == "relative" and self.d_model % 2:
             raise ConfigError(
                 f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
@@ -78,11 +87,6 @@ class ModelConfig:
             raise ConfigError(
                 "model.same_length needs model.memory_length > 0, the number of keys of each query"
             )
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)} must be at least 0 and below 1"
-                )
         self._check_heads()
         self._check_positions()
         self._check_compression()
@@ -102,9 +106,9 @@ class ModelConfig:
                 "model.positions=rope rotates pairs of a head's channels, but a head has "
                 f"{self.head_width}; set an even model.d_head"
             )
-        if self.positions == "t5" and not 2 <= self.t5_buckets < 2 * self.t5_max_distance:
+        if self.positions == "t5" and self.t5_buckets >= 2 * self.t5_max_distance:
             raise ConfigError(
-                f"model.t5_buckets={self.t5_buckets} must be at least 2 and below twice "
+                f"model.t5_buckets={self.t5_buckets} must be below twice "
                 f"t5_max_distance={self.t5_max_distance}: half of them are single distances"
             )
         if self.positions != "relative":
@@ -122,6 +126,12 @@ class ModelConfig:
             raise ConfigError(
                 "model.compressed_length needs model.memory_length > 0: it compresses what leaves "
                 "the memory"
+            )
+        if self.compression_rate > self.memory_length:
+            raise ConfigError(
+                f"model.compression_rate={self.compression_rate} is above "
+                f"model.memory_length={self.memory_length}: more rows would become one than the "
+                "memory has; use a lower rate"
             )
         if self.same_length:
             raise ConfigError(

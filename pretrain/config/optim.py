@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.fields import changeable, require_at_least
+from data_pipeline.setting_fields import MOST, Range, check_ranges, setting
+from pretrain.config.resume_rules import changeable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,44 +15,48 @@ class ScheduleConfig:
     """Learning rate by step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
 
     shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int = 0  # wsd: length of the final decay; 0: a fifth of the run
-    final_fraction: float = 0.0
+    warmup_steps: int = setting(0, Range(0, MOST))
+    # wsd: length of the final decay; 0: a fifth of the run, or what warm-up leaves of it
+    decay_steps: int = setting(0, Range(0, MOST))
+    final_fraction: float = setting(0.0, Range(0, 1))
 
     def __post_init__(self) -> None:
-        require_at_least(0, "optim.schedule", self, "warmup_steps", "decay_steps")
-        if not 0.0 <= self.final_fraction <= 1.0:
-            raise ConfigError(
-                f"optim.schedule.final_fraction={self.final_fraction:g} must be from 0 to 1"
-            )
+        check_ranges("optim.schedule.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW or LAMB with decoupled weight decay, which leaves norms and biases alone."""
 
-    steps: int = changeable(1000)  # may only grow
+    steps: int = changeable(1000, Range(1, MOST))  # may only grow
     # lamb: for very large batches; its learning rates differ from Adam's
     name: Literal["adamw", "lamb"] = "adamw"
-    learning_rate: float = 2.5e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.25  # 0: no clipping
-    ema_decay: float = 0.0  # of an exponential moving average of the weights, say 0.999; 0: none
+    learning_rate: float = setting(2.5e-4, Range(0, 1000))
+    betas: tuple[float, float] = setting((0.9, 0.999), Range(0, 1, below=True))
+    epsilon: float = setting(1e-8, Range(0, 1))
+    weight_decay: float = setting(0.0, Range(0, 1000))
+    clip_norm: float = setting(0.25, Range(0, MOST))  # 0: no clipping
+    # Of an exponential moving average of the weights, say 0.999; 0: none.
+    ema_decay: float = setting(0.0, Range(0, 1, below=True))
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(1, "optim", self, "steps")
-        require_at_least(0, "optim", self, "learning_rate", "epsilon", "weight_decay", "clip_norm")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
-        if not 0.0 <= self.ema_decay < 1.0:
-            raise ConfigError(
-                f"optim.ema_decay={self.ema_decay} must be 0 (no average) or more and below 1"
-            )
+        check_ranges("optim.", self)
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than "
                 f"optim.steps={self.steps}"
             )
+        left = self.steps - self.schedule.warmup_steps
+        if self.schedule.shape == "wsd" and self.schedule.decay_steps > left:
+            raise ConfigError(
+                f"optim.schedule.decay_steps={self.schedule.decay_steps} is longer than the {left} "
+                "steps that warm-up leaves: the rate would drop before the decay; use "
+                f"{left} or less"
+            )
+
+    @property
+    def decay_steps(self) -> int:
+        """The length of wsd's final decay."""
+        left = self.steps - self.schedule.warmup_steps
+        return self.schedule.decay_steps or max(1, min(self.steps // 5, left))

@@ -14,9 +14,20 @@ from typing import Any, Literal
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import url_of
-from pretrain.config.fields import changeable, fixed, require_at_least, require_name
-from pretrain.config.model import ModelConfig
+from data_pipeline.setting_fields import (
+    LARGEST_SEED,
+    MOST,
+    MOST_LANES,
+    MOST_ROWS,
+    MOST_THREADS,
+    Range,
+    check_ranges,
+    require_name,
+    setting,
+)
+from pretrain.config.model import MOST_LAYERS, ModelConfig
 from pretrain.config.optim import OptimConfig
+from pretrain.config.resume_rules import changeable, fixed
 
 Precision = Literal["fp32", "bf16", "fp16"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
@@ -31,18 +42,17 @@ class PhaseConfig:
     of lanes stays. With another segment length alone every lane continues, with its memory.
     """
 
-    from_step: int  # updates before the phase
-    lanes: int = 0  # 0: as before
-    segment_length: int = 0  # 0: as before
+    from_step: int = setting(allowed=Range(1, MOST))  # updates before the phase
+    lanes: int = setting(0, Range(0, MOST_LANES))  # 0: as before
+    segment_length: int = setting(0, Range(0, MOST_ROWS))  # 0: as before
     mixture: tuple[MixturePart, ...] = ()  # (): as before
 
     def __post_init__(self) -> None:
-        changes = self.lanes or self.segment_length or self.mixture
-        if self.from_step < 1 or min(self.lanes, self.segment_length) < 0 or not changes:
+        check_ranges("data.phases.", self)
+        if not (self.lanes or self.segment_length or self.mixture):
             raise ConfigError(
-                f"a phase of data.phases has from_step={self.from_step}, lanes={self.lanes}, "
-                f"segment_length={self.segment_length} and {len(self.mixture)} corpora; expected "
-                "from_step of 1 or more, and lanes, a segment length or a mixture"
+                f"the phase of data.phases from step {self.from_step} on changes nothing; expected "
+                "lanes, a segment length or a mixture"
             )
 
     @property
@@ -60,13 +70,13 @@ class DataConfig:
     path: Path = changeable(Path("data"))
     # Train on these instead; the tokenizer and the validation split remain those of `path`.
     mixture: tuple[MixturePart, ...] = fixed(())
-    lanes: int = fixed(16)
-    segment_length: int = fixed(64)  # tgt_len
+    lanes: int = fixed(16, Range(1, MOST_LANES))
+    segment_length: int = fixed(64, Range(1, MOST_ROWS))  # tgt_len
     cache: CacheConfig = changeable(default_factory=CacheConfig)  # of corpora named by a URL
     phases: tuple[PhaseConfig, ...] = changeable(())  # by step; only later ones may change
 
     def __post_init__(self) -> None:
-        require_at_least(1, "data", self, "lanes", "segment_length")
+        check_ranges("data.", self)
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
@@ -93,38 +103,45 @@ class EngineConfig:
     kind: Literal["deepspeed", "torch"] = fixed("deepspeed")
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Precision = "fp32"  # of weights and activations; the optimizer always uses fp32
-    initial_loss_scale: float = 65536.0  # fp16: the first factor of the loss; adapted as it trains
-    loss_scale_window: int = 1000  # fp16: updates without overflow after which the scale doubles
+    # fp16: the first factor of the loss, a power of two; adapted as it trains
+    initial_loss_scale: float = setting(65536.0, Range(1, 2.0**64))
+    # fp16: updates without overflow after which the scale doubles
+    loss_scale_window: int = setting(1000, Range(1, MOST))
     # selective: recompute only attention's scores and weights in the backward pass
     activation_checkpointing: ActivationCheckpointing = "none"
-    checkpoint_every_n_layers: int = 1  # apply activation checkpointing to one layer in N
+    # Apply activation checkpointing to one layer in N.
+    checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS))
     # Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more.
     offload_optimizer: bool = False
     offload_memories: bool = False  # keep memories of inactive slots in host memory
     # auto: the fastest for the device; plain: torch operations to compare with
     attention_kernel: AttentionKernel = "auto"
     # Tokens per pass through the output layer, which the backward pass repeats; 0: all.
-    logits_chunk_tokens: int = 0
-    micro_batch_lanes: int = 0  # most lanes per rank and forward pass; 0: all of the rank's
-    threads: int = 0  # CPU threads per rank; 0: cores divided by the ranks on this node
+    logits_chunk_tokens: int = setting(0, Range(0, MOST))
+    # Most lanes per rank and forward pass; 0: all of the rank's.
+    micro_batch_lanes: int = setting(0, Range(0, MOST_LANES))
+    # CPU threads per rank; 0: cores divided by the ranks on this node.
+    threads: int = setting(0, Range(0, MOST_THREADS))
     # Longest step, evaluation or save; after it a rank writes its stacks and exits. 0: no timeout.
-    watchdog_timeout_seconds: float = 1800.0
+    watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7))
     # Merged into DeepSpeed's settings last; may not contradict a derived key.
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from_zero = ("logits_chunk_tokens", "micro_batch_lanes", "threads")
-        require_at_least(0, "engine", self, *from_zero, "watchdog_timeout_seconds")
-        require_at_least(1, "engine", self, "checkpoint_every_n_layers", "loss_scale_window")
+        check_ranges("engine.", self)
+        if self.kind == "torch" and self.zero_stage > 1:
+            raise ConfigError(
+                f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found torch, "
+                "which shards nothing; remove one of them"
+            )
         if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
             raise ConfigError(
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
                 f"or more, found {self.kind} and {self.zero_stage}"
             )
-        if self.initial_loss_scale < 1 or math.frexp(self.initial_loss_scale)[0] != 0.5:
+        if math.frexp(self.initial_loss_scale)[0] != 0.5:
             raise ConfigError(
-                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two, "
-                "1 or more"
+                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two"
             )
         _reject_nvme(self.deepspeed_extra)
 
@@ -152,56 +169,57 @@ class RecoveryConfig:
     `skip_margin_segments` segments after the last.
     """
 
-    skip_grad_norm: float = 0.0  # skip steps with a larger norm; 0: only non-finite ones
-    spike_threshold: float = 8.0  # 0: never rewind
-    spike_steps: int = 3
-    window: int = 50  # short, so that the loss falls little within it
-    skip_margin_segments: int = 10
-    max_rewinds: int = 3  # then the run stops, with a report
+    # Skip steps with a larger norm; 0: only non-finite ones.
+    skip_grad_norm: float = setting(0.0, Range(0, MOST))
+    spike_threshold: float = setting(8.0, Range(0, 1e6))  # 0: never rewind
+    spike_steps: int = setting(3, Range(1, 1_000_000))
+    # Steps; short, so that the loss falls little within it.
+    window: int = setting(50, Range(10, 1_000_000))
+    skip_margin_segments: int = setting(10, Range(0, MOST))
+    max_rewinds: int = setting(3, Range(0, 1_000_000))  # then the run stops, with a report
     # Name a rank that takes this many times as long as the median of the others; 0: never.
-    straggler_ratio: float = 1.5
+    straggler_ratio: float = setting(1.5, Range(1, 1e6, or_zero=True))
 
     def __post_init__(self) -> None:
-        from_zero = ("skip_grad_norm", "spike_threshold", "skip_margin_segments", "max_rewinds")
-        require_at_least(0, "recovery", self, *from_zero, "straggler_ratio")
-        require_at_least(1, "recovery", self, "spike_steps")
-        require_at_least(10, "recovery", self, "window")
+        check_ranges("recovery.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How often a run saves, and which checkpoints are kept: the latest and those named here."""
 
-    interval: int = 200  # steps
+    interval: int = setting(200, Range(1, MOST))  # steps
     asynchronous: bool = True  # write in the background, from a copy in host memory
-    keep_last: int = 3
-    keep_every: int = 0  # keep checkpoints whose step is a multiple of it; 0: none
-    keep_best: int = 0  # keep this many with the lowest validation loss
+    keep_last: int = setting(3, Range(1, MOST))
+    # Keep checkpoints whose step is a multiple of it; 0: none.
+    keep_every: int = setting(0, Range(0, MOST))
+    # Keep this many with the lowest validation loss.
+    keep_best: int = setting(0, Range(0, MOST))
 
     def __post_init__(self) -> None:
-        require_at_least(1, "checkpoint", self, "interval", "keep_last")
-        require_at_least(0, "checkpoint", self, "keep_every", "keep_best")
+        check_ranges("checkpoint.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    interval: int = 200  # steps; 0: only at the end
-    lanes: int = 8
-    max_tokens: int = 100_000  # of the validation split, per evaluation; 0: all of it
+    interval: int = setting(200, Range(0, MOST))  # steps; 0: only at the end
+    lanes: int = setting(8, Range(1, MOST_LANES))
+    # Of the validation split, per evaluation; 0: all of it.
+    max_tokens: int = setting(100_000, Range(0, MOST))
 
     def __post_init__(self) -> None:
-        require_at_least(1, "evaluation", self, "lanes")
-        require_at_least(0, "evaluation", self, "interval", "max_tokens")
+        check_ranges("evaluation.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    interval: int = 10  # steps
+    interval: int = setting(10, Range(1, MOST))  # steps
     tensorboard: bool = True
-    profile_steps: tuple[int, int] = (0, 0)  # first and last step of rank 0's profile; zeros: none
+    # First and last step of rank 0's profile; zeros: none.
+    profile_steps: tuple[int, int] = setting((0, 0), Range(0, MOST))
 
     def __post_init__(self) -> None:
-        require_at_least(1, "metrics", self, "interval")
+        check_ranges("metrics.", self)
         first, last = self.profile_steps
         if (first or last) and not 1 <= first <= last:
             raise ConfigError(
@@ -215,7 +233,7 @@ class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
 
     name: str = fixed("run")
-    seed: int = fixed(1)
+    seed: int = fixed(1, Range(0, LARGEST_SEED))
     # An export to start from; none: weights drawn from the published distribution.
     initial_weights: Path | None = fixed(None)
     model: ModelConfig = fixed(default_factory=ModelConfig)
@@ -228,6 +246,7 @@ class RunConfig:
     metrics: MetricsConfig = changeable(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
+        check_ranges("", self)
         require_name("name", self.name)
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):

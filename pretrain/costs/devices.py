@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import Range, check_ranges, setting
 from pretrain.config.run import Precision
 
 GIB = 1 << 30
+MOST_RANKS = 1024  # of a node
 # Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
 USABLE = 0.92
 CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
@@ -56,9 +58,10 @@ class NodeConfig:
     gpus_per_node: str = "0"  # each gets a rank; 8, or h100:8 with Slurm's type; 0: a CPU cluster
     # To estimate memory and time before a start; empty: what the type of gpus_per_node names.
     gpu: Literal["", "A100", "H100", "H200"] = ""
-    ranks_per_node: int = 0  # 0: one per GPU
+    ranks_per_node: int = setting(0, Range(0, MOST_RANKS))  # 0: one per GPU
 
     def __post_init__(self) -> None:
+        check_ranges("", self)  # those of a subclass, too
         if not _GPUS.fullmatch(self.gpus_per_node):
             raise ConfigError(
                 f"gpus_per_node: found {self.gpus_per_node!r}, expected a number or a type and a "

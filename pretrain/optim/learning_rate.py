@@ -29,6 +29,5 @@ def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
     if schedule.shape == "inverse_sqrt":
         return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
     # wsd (warm-up, stable, decay): constant, then linear over the last `decay_steps`
-    decay_steps = schedule.decay_steps or max(1, optim.steps // 5)
-    left = optim.steps - step
-    return 1.0 if left >= decay_steps else floor + (1.0 - floor) * max(0, left) / decay_steps
+    left = max(0, optim.steps - step)
+    return floor + (1.0 - floor) * min(1.0, left / optim.decay_steps)

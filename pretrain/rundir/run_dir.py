@@ -23,7 +23,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.config.fields import may_change
+from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock

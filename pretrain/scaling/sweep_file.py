@@ -32,8 +32,8 @@ from typing import Any
 from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
+from data_pipeline.setting_fields import LONGEST_NAME, require_name
 from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
-from pretrain.config.fields import LONGEST_NAME, require_name
 from pretrain.config.run import RunConfig
 
 FORMAT = 1

@@ -197,5 +197,5 @@ def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
 
 
 def test_a_limit_must_be_positive():
-    with pytest.raises(ConfigError, match=r"data\.cache\.gib=0 must be positive"):
+    with pytest.raises(ConfigError, match=r"data\.cache\.gib=0 must be above 0"):
         CacheConfig(gib=0)

@@ -16,7 +16,7 @@ from pretrain.model.transformer_xl import TransformerXL
     [
         ({"vocab_size": 50, "cutoffs": (20, 50)}, r"cutoffs=\[20, 50\].*50 tokens"),
         ({"vocab_size": 50, "cutoffs": (20, 10)}, "must increase"),
-        ({"cutoffs": (0,)}, "above 0"),
+        ({"cutoffs": (0,)}, "from 1"),
         ({"vocab_size": 50, "cutoffs": (10, 20), "d_embed": 8, "div_val": 3}, "to below 1"),
         ({"div_val": 0}, "div_val=0"),
         ({"cutoffs": (10,), "tie_projections": (True,)}, "has 1 entries; expected 2"),
@@ -38,6 +38,7 @@ from pretrain.model.transformer_xl import TransformerXL
             "compressed_length needs model.memory_length",
         ),
         ({"compressed_length": 8, "compression_rate": 0}, "compression_rate=0"),
+        ({"compressed_length": 8, "memory_length": 2}, "compression_rate=3 is above"),
         ({"compressed_length": 8, "same_length": True}, "never the older compressed rows"),
         ({"z_loss": -1.0}, "z_loss=-1"),
     ],

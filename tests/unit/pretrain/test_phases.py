@@ -63,7 +63,7 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
 
 
 def test_phases_that_change_nothing_or_are_out_of_order_are_errors():
-    with pytest.raises(ConfigError, match="expected from_step of 1 or more, and lanes, a segment"):
+    with pytest.raises(ConfigError, match="from step 5 on changes nothing; expected lanes"):
         PhaseConfig(from_step=5)
     with pytest.raises(ConfigError, match=r"start at the steps \[30, 30\]; expected each"):
         replace(RUN.data, phases=(RUN.data.phases[1],) * 2)

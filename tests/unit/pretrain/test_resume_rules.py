@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from pretrain.config.fields import changeable, fixed, may_change
+from pretrain.config.resume_rules import changeable, fixed, may_change
 from pretrain.config.run import RunConfig
 
 FIXED = ("name", "seed", "initial_weights", "engine.kind", "data.lanes", "data.segment_length",

@@ -1,0 +1,95 @@
+"""Settings as dataclass fields: the range of values that a number may have, and names.
+
+The range stands in the field's metadata. Each settings class calls `check_ranges` first, so every
+command that reads it refuses the same values, and rules between settings may rely on the ranges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import abbreviated
+
+RANGE = "range"
+MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64
+MOST_LANES = 1 << 17
+MOST_ROWS = 1 << 20  # of a segment or a memory
+MOST_THREADS = 4096
+LARGEST_SEED = (1 << 63) - 1
+LONGEST_NAME = 100
+_NAME = re.compile(rf"(?![-.])[A-Za-z0-9._+-]{{1,{LONGEST_NAME}}}")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`; `above` and `below` leave out the number itself."""
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+    or_zero: bool = False  # 0 is allowed besides, where it turns something off
+
+    def __contains__(self, value: float) -> bool:
+        """Whether the range has the number; it never has NaN."""
+        if self.or_zero and value == 0:
+            return True
+        enough = value > self.least if self.above else value >= self.least
+        return enough and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        least, most = (
+            f"{end:,.15g}" if end < 1e9 else f"{end:g}" for end in (self.least, self.most)
+        )
+        if not (self.above or self.below):
+            text = f"from {least} to {most}"
+        else:
+            low = f"above {least}" if self.above else f"at least {least}"
+            text = f"{low} and {f'below {most}' if self.below else f'at most {most}'}"
+        return f"0, or {text}" if self.or_zero else text
+
+
+def setting(
+    default: Any = MISSING,
+    allowed: Range | None = None,
+    *,
+    default_factory: Any = MISSING,
+    metadata: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a field of settings. Of a tuple of numbers, each must be in the range."""
+    return field(
+        default=default,
+        default_factory=default_factory,
+        metadata={RANGE: allowed, **(metadata or {})},
+    )
+
+
+def ranges_of(schema: Any) -> dict[str, Range]:
+    """Return the ranges of a settings class, or of its instance, by the names of the fields."""
+    found = {each.name: each.metadata.get(RANGE) for each in fields(schema)}
+    return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+def check_ranges(section: str, settings: Any) -> None:
+    """Raise ConfigError if numbers of the settings are out of their ranges; it names all."""
+    wrong = []
+    for name, allowed in ranges_of(settings).items():
+        value = getattr(settings, name)
+        if not all(each in allowed for each in (value if isinstance(value, tuple) else (value,))):
+            found = abbreviated(list(value) if isinstance(value, tuple) else value)
+            wrong.append(f"{section}{name}={found} must be {allowed}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def require_name(name_of: str, name: str) -> None:
+    """Raise ConfigError unless `name` can name a directory and a job, and is no option."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name_of}: found {abbreviated(name)}, expected 1 to {LONGEST_NAME} letters, digits "
+            "and . _ + -, not beginning with . or -; choose such a name"
+        )

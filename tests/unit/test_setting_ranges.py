@@ -1,0 +1,171 @@
+"""Every numeric setting has a range, and every command refuses what is out of it in one line."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+
+from data_pipeline.cli import main as data_pipeline
+from data_pipeline.config import CorpusConfig
+from data_pipeline.config_loader import parse_config
+from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import Range, ranges_of
+from data_pipeline.yaml_files import dump_yaml
+from launcher.cli import main as launcher
+from launcher.slurm.cluster import ClusterConfig
+from pretrain.cli import main as pretrain
+from pretrain.config.run import RunConfig
+
+REQUIRED = {CorpusConfig: {"input": ["a"], "output": "b"}, ClusterConfig: {"ranks_per_node": 1}}
+DRAWS = 8  # of numbers outside each range, besides the usual suspects
+SUSPECTS = (-1, 10**30, -(10**30), 1e300, math.inf, -math.inf, math.nan)
+
+
+def numeric_settings(schema: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple, Any, str]]:
+    """The path, class and name of every setting that is a number or a tuple of numbers."""
+    hints = get_type_hints(schema)
+    for each in fields(schema):
+        hint = hints[each.name]
+        items = get_args(hint) if get_origin(hint) is tuple else (hint,)
+        if is_dataclass(items[0]):
+            inside = (*path, each.name, *((0,) if items[0] is not hint else ()))
+            yield from numeric_settings(items[0], inside)
+        elif {int, float} & set(items):
+            yield (*path, each.name), schema, each.name
+
+
+SETTINGS = [
+    pytest.param(root, path, schema, name, id=".".join(map(str, path)))
+    for root in (RunConfig, CorpusConfig, ClusterConfig)
+    for path, schema, name in numeric_settings(root)
+]
+
+
+def tree_with(root: Any, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Settings in which only the one at `path` is given, and what has no default."""
+    is_phase = "mixture" not in path  # the innermost section in a list; a mixture's part is none
+    for part in reversed(path):
+        if part == 0:  # sections in a list: what they need besides
+            inner = {"from_step": 1, "lanes": 1} if is_phase else {"path": "x"}
+            value, is_phase = [{**inner, **value}], True
+        else:
+            value = {part: value}
+    return {**REQUIRED.get(root, {}), **value}
+
+
+def outside(allowed: Range, seed: str) -> list[float]:
+    """Numbers that the range does not have: near its ends, far away, and drawn."""
+    draw = random.Random(seed)
+    near = [math.nextafter(allowed.least, -math.inf), math.nextafter(allowed.most, math.inf)]
+    near += [allowed.least - 1, allowed.most + 1]
+    near += [allowed.least] * allowed.above + [allowed.most] * allowed.below
+    far = [draw.choice((-1, 1)) * 10 ** draw.uniform(-3, 40) for _ in range(DRAWS)]
+    return [value for value in (*near, *SUSPECTS, *far) if value not in allowed]
+
+
+@pytest.mark.parametrize(("root", "path", "schema", "name"), SETTINGS)
+def test_a_number_outside_its_settings_range_is_refused_by_name(root, path, schema, name):
+    allowed = ranges_of(schema).get(name)
+    assert allowed is not None, f"{'.'.join(map(str, path))} has no range"
+    default = next(each.default for each in fields(schema) if each.name == name)
+    values = outside(allowed, name)
+    assert len(values) > DRAWS
+    for value in values:
+        given = [value, *default[1:]] if isinstance(default, tuple) else value
+        with pytest.raises(ConfigError) as caught:
+            parse_config(root, tree_with(root, path, given), "file")
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("root", "path", "schema", "name"), SETTINGS)
+def test_the_ends_of_a_range_are_inside_it(root, path, schema, name):
+    allowed = ranges_of(schema)[name]
+    for end, is_left_out in ((allowed.least, allowed.above), (allowed.most, allowed.below)):
+        assert (end in allowed) is not is_left_out
+    default = next(each.default for each in fields(schema) if each.name == name)
+    for value in default if isinstance(default, tuple) else (default,):
+        assert value is MISSING or value in allowed
+
+
+def test_a_settings_object_made_by_code_is_checked_as_a_file_is():
+    with pytest.raises(ConfigError, match=r"data\.lanes=0 must be from 1 to"):
+        replace(RunConfig().data, lanes=0)
+    with pytest.raises(ConfigError, match=r"d_head=-4 must be .*; model\.init_std=nan must be"):
+        replace(RunConfig().model, d_head=-4, init_std=math.nan)
+
+
+COMMANDS = {
+    "describe": lambda file, setting: pretrain(["describe", file, setting]),
+    "train": lambda file, setting: pretrain(["train", file, setting, "--run-dir", "run"]),
+    "verify-resume": lambda file, setting: pretrain(["verify-resume", file, setting]),
+    "scale plan": lambda file, setting: pretrain(
+        ["scale", "plan", file, "--set", setting, "--budgets", "1e15", "--out", "plan"]
+    ),
+    "local": lambda file, setting: launcher(["local", file, setting]),
+    "submit": lambda file, setting: launcher(
+        ["submit", file, "--cluster", "configs/clusters/cpu.yaml", setting]
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_number_in_the_same_line_at_once(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("name: x\n")
+    for setting in ("data.lanes=1e12", "data.segment_length=1e7"):
+        start = time.perf_counter()
+        assert COMMANDS[command]("run.yaml", setting) == 2
+        assert time.perf_counter() - start < 5
+        said = capsys.readouterr().err
+        name = setting.partition("=")[0]
+        assert f"run.yaml: {name}=" in said
+        assert said.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.d_head=-4", "model.d_inner=-1", "model.init_std=-0.1", "model.d_model=1e9",
+     "engine.threads=1e6", "seed=18446744073709551616", "recovery.straggler_ratio=0.5",
+     "engine={kind: torch, zero_stage: 3}", "optim.learning_rate=.inf", "optim.steps=.nan",
+     "model={memory_length: 2, compressed_length: 8}", "seed=" + "9" * 5000,
+     "optim={steps: 100, schedule: {shape: wsd, warmup_steps: 60, decay_steps: 50}}"],
+)  # fmt: skip
+def test_what_slipped_through_is_refused_in_one_line(setting, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\nmodel: {vocab_size: 50}\n")
+    assert pretrain(["describe", str(path), setting]) == 2
+    said = capsys.readouterr().err
+    assert setting.partition("=")[0].partition(".")[0] in said
+    assert said.count("\n") == 1
+    assert len(said) < 600
+
+
+def test_a_corpus_and_a_cluster_out_of_range_are_refused_by_their_commands(tmp_path, capsys):
+    corpus, cluster = tmp_path / "corpus.yaml", tmp_path / "cluster.yaml"
+    corpus.write_text(dump_yaml({"input": [str(tmp_path)], "output": str(tmp_path / "out")}))
+    assert data_pipeline(["build", str(corpus), "shard_bytes=1e12"]) == 2
+    assert "shard_bytes=1000000000000 must be from 1 to 2.14748e+09" in capsys.readouterr().err
+    cluster.write_text("ranks_per_node: 1\ncpus_per_rank: 1000000000\n")
+    run = tmp_path / "run.yaml"
+    run.write_text("name: x\n")
+    assert launcher(["submit", str(run), "--cluster", str(cluster)]) == 2
+    assert "cpus_per_rank=1000000000 must be from 1 to 4,096" in capsys.readouterr().err
+
+
+def test_a_range_says_which_numbers_it_has():
+    assert str(Range(0, 1, below=True)) == "at least 0 and below 1"
+    assert str(Range(0, 5, above=True)) == "above 0 and at most 5"
+    assert str(Range(1, 2000, or_zero=True)) == "0, or from 1 to 2,000"
+    assert 0 in Range(1, 2, or_zero=True)
+    assert math.nan not in Range(-math.inf, math.inf)
