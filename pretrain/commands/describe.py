@@ -12,7 +12,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.progress import duration
 from data_pipeline.yaml_files import read_tree
 from pretrain.config.phases import advice_on_phases, spans_of_phases
-from pretrain.config.resolve import with_vocabulary
+from pretrain.config.resolve import resolve_if_built
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
@@ -98,7 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.config
     if path.is_dir():
         path = RunDir.open(path).config_file
-    config = with_vocabulary(load_config(RunConfig, path, arguments.overrides))
+    config = resolve_if_built(load_config(RunConfig, path, arguments.overrides))
+    if config.initial_weights is not None and not arguments.config.is_dir():
+        # Late: it imports torch, to compare shapes. A run that exists has its own weights.
+        from pretrain.weights.initial_weights import check_initial_weights
+
+        check_initial_weights(config)
     for line in describe(config, hardware, arguments.mfu, arguments.explain):
         print(line)
     return 0

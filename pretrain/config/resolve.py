@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import path_text
+from data_pipeline.files import path_text, url_of
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 
@@ -35,6 +36,18 @@ def resolve(config: RunConfig) -> RunConfig:
     return _with_vocab_size(config, vocab_size)
 
 
+def resolve_if_built(config: RunConfig) -> RunConfig:
+    """Return what `resolve` does, if the corpus is there or a mixture is named.
+
+    Otherwise what `with_vocabulary` does: costs can be estimated before a corpus is built.
+    """
+    path = config.data.path
+    is_there = url_of(path) is not None or (path / "train" / MANIFEST_NAME).is_file()
+    if is_there or any(phase.data.mixture for phase in runs_of_phases(config)):
+        return resolve(config)
+    return with_vocabulary(config)
+
+
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the run with its vocabulary size, from its settings or its corpus' manifest.
 
@@ -42,7 +55,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """
     if config.model.vocab_size:
         return config
-    manifest = config.data.directory() / "train" / "manifest.json"
+    manifest = config.data.directory() / "train" / MANIFEST_NAME
     if not manifest.is_file():
         raise ConfigError(
             "model.vocab_size is not set and there is no corpus at "

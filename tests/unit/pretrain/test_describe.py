@@ -307,3 +307,28 @@ def test_gpus_keep_no_attention_weights_unless_the_fused_kernel_cannot_serve():
     assert activations(True, precision="fp32") == activations(
         False, precision="fp32", attention_kernel="plain"
     )
+
+
+def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same_line(
+    corpus, tmp_path, capsys
+):
+    model = "{num_layers: 1, d_model: 8, num_heads: 1}"
+    (tmp_path / "run.yaml").write_text(
+        f"data: {{path: {corpus.directory.parent}, lanes: 1}}\nmodel: {model}\n"
+    )
+    run = str(tmp_path / "run.yaml")
+    assert main(["describe", run]) == 0
+    capsys.readouterr()
+    for setting, message in (
+        ("model.vocab_size=1000", "model.vocab_size=1000, but the tokenizer of"),
+        ("data.lanes=100000", "tokens are too few for 100000 lanes"),
+        (f"data.mixture=[{{path: {tmp_path}}}]", f"{tmp_path}"),
+        (f"initial_weights={tmp_path}", f"initial_weights={tmp_path} contains no"),
+    ):
+        said = []
+        for command in (["describe", run], ["train", run, "--run-dir", str(tmp_path / "run")]):
+            assert main([*command, setting]) == 2, (command, setting)
+            said.append(capsys.readouterr().err.splitlines()[-1].partition(": ")[2])
+            assert message in said[-1]
+        assert said[0].endswith(said[1]) or said[1].endswith(said[0])
+    assert not (tmp_path / "run" / "run.json").exists()
