@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 
 T = TypeVar("T")
 
+LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -86,10 +88,27 @@ def init_world() -> World:
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = torch.distributed.HashStore  # pyright: ignore[reportPrivateImportUsage]
         options["store"] = store()
+    elif os.environ["MASTER_ADDR"] == LOOPBACK:
+        options["store"] = _loopback_store(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options
     )
     return world
+
+
+def _loopback_store(world: World) -> dist.TCPStore:  # pyright: ignore[reportPrivateImportUsage]
+    """The ranks' meeting point on this machine; torch's own would listen on every interface."""
+    port, listening = int(os.environ["MASTER_PORT"]), None
+    if world.rank == 0:
+        listening = socket.create_server((LOOPBACK, port), backlog=world.world_size).detach()
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        LOOPBACK,
+        port,
+        world.world_size,
+        is_master=listening is not None,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listening,
+    )
 
 
 def destroy_process_group() -> None:

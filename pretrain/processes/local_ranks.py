@@ -193,6 +193,9 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return {
+        # Their connections need no other interface, and nobody else should reach them.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads),
         **{
             key: value

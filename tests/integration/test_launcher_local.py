@@ -4,6 +4,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
@@ -76,6 +77,20 @@ def last_measured(run_dir: RunDir) -> int:
     return max((line["step"] for line in run_dir.read_metrics()), default=0)
 
 
+def listening_addresses(pid: int) -> list[str]:
+    """On which addresses a process waits for TCP connections."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    sockets = {os.readlink(link) for link in links if link.is_symlink()}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    own = [fields for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets]
+    hosts = [bytes.fromhex(fields[1].partition(":")[0])[::-1] for fields in own]
+    return [str(ipaddress.ip_address(host)) for host in hosts]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
@@ -93,6 +108,7 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     pids = [int(pid) for pid in re.findall(r"\d+", first.partition("processes")[2])]
     assert len(pids) == RANKS, first
     until(lambda: last_measured(run_dir) > INTERVAL)
+    assert {address for pid in pids for address in listening_addresses(pid)} == {"127.0.0.1"}
     running = read_state(run_dir.path)
     assert (running.state, running.attempts, running.ranks) == ("running", 1, RANKS)
     os.kill(pids[1], signal.SIGKILL)
