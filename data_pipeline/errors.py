@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import unicodedata
 from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
@@ -36,8 +37,18 @@ class TrainingError(UserError):
     """A run does not learn and cannot recover automatically."""
 
 
+def printable(text: str) -> str:
+    """The text with escapes for control characters other than line breaks: terminals obey them."""
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character)[0] != "C"
+        else ascii(character)[1:-1]
+        for character in text
+    )
+
+
 def _print_error(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {printable(text)}", file=sys.stderr)
 
 
 def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from launcher.status.slurm_queue import read_states
 
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _WATCH_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +69,21 @@ def chosen(arguments: argparse.Namespace) -> list[Path]:
 
 
 def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Run directories at or under `root`; runs are not searched for other runs."""
-    if is_run(root):
-        yield root
-    elif depth and root.is_dir():
-        for entry in root.iterdir():
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from find_runs(entry, depth - 1)
+    """Run directories at or under `root`; runs are not searched for other runs.
+
+    A directory that this user may not read is passed over, with a warning.
+    """
+    try:
+        if is_run(root):
+            yield root
+            return
+        entries = list(root.iterdir()) if depth and root.is_dir() else []
+    except OSError as error:
+        _log.warning("%s cannot be searched for runs: %s", root, error.strerror)
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield from find_runs(entry, depth - 1)
 
 
 def _watch(arguments: argparse.Namespace) -> int:

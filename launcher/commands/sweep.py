@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
-    from launcher.commands.tables import console, many_runs, plain_table
+    from launcher.commands.tables import RunsTable, console, plain_table
 
     if arguments.action == "collect":
         output = arguments.output or runs / "results.csv"
@@ -116,7 +116,7 @@ def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -
     console().print(
         plain_table(list(map(planned, cells)))
         if plan
-        else many_runs([cell.state for cell in cells])
+        else RunsTable([cell.state for cell in cells])
     )
     print(describe(cells))
     return 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.errors import printable
 from data_pipeline.progress import duration
 from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
@@ -38,6 +40,8 @@ VERDICT_STYLES = {
     "broken": "bold red",
 }
 WIDTH_OF_PIPES = 200
+LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
+FEW_NUMBERS = ("step", "%", "loss", "left", "saved")
 NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
 
 
@@ -46,37 +50,56 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
 
 
-def render(states: Sequence[RunState], in_full: bool) -> Group | Table:
+def render(states: Sequence[RunState], in_full: bool) -> Group | RunsTable:
     """One run in full if requested, else a table."""
-    return one_run(states[0]) if in_full and len(states) == 1 else many_runs(states)
+    return one_run(states[0]) if in_full and len(states) == 1 else RunsTable(states)
 
 
-def many_runs(states: Sequence[RunState]) -> Table:
-    """A row per run, named by its path under the common parent of all runs."""
-    names = _short_names([state.path for state in states])
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("run", "state", *NUMBERS):
-        table.add_column(
-            name, justify="right" if name in NUMBERS else "left", no_wrap=True, header_style="dim"
-        )
-    table.add_column("", overflow="fold")
-    for name, state in zip(names, states, strict=True):
-        table.add_row(
-            name,
-            _word(state),
-            f"{state.step:,}",
-            f"{state.fraction_done:.0%}",
-            number(state.loss, ".4f"),
-            number(state.tokens_per_second, ",.0f"),
-            number(state.goodput, ".0%"),
-            _left(state),
-            "-"
-            if state.checkpoint is None
-            else f"{state.checkpoint:,} ({age(state.checkpoint_age)})",
-            str(state.attempts),
-            Text(state.reason, style="dim"),
-        )
-    return table
+@dataclass(frozen=True)
+class RunsTable:
+    """A row per run, named by its path under the common parent of all runs.
+
+    A narrow terminal gets the most important columns, and the reasons below the table.
+    """
+
+    states: Sequence[RunState]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_narrow = options.max_width < LEAST_FULL_WIDTH
+        numbers = FEW_NUMBERS if is_narrow else NUMBERS
+        names = [Text(printable(name)) for name in _short_names([s.path for s in self.states])]
+        reasons = [Text(printable(state.reason), style="dim") for state in self.states]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("run", header_style="dim", overflow="fold")
+        for name in ("state", *numbers):
+            justify = "right" if name in numbers else "left"
+            table.add_column(name, justify=justify, no_wrap=True, header_style="dim")
+        if not is_narrow:
+            table.add_column("", overflow="fold")
+        for name, state, reason in zip(names, self.states, reasons, strict=True):
+            cells = _cells(state)
+            last = [] if is_narrow else [reason]
+            table.add_row(name, _word(state), *(cells[column] for column in numbers), *last)
+        yield table
+        if is_narrow:
+            for name, reason in zip(names, reasons, strict=True):
+                if reason:
+                    yield Text.assemble(name, ": ", reason)
+
+
+def _cells(state: RunState) -> dict[str, str]:
+    saved = state.checkpoint
+    return {
+        "step": f"{state.step:,}",
+        "%": f"{state.fraction_done:.0%}",
+        "loss": number(state.loss, ".4f"),
+        "tokens/s": number(state.tokens_per_second, ",.0f"),
+        "goodput": number(state.goodput, ".0%"),
+        "left": _left(state),
+        "saved": "-" if saved is None else f"{saved:,}",
+        "checkpoint": "-" if saved is None else f"{saved:,} ({age(state.checkpoint_age)})",
+        "tries": str(state.attempts),
+    }
 
 
 def one_run(state: RunState) -> Group:
@@ -85,7 +108,7 @@ def one_run(state: RunState) -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in _lines(state):
-        grid.add_row(name, value)
+        grid.add_row(name, Text(printable(value)) if isinstance(value, str) else value)
     return Group(grid)
 
 
@@ -118,7 +141,7 @@ def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
         table.add_column(name, no_wrap=True, header_style="dim")
     table.add_column(last, overflow="fold", header_style="dim")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(Text(printable(value)) for value in row.values()))
     return table
 
 
@@ -142,7 +165,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             "state",
             _word(state)
             if not state.reason
-            else _word(state).append(f"  {state.reason}", style="default"),
+            else _word(state).append(f"  {printable(state.reason)}", style="default"),
         ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
         ("loss", number(state.loss, ".4f")),

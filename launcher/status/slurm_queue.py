@@ -51,6 +51,8 @@ _FAILED = {
     "BOOT_FAIL": "its nodes did not boot",
     "DEADLINE": "its job missed its deadline",
 }
+# Opening another kind of file, such as a FIFO, could wait forever.
+_FILES = ("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "slurm/experiment.yaml")
 _UNKNOWN_TIMES = ("N/A", "Unknown", "")
 _log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
     states = []
     for path in paths:
         try:
-            states.append(read_state(path))
+            states.append(_read_anything(path))
         except UserError as error:
             if len(paths) == 1:
                 raise
@@ -80,6 +82,21 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
             )
             states.append(damaged)
     return with_queue(_after_a_second_look(states))
+
+
+def _read_anything(path: Path) -> RunState:
+    """The state of a run; UserError whatever is wrong with its files, so that others are shown."""
+    for file in (path / name for name in _FILES):
+        if file.exists() and not file.is_file():
+            raise UserError(f"{file} is not a regular file; is {path} a run directory?")
+    try:
+        return read_state(path)
+    except UserError:
+        raise
+    except Exception as error:
+        _log.debug("%s", path, exc_info=True)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} cannot be read ({reason})") from error
 
 
 def _after_a_second_look(states: Sequence[RunState]) -> list[RunState]:

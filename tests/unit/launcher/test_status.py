@@ -7,9 +7,11 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.cli import main
 from launcher.commands.tables import age, console, render
@@ -50,6 +52,52 @@ def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys
     assert "run.json is not JSON" in output
     assert main(["status", str(runs / "alone")]) == 2
     assert "run.json is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["fifo", "metrics", "ledger", "nested"])
+def test_one_bad_directory_does_not_hide_the_other_runs(runs, capsys, damage):
+    bad = RunDir(runs / "alone")
+    if damage == "fifo":
+        os.mkfifo(bad.metrics)
+    elif damage == "metrics":
+        bad.metrics.write_text('{"kind": "train", "tokens_per_second": []}\n')
+    elif damage == "ledger":
+        bad.ledger.path.write_bytes(b"\xff\xfe")
+    else:
+        (bad.path / "run.json").write_text("[" * 100_000)
+    assert main(["status", f"--runs-dir={runs}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("alone ")
+    assert lines[-1].split()[:2] == ["sweep/cell", "new"]
+    assert main(["status", str(bad.path)]) in (0, 2)
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_control_characters_do_not_reach_the_terminal(runs, capsys):
+    (runs / "sweep").rename(runs / "a\x1b]0;title\x07[red]b")
+    assert main(["status", f"--runs-dir={runs}"]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "a\\x1b]0;title\\x07[red]b/cell" in output
+    assert main(["status", str(runs / "\x1b[2Jgone")]) == 2
+    assert "\\x1b[2Jgone holds no run" in capsys.readouterr().err
+    state = replace(STATE, reason="\x1b[31mred", last_failure="\x1b[2J", name="\x1b[5m")
+    assert "\x1b" not in drawn(state) + drawn(state, state)
+
+
+def test_in_80_columns_every_value_and_reason_is_readable():
+    reason = "its processes ended silently after 2026-01-02 03:04:05: they were killed"
+    other = replace(STATE, path="runs/a-sweep-of-many/learning_rate_0.001", reason=reason)
+    screen = Console(width=80)
+    with screen.capture() as capture:
+        screen.print(render([STATE, other], in_full=False))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["run", "state", "step", "%", "loss", "left", "saved"]
+    assert " ".join(lines[1].split()) == "books running 1,500 25% 2.3457 62 min 1,400"
+    text = " ".join(" ".join(lines).split())
+    assert f"a-sweep-of-many/learning_rate_0.001: {reason}" in text
+    assert len(lines) <= 8
 
 
 @pytest.mark.parametrize(
