@@ -27,12 +27,17 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` if the block succeeds; otherwise it is removed."""
+def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a file that replaces `path` if the block succeeds; otherwise it is removed.
+
+    `mode` is who may read and write it, less the user's umask.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with named_errors(path):
-            with open(temporary, "wb") as file:
+            with open(
+                temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)
+            ) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -44,9 +49,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     fsync_directory(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` so that a crash leaves either the old file or the new one."""
-    with atomic_write(path) as file:
+    with atomic_write(path, mode) as file:
         file.write(text.encode())
 
 

@@ -9,6 +9,7 @@ from data_pipeline.errors import ConfigError
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
+from launcher.slurm.cluster import check_references, load_cluster
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
@@ -55,6 +56,7 @@ def _submit_again(run_dir: RunDir) -> int:
     before = last_of(run_dir.ledger.read(), Submitted)
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
+    check_references(load_cluster(Snapshot(run_dir.path).cluster))
     with run_dir.locked("submit"):
         number = slurm.submit(Snapshot(run_dir.path).script, before.job_name)
         run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _LARGEST_SIGNAL_FRACTION = 0.5
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]+")
+_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)(_ID)?$", re.IGNORECASE)
+_REFERENCE = "env:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,9 @@ class ClusterConfig(NodeConfig):
     modules: tuple[str, ...] = ()  # 'module load' of each
     # Shell lines run once on the first node, such as 'source /opt/site.sh'.
     setup: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)  # of every rank
+    # Of every rank. env:NAME stands for the variable NAME of whoever submits: for secrets, which
+    # no file may contain.
+    environment: dict[str, str] = field(default_factory=dict)
     container_image: str = ""  # the ranks run in it; it has to contain this project's dependencies
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     container_mounts: tuple[
@@ -50,6 +55,7 @@ class ClusterConfig(NodeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_texts(self)
+        _check_references(self.environment)
         if (
             self.time_limit.isdecimal()
         ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
@@ -78,6 +84,33 @@ def _check_texts(cluster: ClusterConfig) -> None:
                     f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
                     "plain text; write one line per entry"
                 )
+
+
+def referenced_variable(value: str) -> str | None:
+    """`NAME` of env:NAME; None for any other value of `environment`."""
+    return value.removeprefix(_REFERENCE) if value.startswith(_REFERENCE) else None
+
+
+def check_references(cluster: ClusterConfig) -> None:
+    """Raise ConfigError unless the variables that `environment` refers to are set here."""
+    for name, value in cluster.environment.items():
+        wanted = referenced_variable(value)
+        if wanted is not None and not os.environ.get(wanted):
+            raise ConfigError(
+                f"environment.{name}={value}, but {wanted} is not set here; export it first"
+            )
+
+
+def _check_references(environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        wanted = referenced_variable(value)
+        if wanted is not None and not _VARIABLE.fullmatch(wanted):
+            raise ConfigError(f"environment.{name}: found {value!r}, expected env:NAME")
+        if wanted is None and value and _SECRET.search(name):
+            raise ConfigError(
+                f"environment.{name}: found a value that everybody who reads the file or the job "
+                f"script would know; write '{name}: env:{name}' and export {name} where you submit"
+            )
 
 
 def _texts_in(value: Any) -> list[str]:

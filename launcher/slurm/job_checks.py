@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from launcher.slurm.client import Partition
-from launcher.slurm.cluster import ClusterConfig, seconds_of
+from launcher.slurm.cluster import ClusterConfig, check_references, seconds_of
 from launcher.slurm.sbatch import NodeRange
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -43,8 +43,10 @@ def check_request(
 ) -> None:
     """Raise ConfigError if a partition is unknown, or none of those named can ever run the job.
 
-    Of several partitions Slurm takes the one that can start the job first.
+    Of several partitions Slurm takes the one that can start the job first. Also if a variable that
+    the job takes from here is not set.
     """
+    check_references(cluster)
     names = {partition.name: partition for partition in partitions}
     wanted = cluster.partition.split(",") if cluster.partition else []
     if unknown := [name for name in wanted if name not in names]:

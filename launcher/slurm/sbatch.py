@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from launcher.slurm.cluster import ClusterConfig, control_characters
+from launcher.slurm.cluster import ClusterConfig, control_characters, referenced_variable
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,14 @@ def host_lines(cluster: ClusterConfig) -> list[str]:
 
 def environment_lines(cluster: ClusterConfig) -> list[str]:
     """Shell lines that set the ranks' environment variables."""
-    return [f"export {name}={quote(value)}" for name, value in cluster.environment.items()]
+    return [f"export {name}={_shell_value(value)}" for name, value in cluster.environment.items()]
+
+
+def _shell_value(value: str) -> str:
+    wanted = referenced_variable(value)
+    if wanted is None:
+        return quote(value)
+    return f'"${{{wanted}:?is not set; export it where you submit}}"'
 
 
 def render(job: Job) -> str:

@@ -45,13 +45,13 @@ class Snapshot:
 
     def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
         """Save experiment and cluster settings: all that differs between the cells of a sweep."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         write_text(self.experiment, dump_yaml(to_tree(config)))
         write_text(self.cluster, dump_yaml(to_tree(cluster)))
 
     def take_code(self, script: str) -> None:
         """Save this project's code with its git state, and the script that runs it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
             shutil.copytree(
@@ -63,6 +63,11 @@ class Snapshot:
         }.items():
             write_text(self.path / name, _git(*command))
         write_text(self.script, script)
+
+    def _make(self) -> None:
+        """Only its user may read settings and environment of a run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ class RunDir:
         for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
             directory.mkdir(parents=True, exist_ok=True)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        write_text(run_dir.config_file, dump_yaml(to_tree(config)))
+        write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
         write_json(
             run_dir._identity_file, asdict(RunIdentity(config.name, secrets.token_hex(6), created))
         )
@@ -254,7 +254,7 @@ class RunDir:
         for key, (old, new) in changes.items():
             logger.info("changed setting  %s: %s -> %s", key, old, new)
         self.ledger.append(SettingsChanged(changes=changes))
-        write_text(self.config_file, dump_yaml(to_tree(config)))
+        write_text(self.config_file, dump_yaml(to_tree(config)), mode=0o600)
 
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:

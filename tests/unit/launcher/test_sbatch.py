@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig, load_cluster
+from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, NodeRange, quote, render, render_array
 
 CPU = ClusterConfig(ranks_per_node=2)
@@ -165,3 +166,41 @@ def test_gpus_that_are_not_a_number_or_a_type_and_a_number_are_refused(tmp_path,
 def test_an_option_that_the_launcher_sets_is_refused_with_the_setting_for_it(option, way_out):
     with pytest.raises(ConfigError, match=f"options.{option} .*{way_out}"):
         render(job(Path("/runs/x"), replace(CPU, options={option: "h100:1"})))
+
+
+def test_a_secret_is_taken_from_the_environment_of_whoever_submits_and_written_nowhere(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "cluster.yaml").write_text(
+        "ranks_per_node: 1\nenvironment: {WANDB_API_KEY: 'env:MY_KEY'}\n"
+    )
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    script = render(job(Path("/runs/x"), cluster, str(tmp_path / "python")))
+    lines = run_script(script, tmp_path / "python", MY_KEY="two 'words' $HOME")
+    assert "WANDB_API_KEY=two 'words' $HOME" in lines
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ConfigError, match="MY_KEY is not set here; export it"):
+        check_request(cluster, NodeRange(1, 1), [])
+    monkeypatch.setenv("MY_KEY", "hidden")
+    check_request(cluster, NodeRange(1, 1), [])
+    assert "hidden" not in render(job(Path("/runs/x"), cluster))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("HF_TOKEN", "hf_123", "write 'HF_TOKEN: env:HF_TOKEN'"),
+        ("AWS_ACCESS_KEY_ID", "AKIA", "everybody who reads"),
+        ("aws_password", "x", "everybody who reads"),
+        ("NOTE", "env:two words", "expected env:NAME"),
+    ],
+)
+def test_a_secret_in_a_cluster_file_is_refused_without_repeating_it(name, value, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        replace(CPU, environment={name: value})
+    assert "hf_123" not in str(error.value)
+
+
+def test_variables_that_only_sound_like_secrets_are_taken():
+    names = ("TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "KEYRING", "MAX_TOKENS")
+    assert replace(CPU, environment=dict.fromkeys(names, "1")).environment

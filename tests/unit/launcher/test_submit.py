@@ -128,3 +128,9 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
         "pretrain",
     }
     assert (snapshot.path / "code.commit").exists()
+    assert snapshot.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_only_its_user_reads_the_settings_of_a_run(files):
+    run_dir = RunDir.create(files / "run", load_config(RunConfig, files / "tiny.yaml", SETTINGS))
+    assert run_dir.config_file.stat().st_mode & 0o777 == 0o600
