@@ -24,7 +24,7 @@ from launcher.restart_policy import (
     decide,
     unresponsive_rank,
 )
-from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.checkpoint import marker
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded, NextAction
 from pretrain.rundir.run_dir import RunDir
@@ -160,8 +160,8 @@ def supervise(
 
 
 def latest_step(run_dir: RunDir) -> int:
-    """The step of the latest published checkpoint; 0 if there is none."""
-    return max(steps_on_disk(run_dir.checkpoints), default=0)
+    """The step of the latest checkpoint that no start has refused; 0 if there is none."""
+    return marker.latest_step(run_dir.checkpoints)
 
 
 def next_attempt_number(run_dir: RunDir) -> int:

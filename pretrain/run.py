@@ -24,8 +24,9 @@ import torch
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
-from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import (
@@ -113,11 +114,12 @@ def _start(process: RankProcess, attempt: str) -> int | None:
     """
     run_dir, world = process.run_dir, process.world
     ledger = broadcast_object(run_dir.ledger.read() if world.is_main else [])
+    found = find_resume_point(run_dir.checkpoints, world, run_dir.identity.id)
     config = with_fitting_micro_batch(
-        run_at(process.config, _step_to_resume_from(process)), world.world_size, ledger
+        run_at(process.config, found.step if found else 0), world.world_size, ledger
     )
     try:
-        ending = _train_from_latest(process, config, attempt, skipped_windows(ledger))
+        ending = _train_from(found, process, config, attempt, skipped_windows(ledger))
     except SpikeFound as found:
         spike = found.spike
     except torch.OutOfMemoryError as error:
@@ -133,19 +135,12 @@ def _start(process: RankProcess, attempt: str) -> int | None:
     return None
 
 
-def _step_to_resume_from(process: RankProcess) -> int:
-    """The step of the latest valid checkpoint, if it decides between phases; else 0."""
-    if not process.config.data.phases:
-        return 0
-    run_dir, found = process.run_dir, None
-    with raise_on_all_ranks():
-        if process.world.is_main:
-            found = marker.latest_valid(run_dir.checkpoints, lambda text: None, run_dir.identity.id)
-    return broadcast_object(found.index["step"] if found else 0)
-
-
-def _train_from_latest(
-    process: RankProcess, config: RunConfig, attempt: str, windows: Sequence[range]
+def _train_from(
+    found: Checkpoint | None,
+    process: RankProcess,
+    config: RunConfig,
+    attempt: str,
+    windows: Sequence[range],
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
@@ -153,8 +148,9 @@ def _train_from_latest(
     checkpointer = Checkpointer(
         config, run_dir.checkpoints, world, attempt, run_dir.identity.id, process.fence.check
     )
-    state = checkpointer.restore_latest(engine)
-    if state is None:
+    if found is not None:
+        state = checkpointer.restore(engine, found)
+    else:
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}

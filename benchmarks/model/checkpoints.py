@@ -25,6 +25,7 @@ from benchmarks.measure import Comparison, Measurement
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import init_world
 from pretrain.engines.engine import Engine
@@ -37,7 +38,8 @@ STARTS = 3
 PARTS = (
     "interpreter and imports",
     "engine, with DeepSpeed's import",
-    "checkpoint, read and verified",
+    "checkpoint verified",
+    "checkpoint read",
     "data",
     "first step",
 )
@@ -163,9 +165,10 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     world = init_world()
     engine = build_engine(config, world)
     moments.append(time.time())
+    found = find_resume_point(run, world, "bench")
+    moments.append(time.time())
     checkpointer = Checkpointer(config, run, world, "bench", "bench")
-    found = checkpointer.restore_latest(engine)
-    state = found or TrainState.fresh(num_slots=1)
+    state = checkpointer.restore(engine, found) if found else TrainState.fresh(num_slots=1)
     moments.append(time.time())
     split, data = Corpus.open(corpus / "train"), config.data
     lanes = range(data.lanes)

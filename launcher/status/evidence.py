@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.directory import MARKER, step_directory, steps_on_disk
+from pretrain.checkpoint.directory import MARKER, step_directory
+from pretrain.checkpoint.marker import latest_step
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.lock import Lock
@@ -78,8 +79,7 @@ class Evidence:
 
 def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     """Read the directory of a run that has to make `steps` steps."""
-    published = steps_on_disk(run_dir.checkpoints)
-    latest = published[-1] if published else None
+    latest = latest_step(run_dir.checkpoints) or None
     saved = None if latest is None else _time_saved(step_directory(run_dir.checkpoints, latest))
     return Evidence(
         now=time.time(),

@@ -7,7 +7,6 @@ There is no pickle.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +27,12 @@ from pretrain.distributed.world import World, broadcast_object, gather_errors, s
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
 
-logger = logging.getLogger(__name__)
-
 # Space for a rank's JSON with its cursors, which is in its own file and in the index.
 INDEX_BYTES_PER_RANK = 1 << 16
 
 
 class Checkpointer:
-    """Saves and restores one run. All ranks call `save`, `finish` and `restore_latest` together.
+    """Saves and restores one run. All ranks call `save`, `finish` and `restore` together.
 
     `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a
     run with another `run_id` are rejected. `may_write` is called before anything is published; it
@@ -122,24 +119,9 @@ class Checkpointer:
             files.remove_partial(self._root)
         raise _could_not_save(save.step, problems[0])
 
-    def restore_latest(self, engine: Engine) -> TrainState | None:
-        """Load the latest valid checkpoint into the engine; None if the run has none yet."""
+    def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
+        """Load a verified checkpoint into the engine; returns the rest of its state."""
         self.finish()
-        found, problem = None, ""
-        if self._world.is_main:
-            files.remove_partial(self._root)
-            try:
-                found = marker.latest_valid(self._root, say=logger.warning, run_id=self._run_id)
-            except UserError as error:
-                problem = str(error)
-        # Rank 0 alone hashes the files and decides for all ranks.
-        found, problem = broadcast_object((found, problem))
-        if problem:
-            raise CheckpointError(problem)
-        if found is None:
-            return None
-        if self._world.is_main:
-            logger.info("resuming from %s", found.directory)
         load_engine(engine, found)
         return self._restore_state(engine, found)
 
@@ -187,7 +169,8 @@ class Checkpointer:
         def publish(while_waiting: Callable[[], None]) -> None:
             num_ranks = self._world.world_size
             marker.publish(partial, final, index, num_ranks, while_waiting, self._may_write)
-            files.prune(self._root, kept.keep_last, kept.keep_every, kept.keep_best)
+            valid = marker.steps_that_count(self._root)
+            files.prune(self._root, valid, kept.keep_last, kept.keep_every, kept.keep_best)
 
         return publish
 

@@ -6,21 +6,24 @@ RUN/checkpoints/step-00000100/
     rank-00000.json            sizes and SHA-256 of this rank's two files, its lanes, their cursor
     index.json                 all rank-*.json merged, and the run's id, step and settings
     COMPLETE                   the marker: SHA-256 of index.json (`marker.py`)
+    REFUSED                    only if a start could not resume from it: the reason
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import CheckpointError
 
 MARKER = "COMPLETE"
 INDEX = "index.json"
+REFUSED = "REFUSED"
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 
@@ -45,9 +48,13 @@ def rank_file(kind: str, rank: int) -> str:
 
 def steps_on_disk(root: Path) -> list[int]:
     """Return the steps of all published checkpoints, oldest first; corrupted ones are included."""
-    if not root.is_dir():
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
         return []
-    matches = (STEP_NAME.fullmatch(entry.name) for entry in root.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+    matches = map(STEP_NAME.fullmatch, names)
     return sorted(int(match.group(1)) for match in matches if match)
 
 
@@ -62,24 +69,30 @@ def require_space(root: Path, num_bytes: int) -> None:
 
 
 def steps_to_prune(
-    steps: list[int], keep_last: int, keep_every: int, best: Collection[int] = ()
+    steps: list[int],
+    valid: Sequence[int],
+    keep_last: int,
+    keep_every: int,
+    best: Collection[int] = (),
 ) -> list[int]:
-    """Return the steps that are not among the last, not multiples of `keep_every` and not `best`.
+    """Return the steps before the last `valid` ones, without `best` and multiples of `keep_every`.
 
-    `steps` is sorted, oldest first.
+    `steps` and `valid` are sorted, oldest first. A step that is not valid keeps no other from being
+    kept: it is removed when it is old, like all others.
     """
+    oldest_kept = min(valid[-keep_last:], default=0)
     return [
         step
-        for step in steps[:-keep_last]
-        if not (keep_every and step % keep_every == 0) and step not in best
+        for step in steps
+        if step < oldest_kept and not (keep_every and step % keep_every == 0) and step not in best
     ]
 
 
-def best_steps(root: Path, count: int) -> list[int]:
+def best_steps(root: Path, valid: Sequence[int], count: int) -> list[int]:
     """Return the steps of the `count` lowest validation losses, best first; ties: later first."""
     if not count:
         return []
-    losses = {step: validation_loss(step_directory(root, step)) for step in steps_on_disk(root)}
+    losses = {step: validation_loss(step_directory(root, step)) for step in valid}
     ranked = sorted(
         (loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)
     )
@@ -94,11 +107,12 @@ def validation_loss(directory: Path) -> float | None:
         return None
 
 
-def prune(root: Path, keep_last: int, keep_every: int = 0, keep_best: int = 0) -> list[int]:
+def prune(
+    root: Path, valid: Sequence[int], keep_last: int, keep_every: int = 0, keep_best: int = 0
+) -> list[int]:
     """Remove the checkpoints of `steps_to_prune`; returns their steps."""
-    removed = steps_to_prune(
-        steps_on_disk(root), keep_last, keep_every, best_steps(root, keep_best)
-    )
+    best = best_steps(root, valid, keep_best)
+    removed = steps_to_prune(steps_on_disk(root), valid, keep_last, keep_every, best)
     for step in removed:
         remove(step_directory(root, step))
     return removed
@@ -127,4 +141,7 @@ def remove(directory: Path) -> None:
     renamed = directory.with_name(f".partial-{directory.name}-removed")
     shutil.rmtree(renamed, ignore_errors=True)
     directory.rename(renamed)
-    shutil.rmtree(renamed)
+    if renamed.is_dir():
+        shutil.rmtree(renamed)
+    else:
+        renamed.unlink()

@@ -4,22 +4,30 @@ A save writes into a hidden directory, in this order:
 
     1. every rank: its two safetensors files, each hashed while it is written and then fsynced
     2. every rank: rank-N.json, with sizes and hashes of those two, once both are on disk
-    3. rank 0, once it sees every rank-N.json: index.json, which merges them
+    3. rank 0, once it sees every rank-N.json: index.json, which merges them and has their hashes
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
 JSON and marker are themselves written to a temporary file, fsynced and renamed
 (`data_pipeline.files`). So at any moment a crash or a power cut leaves either no directory of that
 step or a whole one, and never touches older checkpoints. Marker -> index -> files is a chain of
-hashes: whatever is truncated, exchanged between ranks or copied from another step breaks it. There
-is no `latest` link to go stale: the latest valid checkpoint is found by verifying from the end.
+hashes over every byte: whatever is truncated, exchanged between ranks or copied from another step
+breaks it. There is no `latest` link to go stale: the latest valid checkpoint is found by verifying
+from the end.
+
+`verify` alone decides whether a checkpoint is good. It reads everything, so the questions that are
+asked often (what to prune, how far a run is) go to `counts`: marker, index and sizes are right, and
+no start has refused the checkpoint, which leaves a note in it (`REFUSED`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +37,7 @@ from data_pipeline.files import fsync_directory, sha256_of, write_json, write_te
 from pretrain.checkpoint.directory import (
     INDEX,
     MARKER,
+    REFUSED,
     STEP_NAME,
     rank_file,
     remove,
@@ -36,7 +45,7 @@ from pretrain.checkpoint.directory import (
     steps_on_disk,
 )
 
-FORMAT = 2  # of a checkpoint: file names, keys of tensors and of the index
+FORMAT = 3  # of a checkpoint: file names, keys of tensors and of the index
 POLL_SECONDS = 0.02
 
 
@@ -53,8 +62,13 @@ class Checkpoint:
 
     @property
     def rank_reports(self) -> list[dict[str, Any]]:
-        """The contents of each rank-N.json, in rank order."""
+        """The lanes and cursor of each rank-N.json, in rank order."""
         return self.index["ranks"]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files that the index lists."""
+        return sum(entry["bytes"] for entry in self.index["files"].values())
 
 
 def publish(
@@ -72,11 +86,13 @@ def publish(
     """
     # Ranks share nothing but the file system here: a collective in this thread would race with
     # those of the loop.
-    reports = [
-        _wait_for_json(partial / rank_file("rank", rank), while_waiting)
-        for rank in range(num_ranks)
-    ]
-    files = {name: entry for report in reports for name, entry in report["files"].items()}
+    reports, files = [], {}
+    for rank in range(num_ranks):
+        path = partial / rank_file("rank", rank)
+        content = _wait_for(path, while_waiting)
+        reports.append(json.loads(content))
+        files |= reports[-1].pop("files")
+        files[path.name] = {"bytes": len(content), "sha256": _sha256(content)}
     write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()
@@ -86,30 +102,44 @@ def publish(
     fsync_directory(final.parent)
 
 
-def verify(directory: Path) -> Checkpoint:
-    """Read and check a whole checkpoint; CheckpointError names the first file that was changed."""
-    marker, index_path = directory / MARKER, directory / INDEX
-    if not marker.is_file():
-        raise CheckpointError(f"{directory}: no {MARKER} marker, so it was never finished")
-    if not index_path.is_file():
-        raise CheckpointError(f"{index_path}: missing")
-    if sha256_of(index_path) != marker.read_text().strip():
-        raise CheckpointError(f"{index_path}: does not match its {MARKER} marker")
-    index = json.loads(index_path.read_text())
-    if index["format"] != FORMAT:
+def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1) -> Checkpoint:
+    """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
+
+    Whatever keeps a file from being read is an error of that kind, too. Ranks that verify together
+    each read marker, index and their share of the other files: every `world_size`-th, from
+    `rank` on.
+    """
+    found = _read_index(directory)
+    if run_id and found.index.get("run") != run_id:
         raise CheckpointError(
-            f"{index_path}: found format {index['format']}, expected format {FORMAT}; "
-            "resume with the version that wrote it, or use a new run directory"
+            f"{directory}: found a checkpoint of run {found.index.get('run')}, "
+            f"expected run {run_id}"
         )
-    named = STEP_NAME.fullmatch(directory.name)
-    if named and int(named.group(1)) != index["step"]:
-        raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
-    for rank in range(index["world_size"]):
-        if not {rank_file("engine", rank), rank_file("state", rank)} <= index["files"].keys():
-            raise CheckpointError(f"{index_path}: rank {rank} of {index['world_size']} is missing")
-    for name in index["files"]:
-        _check_file(directory, name, index["files"])
-    return Checkpoint(directory, index)
+    for name in sorted(found.index["files"])[rank::world_size]:
+        _check_file(directory, name, found.index["files"])
+    return found
+
+
+def counts(directory: Path) -> bool:
+    """Whether marker, index and sizes are right and no start has refused the checkpoint."""
+    try:
+        found = _read_index(directory)
+        for name, entry in found.index["files"].items():
+            _check_size(directory / name, entry["bytes"])
+        return not (directory / REFUSED).exists()
+    except (CheckpointError, OSError):
+        return False
+
+
+def steps_that_count(root: Path) -> list[int]:
+    """Return the steps of the checkpoints that `counts`, oldest first."""
+    return [step for step in steps_on_disk(root) if counts(step_directory(root, step))]
+
+
+def latest_step(root: Path) -> int:
+    """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does."""
+    steps = reversed(steps_on_disk(root))
+    return next((step for step in steps if counts(step_directory(root, step))), 0)
 
 
 def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
@@ -118,18 +148,30 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
     `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
     checkpoints and none is valid: to start from scratch would throw the run away.
     """
-    steps = steps_on_disk(root)
+    return first_valid(
+        root,
+        steps_on_disk(root),
+        verify=lambda directory: verify(directory, run_id),
+        refused=lambda directory, reason: say(refusal(reason)),
+    )
+
+
+def first_valid(
+    root: Path,
+    steps: Sequence[int],
+    verify: Callable[[Path], Checkpoint],
+    refused: Callable[[Path, str], None],
+) -> Checkpoint | None:
+    """Return the last of the steps' checkpoints that `verify` accepts; None without steps.
+
+    `refused` gets those that it does not. CheckpointError if there are steps and none is accepted.
+    """
     for step in reversed(steps):
+        directory = step_directory(root, step)
         try:
-            found = verify(step_directory(root, step))
-            if run_id and found.index["run"] != run_id:
-                raise CheckpointError(
-                    f"{found.directory}: found a checkpoint of run {found.index['run']}, "
-                    f"expected run {run_id}"
-                )
-            return found
+            return verify(directory)
         except CheckpointError as error:
-            say(f"checkpoint rejected: {error}")
+            refused(directory, str(error))
     if steps:
         raise CheckpointError(
             f"{root}: none of its {len(steps)} checkpoints is valid; repair or remove them, or use "
@@ -138,13 +180,65 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
     return None
 
 
+def refusal(reason: str) -> str:
+    """The line about a checkpoint that is skipped."""
+    return f"checkpoint rejected: {reason}"
+
+
+def remember(directory: Path, refused: str) -> None:
+    """Note in the checkpoint why it was refused, for `counts`; '' removes the note."""
+    # A disk that cannot be written does not matter: the next start reads everything again.
+    with contextlib.suppress(OSError):
+        if refused:
+            write_text(directory / REFUSED, refused + "\n")
+        else:
+            (directory / REFUSED).unlink(missing_ok=True)
+
+
+def _read_index(directory: Path) -> Checkpoint:
+    path = directory / INDEX
+    marker, content = _contents(directory / MARKER), _contents(path)
+    if marker != f"{_sha256(content)}\n".encode():
+        raise CheckpointError(f"{path}: does not match its {MARKER} marker")
+    index = _parsed(path, content)
+    named = STEP_NAME.fullmatch(directory.name)
+    if named and int(named.group(1)) != index["step"]:
+        raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
+    for rank in range(index["world_size"]):
+        expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
+        if not expected <= index["files"].keys():
+            raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
+    return Checkpoint(directory, index)
+
+
+def _parsed(path: Path, content: bytes) -> dict[str, Any]:
+    """The index, with what verifying and reading it need; another version may have written it."""
+    try:
+        index = json.loads(content)
+        found = index.get("format")
+        is_whole = (
+            found == FORMAT
+            and index["step"] >= 0
+            and len(index["ranks"]) == index["world_size"] > 0
+            and all(entry["bytes"] >= 0 and entry["sha256"] for entry in index["files"].values())
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        index, found, is_whole = {}, None, False
+    if found not in (None, FORMAT):
+        raise CheckpointError(
+            f"{path}: found format {found}, expected format {FORMAT}; "
+            "resume with the version that wrote it, or use a new run directory"
+        )
+    if not is_whole:
+        raise CheckpointError(f"{path}: found no index of a checkpoint of format {FORMAT}")
+    return index
+
+
 def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:
     path, expected = directory / name, files[name]
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing")
-    if (size := path.stat().st_size) != expected["bytes"]:
-        raise CheckpointError(f"{path}: found {size} bytes, expected {expected['bytes']}")
-    found = sha256_of(path)
+    _check_size(path, expected["bytes"])
+    with _refusing(path):
+        found = sha256_of(path)
     if found == expected["sha256"]:
         return
     # A common accident is a copy of a directory that mixed up the ranks: say so.
@@ -156,8 +250,42 @@ def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:
     )
 
 
-def _wait_for_json(path: Path, while_waiting: Callable[[], None]) -> dict[str, Any]:
+def _check_size(path: Path, expected: int) -> None:
+    if (size := _size(path)) != expected:
+        raise CheckpointError(f"{path}: found {size} bytes, expected {expected}")
+
+
+def _contents(path: Path) -> bytes:
+    _size(path)  # opening a FIFO would wait for a writer
+    with _refusing(path):
+        return path.read_bytes()
+
+
+def _size(path: Path) -> int:
+    with _refusing(path):
+        found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a file")
+    return found.st_size
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn an error in reading `path` into a refusal that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _wait_for(path: Path, while_waiting: Callable[[], None]) -> bytes:
     while not path.exists():
         while_waiting()
         time.sleep(POLL_SECONDS)
-    return json.loads(path.read_text())
+    return path.read_bytes()

@@ -58,13 +58,14 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def _row(directory: Path, step: int) -> tuple[str, ...]:
-    size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
+    size = "?"
     try:
+        size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
         index = json.loads((directory / files.INDEX).read_text())
         loss = index.get("validation_loss")
         shown = "-" if loss is None else f"{loss:.4f}"
         return str(step), str(index["world_size"]), str(index["tokens_seen"]), shown, size
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return str(step), "?", "unreadable", "?", size
 
 
@@ -100,10 +101,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
     root = run_dir.checkpoints
     with run_dir.locked():  # a run that trains prunes its own checkpoints
         steps = files.steps_on_disk(root)
-        pruned = files.steps_to_prune(steps, last, every, files.best_steps(root, best))
+        valid = marker.steps_that_count(root)
+        kept_best = files.best_steps(root, valid, best)
+        pruned = files.steps_to_prune(steps, valid, last, every, kept_best)
         _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:
-            files.prune(root, last, every, best)
+            files.prune(root, valid, last, every, best)
     verb = "would delete" if arguments.dry_run else "deleted"
     print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
     return 0

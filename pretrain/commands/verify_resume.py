@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.marker import latest_step
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure
@@ -112,8 +112,8 @@ def _train_and_compare(
     train(settings, uninterrupted, arguments.ranks)
     _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
     train(settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")
-    steps = files.steps_on_disk(killed.checkpoints)
-    start = f"the checkpoint of step {steps[-1]}" if steps else "the start: no checkpoint yet"
+    step = latest_step(killed.checkpoints)
+    start = f"the checkpoint of step {step}" if step else "the start: no checkpoint yet"
     _report(f"3/3 resumed from {start}")
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
     train([*settings, *zero], killed, _resume_ranks(arguments))

@@ -23,7 +23,7 @@ from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.corpora.manifest import SPLITS, read_manifest
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.yaml_files import SHIPPED
-from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.verify_resume import train_ranks
 from pretrain.config.run import RunConfig
 from pretrain.demo import texts
@@ -147,7 +147,7 @@ def train_uninterrupted(demo: Demo) -> Result:
 
 def train_and_kill(demo: Demo) -> Result:
     _train(demo, demo.killed, fault=f"sigkill@{demo.kill_step}")
-    checkpoint = steps_on_disk(demo.killed.checkpoints)[-1]
+    checkpoint = latest_step(demo.killed.checkpoints)
     # Resuming cuts these steps from metrics.jsonl. They are kept here to compare both attempts.
     lost = {step: loss for step, loss in losses_of(demo.killed).items() if step > checkpoint}
     return {

@@ -17,6 +17,7 @@ from data_pipeline.config import SegmentLengths
 from data_pipeline.errors import TrainingError
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, raise_on_all_ranks
@@ -31,8 +32,12 @@ logger = logging.getLogger(__name__)
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     """Let the next start resume from before the spike and skip its data.
 
-    Raises TrainingError after `recovery.max_rewinds` rewinds.
+    Raises TrainingError after `recovery.max_rewinds` rewinds. CheckpointError, with nothing
+    deleted, if there are checkpoints from before the spike and none of them is valid.
     """
+    before = find_resume_point(
+        run_dir.checkpoints, world, run_dir.identity.id, before=spike.first_step
+    )
     with raise_on_all_ranks():
         if not world.is_main:
             return
@@ -50,7 +55,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         # Checkpoints go first. After a crash in between, the run just meets the spike again. In the
         # other order the window could skip segments that the remaining weights have already read.
         files.discard_from(run_dir.checkpoints, spike.first_step)
-        step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
+        step = before.step if before else 0
         window = window_of(spike, skipped_windows(ledger), run, step)
         run_dir.ledger.append(Rewind(**at, to_step=step, segments=(window.start, window.stop)))
         logger.warning(

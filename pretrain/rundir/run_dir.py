@@ -22,7 +22,7 @@ from data_pipeline.config_loader import differences, load_config, parse_config, 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import atomic_write, write_json, write_text
 from data_pipeline.yaml_files import dump_yaml
-from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.rundir.ledger import Ledger
@@ -210,7 +210,7 @@ class RunDir:
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may resume with the settings of `config`."""
         changes = differences(to_tree(self.config), to_tree(config))
-        step = max(steps_on_disk(self.checkpoints), default=0)
+        step = latest_step(self.checkpoints)
         refused = [
             reason
             for key, (old, new) in changes.items()

@@ -26,6 +26,7 @@ import torch
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import end_process
 from pretrain.config.optim import ScheduleConfig
 from pretrain.config.run import (
@@ -100,10 +101,10 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     num_slots = accumulation_steps(run, world.world_size)
     state = None
     if "resume" in cell:
-        state = Checkpointer(run, output / cell["resume"], world, "resume", "").restore_latest(
-            engine
-        )
-        assert state is not None, f"no checkpoint in {cell['resume']}"
+        root = output / cell["resume"]
+        found = find_resume_point(root, world, run_id="")
+        assert found is not None, f"no checkpoint in {cell['resume']}"
+        state = Checkpointer(run, root, world, "resume", "").restore(engine, found)
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
     stream = LaneStream(

@@ -24,6 +24,7 @@ from pretrain.rundir.launch_events import (
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
+from tests.unit.pretrain.test_checkpoint_marker import publish_step
 
 NOW = 1_700_000_000.0
 
@@ -312,9 +313,7 @@ def test_a_directory_is_read_as_a_whole(tmp_path):
     run_dir.ledger.append(Resumed(step=10, world_size=2))
     line = {"kind": "train", "step": 12, "loss": 3.5, "tokens_per_second": 1e3, "seconds": 1e-3}
     run_dir.metrics.write_text(json.dumps(line) + "\n")
-    marker = run_dir.checkpoints / "step-00000010" / "COMPLETE"
-    marker.parent.mkdir()
-    marker.touch()
+    publish_step(run_dir.checkpoints, 10)
     with run_dir.locked("launcher"):
         state = read_state(run_dir.path)
     assert (state.name, state.state, state.attempts, state.ranks) == ("books", "running", 2, 2)

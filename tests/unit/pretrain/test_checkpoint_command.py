@@ -35,14 +35,15 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert "unreadable" in lines[2]
 
 
-def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys):
+@pytest.mark.parametrize("name", ["engine-00001.safetensors", "rank-00000.json"])
+def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys, name):
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 0
-    flip_a_bit(run_dir.checkpoints / "step-00000030" / "engine-00001.safetensors")
+    flip_a_bit(run_dir.checkpoints / "step-00000030" / name)
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 1
     said = capsys.readouterr().out
     assert "step 30: CORRUPTED" in said
-    assert "engine-00001.safetensors" in said
+    assert name in said
     assert "3 of 4" in said
 
 

@@ -121,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "corrupted index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
     "older format": (
         set_older_format,
-        "found format 1, expected format 2; resume with the version",
+        f"found format {marker.FORMAT - 1}, expected format {marker.FORMAT}; resume with the",
     ),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
@@ -165,14 +165,14 @@ def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
 def test_prune_keeps_the_latest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         publish_step(tmp_path, step)
-    assert files.prune(tmp_path, keep_last=2) == [1, 2]
+    assert files.prune(tmp_path, marker.steps_that_count(tmp_path), keep_last=2) == [1, 2]
     assert files.steps_on_disk(tmp_path) == [3, 4]
 
 
 def test_prune_keeps_multiples_of_keep_every(tmp_path: Path) -> None:
     for step in range(1, 8):
         publish_step(tmp_path, step, num_ranks=1)
-    assert files.prune(tmp_path, keep_last=1, keep_every=3) == [1, 2, 4, 5]
+    assert files.prune(tmp_path, range(1, 8), keep_last=1, keep_every=3) == [1, 2, 4, 5]
     assert files.steps_on_disk(tmp_path) == [3, 6, 7]
 
 
@@ -181,8 +181,10 @@ def test_prune_keeps_those_of_lowest_validation_loss(tmp_path: Path) -> None:
     for step, loss in enumerate(losses, 1):
         publish_step(tmp_path, step, num_ranks=1, validation_loss=loss)
     (files.step_directory(tmp_path, 1) / files.INDEX).write_text("{")
-    assert files.best_steps(tmp_path, 3) == [5, 2, 4]
-    assert files.prune(tmp_path, keep_last=1, keep_best=2) == [1, 3, 4, 6]
+    valid = marker.steps_that_count(tmp_path)
+    assert valid == [2, 3, 4, 5, 6, 7]
+    assert files.best_steps(tmp_path, valid, 3) == [5, 2, 4]
+    assert files.prune(tmp_path, valid, keep_last=1, keep_best=2) == [1, 3, 4, 6]
     assert files.steps_on_disk(tmp_path) == [2, 5, 7]
 
 

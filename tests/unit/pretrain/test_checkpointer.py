@@ -76,7 +76,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_
         for name in ("blocking", "background")
     )
     assert found.index["files"] == blocking.index["files"]
-    assert len(found.index["files"]) == 2
+    assert len(found.index["files"]) == 3
 
 
 def test_a_save_starts_when_the_one_before_is_published(engine, world, tmp_path):

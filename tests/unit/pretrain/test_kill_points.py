@@ -162,7 +162,8 @@ class Run:
         marker.publish(
             partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size
         )
-        files.prune(self.run_dir.checkpoints, keep_last=2)
+        root = self.run_dir.checkpoints
+        files.prune(root, marker.steps_that_count(root), keep_last=2)
 
     def seen(self) -> list[str]:
         return [digest.hex() for digest in self.hashes]

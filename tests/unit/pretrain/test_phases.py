@@ -24,6 +24,7 @@ from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
 from pretrain.recovery.loss_spikes import Spike
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
 from pretrain.rundir.run_dir import RunDir
+from tests.unit.pretrain.test_checkpoint_marker import publish_step
 from tests.unit.pretrain.test_recovery import SETTINGS
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -71,7 +72,7 @@ def test_phases_that_change_nothing_or_are_out_of_order_are_errors():
 
 def test_later_phases_may_change_and_started_ones_may_not(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RUN)
-    (run_dir.checkpoints / "step-00000020").mkdir()
+    publish_step(run_dir.checkpoints, 20)
     later = replace(
         RUN, data=replace(RUN.data, phases=(RUN.data.phases[0], PhaseConfig(from_step=20, lanes=2)))
     )

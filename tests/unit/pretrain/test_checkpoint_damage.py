@@ -1,0 +1,220 @@
+"""Every file of a checkpoint, damaged in every way: refused by name, and the one before is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.errors import CheckpointError
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.recovery.loss_spikes import Spike
+from pretrain.recovery.rewind import rewind
+from pretrain.rundir.run_dir import RunDir
+from tests.unit.pretrain.test_checkpoint_marker import publish_step, rewrite_index
+
+NAMES = (
+    *(files.rank_file(kind, rank) for kind in ("engine", "state", "rank") for rank in (0, 1)),
+    files.INDEX,
+    files.MARKER,
+)
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("published")
+    for step in (1, 2):
+        publish_step(root, step)
+    return root
+
+
+@pytest.fixture
+def root(published: Path) -> Iterator[Path]:
+    """A copy that another user may read: the checkpoints of steps 1 and 2."""
+    with tempfile.TemporaryDirectory() as home:
+        os.chmod(home, 0o755)
+        root = shutil.copytree(published, Path(home) / "checkpoints")
+        os.chmod(root, 0o755)
+        yield root
+
+
+def flip(offset: int, bit: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        contents = bytearray(path.read_bytes())
+        contents[offset if offset < 1 else len(contents) // 2] ^= 1 << bit
+        path.write_bytes(contents)
+
+    return damage
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def fail_to_read(path: Path) -> None:
+    """Reading this file is an EIO, as from a disk that breaks."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "top bit of the first byte": flip(0, 7),
+    "lowest bit in the middle": flip(1, 0),
+    "lowest bit of the last byte": flip(-1, 0),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "directory": replace_by_directory,
+    "missing": Path.unlink,
+    "EIO": fail_to_read,
+    "FIFO": lambda path: (path.unlink(), os.mkfifo(path))[1],
+    "no permission": lambda path: path.chmod(0),
+}
+
+
+@contextlib.contextmanager
+def without_root_permissions() -> Iterator[None]:
+    """Root may read every file: the block runs as another user."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, how):
+    step_2 = files.step_directory(root, 2)
+    DAMAGE[how](step_2 / name)
+    said: list[str] = []
+    with without_root_permissions():
+        found = marker.latest_valid(root, said.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(said) == 1
+    # A marker that does not match its index is named together with it.
+    assert str(step_2 / name) in said[0] or (name == files.MARKER and files.MARKER in said[0])
+
+
+INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no format": lambda index: index.pop("format"),
+    "no files": lambda index: index.pop("files"),
+    "no world size": lambda index: index.pop("world_size"),
+    "no step": lambda index: index.pop("step"),
+    "no reports": lambda index: index.pop("ranks"),
+    "a report too few": lambda index: index["ranks"].pop(),
+    "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
+    "a file without a size": lambda index: index["files"]["state-00001.safetensors"].pop("bytes"),
+    "a world of minus one": lambda index: index.update(world_size=-1),
+}
+
+
+@pytest.mark.parametrize("how", INDEXES)
+def test_an_index_of_another_form_is_refused_by_name_and_the_one_before_used(root, how):
+    rewrite_index(files.step_directory(root, 2), INDEXES[how])
+    said: list[str] = []
+    found = marker.latest_valid(root, said.append)
+    assert found is not None
+    assert found.step == 1
+    assert files.INDEX in said[0]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"\xff", b"{", b"[" * 100_000])
+def test_an_index_that_is_no_object_is_refused_by_name(root, content):
+    directory = files.step_directory(root, 2)
+    (directory / files.INDEX).write_bytes(content)
+    (directory / files.MARKER).write_text(marker.sha256_of(directory / files.INDEX) + "\n")
+    with pytest.raises(CheckpointError, match=r"step-00000002/index\.json"):
+        marker.verify(directory)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_share_the_reading_read_every_file_once(root, name):
+    """Marker and index are read by all."""
+    directory = files.step_directory(root, 2)
+    flip(1, 0)(directory / name)
+    refusing = []
+    for rank in range(3):
+        try:
+            marker.verify(directory, rank=rank, world_size=3)
+        except CheckpointError:
+            refusing.append(rank)
+    assert len(refusing) == (3 if name in (files.INDEX, files.MARKER) else 1)
+
+
+def test_a_file_in_place_of_a_checkpoint_is_refused(root):
+    files.step_directory(root, 3).write_text("not a directory")
+    found = marker.latest_valid(root, lambda text: None)
+    assert found is not None
+    assert found.step == 2
+    files.remove(files.step_directory(root, 3))
+    assert sorted(entry.name for entry in root.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+# ------------------------------------------------------------------------- what a refusal means
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield init_world()
+    destroy_process_group()
+
+
+def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):
+    damaged = files.step_directory(root, 2) / "engine-00000.safetensors"
+    flip(1, 0)(damaged)
+    assert marker.latest_step(root) == 2, "only reading everything can tell"
+    assert found_step(root, world) == 1
+    assert marker.latest_step(root) == 1
+    assert marker.steps_that_count(root) == [1]
+    flip(1, 0)(damaged)
+    assert found_step(root, world) == 2
+    assert marker.latest_step(root) == 2
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "directory"])
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_that_shows_without_reading_tensors_is_no_progress(root, name, how):
+    DAMAGE[how](files.step_directory(root, 2) / name)
+    assert marker.latest_step(root) == 1
+
+
+def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, world):
+    for step in (3, 4):
+        flip(0, 7)(publish_step(root, step) / files.MARKER)
+    assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [1]
+    assert found_step(root, world) == 2
+    publish_step(root, 5)
+    assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [2, 3, 4]
+    assert files.prune(root, [], keep_last=1) == []
+
+
+def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp_path, world):
+    run = RunConfig()
+    run_dir = RunDir.create(tmp_path / "run", run)
+    for step in (10, 20):
+        publish_step(run_dir.checkpoints, step, run=run_dir.identity.id)
+    flip(1, 0)(files.step_directory(run_dir.checkpoints, 10) / "state-00001.safetensors")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
+        rewind(run, run_dir, world, Spike(15, 18, 9.0, 2.0))
+    assert files.steps_on_disk(run_dir.checkpoints) == [10, 20]
+
+
+def found_step(root: Path, world: World) -> int:
+    found = find_resume_point(root, world, run_id="")
+    assert found is not None
+    return found.step
