@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.errors import ConfigError
@@ -14,6 +14,11 @@ Positions = Literal["relative", "rope", "alibi", "t5"]
 FeedForwardKind = Literal["relu", "gelu", "swiglu"]
 Compression = Literal["conv", "mean", "max"]
 
+# Settings of training alone; and the memory's length, which evaluation may choose, too.
+_NO_FUNCTION = (
+    *("dropout", "attention_dropout", "z_loss", "init_std", "projection_init_std"),
+    "memory_length",
+)
 SWIGLU_MULTIPLE = 64  # the derived width of a SwiGLU layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
 LARGEST_WIDTH = 1 << 16
@@ -158,6 +163,23 @@ class ModelConfig:
                 f"model.tie_projections has {len(self.tie_projections)} entries; expected "
                 f"{len(self.cutoffs) + 1}, one for the shortlist and one per cutoff"
             )
+
+    def function_settings(self) -> dict[str, Any]:
+        """The settings that decide what given weights compute, with derived widths filled in.
+
+        Not among them: what only training uses, and how much is remembered.
+        """
+        settings = {name: value for name, value in vars(self).items() if name not in _NO_FUNCTION}
+        settings |= {"num_key_heads": self.key_heads, "d_head": self.head_width}
+        settings |= {"d_inner": self.inner_width, "d_embed": self.embedding_width}
+        settings["tie_projections"] = tuple(
+            self.ties_projection(index) for index in range(len(self.cutoffs) + 1)
+        )
+        unused = (
+            *(("t5_buckets", "t5_max_distance") if self.positions != "t5" else ()),
+            *(() if self.compressed_length else ("compression", "compression_rate")),
+        )
+        return {name: value for name, value in settings.items() if name not in unused}
 
     def ties_projection(self, index: int) -> bool:
         """Whether bin `index` of the output layer uses the embedding's projection."""

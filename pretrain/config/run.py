@@ -7,7 +7,7 @@ setting. `changeable` and `fixed` say what may change when a run is resumed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -236,6 +236,8 @@ class RunConfig:
     seed: int = fixed(1, Range(0, LARGEST_SEED))
     # An export to start from; none: weights drawn from the published distribution.
     initial_weights: Path | None = fixed(None)
+    # Names of model settings, such as clamp_length, in which that export may differ from this run.
+    initial_weights_may_differ: tuple[str, ...] = fixed(())
     model: ModelConfig = fixed(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = fixed(default_factory=OptimConfig)
@@ -248,6 +250,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_ranges("", self)
         require_name("name", self.name)
+        known = {each.name for each in fields(ModelConfig)}
+        if unknown := sorted(set(self.initial_weights_may_differ) - known):
+            raise ConfigError(
+                f"initial_weights_may_differ: found {', '.join(unknown)}, expected names of model "
+                "settings, such as clamp_length"
+            )
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
             raise ConfigError(

@@ -7,19 +7,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import CheckpointError, DataError
 from data_pipeline.tokenizer import Tokenizer
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.export import WEIGHTS, checked_export, is_export
+from pretrain.weights.export import CONFIG, WEIGHTS, checked_export, is_export
 
 
 def check_initial_weights(run: RunConfig) -> None:
     """Raise an error, before anything is written, if the run cannot start from its weights.
 
-    CheckpointError unless names and shapes are those of the run's model; DataError if the export
-    has another tokenizer.
+    CheckpointError unless names and shapes are those of the run's model and the export computed the
+    same function of its weights; DataError if the export has another tokenizer.
     """
     export = run.initial_weights
     if export is None:
@@ -29,12 +31,14 @@ def check_initial_weights(run: RunConfig) -> None:
             f"initial_weights={export} contains no {WEIGHTS} with its settings; give the output of "
             "'pretrain export' or 'pretrain import-original'"
         )
-    checked_export(export)
+    tree = checked_export(export)
     _refuse_other_tokens(run, export)
     with _opened(export) as handle:
         names = handle.keys()
         shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
         _refuse_other_shapes(run, export, shapes)
+    trained = parse_config(RunConfig, tree["run"], str(export / CONFIG))
+    _refuse_other_function(run, export, trained.model)
 
 
 def load_initial_weights(engine: Engine, run: RunConfig) -> None:
@@ -82,4 +86,21 @@ def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int
             f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's "
             f"model expects {expected.get(name, 'none')} ({len(odd)} differ); use the model "
             f"settings in {export / 'config.json'}"
+        )
+
+
+def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -> None:
+    """The same weights under another norm position, activation or positions: another model."""
+    its, ours = trained.function_settings(), run.model.function_settings()
+    odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
+    odd = [name for name in odd if name not in run.initial_weights_may_differ]
+    if odd:
+        found = "; ".join(
+            f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
+            for name in odd
+        )
+        raise CheckpointError(
+            f"initial_weights={export} were trained as another function: {found}; use the model "
+            f"settings in {export / CONFIG}, or allow it with "
+            f"initial_weights_may_differ=[{','.join(odd)}]"
         )

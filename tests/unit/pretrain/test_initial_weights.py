@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.errors import CheckpointError, ConfigError
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import DataConfig, RunConfig
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.export import write_export
+from pretrain.weights.initial_weights import check_initial_weights
+
+MODEL = ModelConfig(
+    vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=8, positions="rope"
+)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> RunConfig:
+    """A run that starts from the export of an equal one."""
+    run = RunConfig(model=MODEL, data=DataConfig(path=tmp_path / "data"))
+    write_export(tmp_path / "export", TransformerXL(MODEL), run, 5, tmp_path)
+    return replace(run, initial_weights=tmp_path / "export")
+
+
+# Each leaves names and shapes of the weights as they are.
+OTHER_FUNCTIONS: list[dict[str, Any]] = [
+    {"norm_position": "pre"},
+    {"feed_forward": "gelu"},
+    {"positions": "alibi"},
+    {"num_heads": 4},
+    {"same_length": True},
+    {"isolate_documents": True},
+    {"compressed_length": 6, "compression": "mean"},
+]
+SAME_FUNCTION: list[dict[str, Any]] = [
+    {},
+    {"dropout": 0.3, "attention_dropout": 0.2, "init_std": 0.5, "z_loss": 1e-4},
+    {"memory_length": 64},
+    {"d_head": 8, "d_inner": 64, "d_embed": 16, "num_key_heads": 2},
+    {"t5_max_distance": 64, "compression_rate": 2},
+]
+
+
+@pytest.mark.parametrize("change", OTHER_FUNCTIONS, ids=str)
+def test_weights_of_another_function_are_refused_unless_the_difference_is_named(exported, change):
+    other = replace(exported, model=replace(MODEL, **change))
+    with pytest.raises(CheckpointError, match="trained as another function") as refused:
+        check_initial_weights(other)
+    name = next(iter(change))
+    there, here = getattr(MODEL, name), getattr(other.model, name)
+    assert f"model.{name} is {there} there and {here} here" in str(refused.value)
+    named = str(refused.value).split("initial_weights_may_differ=[")[1].rstrip("]").split(",")
+    assert name in named
+    check_initial_weights(replace(other, initial_weights_may_differ=tuple(named)))
+
+
+@pytest.mark.parametrize("change", SAME_FUNCTION, ids=str)
+def test_settings_that_change_no_function_may_differ(exported, change):
+    check_initial_weights(replace(exported, model=replace(MODEL, **change)))
+
+
+def test_a_name_that_is_no_setting_of_a_model_is_an_error():
+    with pytest.raises(ConfigError, match="found norm_positon, expected names of model settings"):
+        RunConfig(initial_weights_may_differ=("norm_positon",))
