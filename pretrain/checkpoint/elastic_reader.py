@@ -70,9 +70,21 @@ class FragmentReader:
     def kinds(self) -> set[str]:
         return {kind for _, kind in self._pieces}
 
+    def pieces(self) -> set[tuple[str, str]]:
+        """Return what there is, as pairs of a parameter and a kind."""
+        return set(self._pieces)
+
     def num_elements(self, parameter: str) -> int:
         start, piece = self._pieces[parameter, "weight"][-1]
         return start + piece.get_shape()[0]
+
+    def whole(self, parameter: str, kind: str) -> Tensor:
+        """Return a flat copy of all elements; CheckpointError if some are missing."""
+        if (parameter, "weight") not in self._pieces:
+            raise CheckpointError(f"{self._directory}: found no {parameter}")
+        whole = torch.empty(self.num_elements(parameter), dtype=torch.float32)
+        self.copy_into(whole, parameter, 0, kind)
+        return whole
 
     def copy_into(self, view: Tensor, parameter: str, start: int, kind: str) -> None:
         """Fill the 1-D `view` with a parameter's elements from `start`, of the given kind."""
@@ -114,8 +126,7 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
                     f"{found.directory}: found {count} elements of {name}, "
                     f"expected {parameter.numel()}"
                 )
-            whole = torch.empty(parameter.numel(), dtype=torch.float32)
-            reader.copy_into(whole, name, 0, EMA if ema else "weight")
+            whole = reader.whole(name, EMA if ema else "weight")
             parameter.copy_(whole.view_as(parameter))
 
 

@@ -1,7 +1,8 @@
 """Whether two runs are the same: losses and state, bitwise or within rounding.
 
-Within rounding is for runs whose numbers of ranks or ZeRO stages differ. Each function returns a
-line per difference, and nothing if there is none.
+Within rounding is for runs whose numbers of ranks or ZeRO stages differ: the length of the
+difference of two tensors may be a fraction of their length. Each function returns a line per
+difference, and nothing if there is none.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from data_pipeline.errors import CheckpointError
 from data_pipeline.lanes.lane_stream import LaneCursor
 from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
 from pretrain.checkpoint.marker import Checkpoint, verify
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5
+STATE_TOLERANCE = 1e-4  # weights, moments, EMA and memories, in fp32; about 1e-6 was measured
 COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 
 
@@ -27,10 +31,14 @@ def differences(
 ) -> list[str]:
     """Where losses or the checkpoints of `step` differ.
 
-    With a tolerance, losses may differ by rounding, and checkpoints only need the same progress.
+    With a tolerance, which is that of losses, checkpoints may differ by rounding.
     """
-    ends = [verify(step_directory(each.checkpoints, step)) for each in (left, right)]
-    of_state = differing_state(*ends) if tolerance is None else differing_progress(*ends)
+    ours, theirs = (verify(step_directory(each.checkpoints, step)) for each in (left, right))
+    if tolerance is None:
+        of_state = differing_state(ours, theirs)
+    else:
+        of_state = differing_progress(ours, theirs)
+        of_state += differing_values(ours, theirs, STATE_TOLERANCE)
     return differing_losses(left, right, tolerance) + of_state
 
 
@@ -60,6 +68,21 @@ def differing_progress(left: Checkpoint, right: Checkpoint) -> list[str]:
     if _joined_cursor(left) != _joined_cursor(right):
         problems.append("lane cursors differ")
     return problems
+
+
+def differing_values(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
+    """Where weights, moments, EMA or memories differ by more, for any numbers of ranks."""
+    problems = []
+    with FragmentReader(left) as first, FragmentReader(right) as second:
+        for parameter, kind in sorted(first.pieces() | second.pieces()):
+            name = f"{parameter} ({kind})"
+            try:
+                ours, theirs = (reader.whole(parameter, kind) for reader in (first, second))
+            except CheckpointError as error:
+                problems.append(f"{name}: {error}")
+                continue
+            problems += _differing_pair(name, ours, theirs, tolerance)
+    return problems + _differing_memories(left, right, tolerance)
 
 
 def differing_state(left: Checkpoint, right: Checkpoint) -> list[str]:
@@ -103,6 +126,36 @@ def _differing_counters(left: Checkpoint, right: Checkpoint, keys: tuple[str, ..
 def _joined_cursor(found: Checkpoint) -> dict[str, Any]:
     cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
     return LaneCursor.join(cursors).to_tree()
+
+
+def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
+    ours, theirs = (load_memory(each, range(_num_lanes(each))) or () for each in (left, right))
+    if len(ours) != len(theirs):
+        return [f"memories: {len(ours)} levels against {len(theirs)}"]
+    levels = enumerate(zip(ours, theirs, strict=True))
+    return [
+        problem
+        for level, (mine, its) in levels
+        for problem in _differing_pair(f"memory {level}", mine, its, tolerance)
+    ]
+
+
+def _num_lanes(found: Checkpoint) -> int:
+    return sum(report["num_lanes"] for report in found.rank_reports)
+
+
+def _differing_pair(
+    name: str, left: torch.Tensor, right: torch.Tensor, tolerance: float
+) -> list[str]:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return [f"{name}: {tuple(left.shape)} {left.dtype} against {tuple(right.shape)}"]
+    if not left.is_floating_point():  # the documents of memory's rows
+        return [] if torch.equal(left, right) else [f"{name}: differs"]
+    difference = float((left.double() - right.double()).norm())
+    length = float(left.double().norm())
+    if difference <= tolerance * length:  # False for NaN
+        return []
+    return [f"{name}: differs by {difference:.1e}, the length of both is {length:.1e}"]
 
 
 def _differing_tensors(left: Path, right: Path) -> list[str]:

@@ -5,7 +5,8 @@ a checkpoint; and from what that run left on disk. Then it compares every loss a
 the final states.
 
 With `--resume-ranks` or `--resume-zero` the third time has other ranks or another ZeRO stage, so
-rounding differs: losses must agree to 1e-5 relative, counters and the lanes' cursors exactly.
+rounding differs: losses must agree to 1e-5 relative, weights, moments, EMA and memories to 1e-4 of
+their length, counters and the lanes' cursors exactly.
 """
 
 from __future__ import annotations
@@ -86,9 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"different: {len(problems)} differences\n{summary(problems)}")
         return EXIT_DIFFERENT
     if _is_elastic(arguments):
+        from pretrain.commands.same_run import STATE_TOLERANCE
+
         print(
-            f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; steps, tokens and lane "
-            "cursors exactly"
+            f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; weights, moments, averages "
+            f"and memories to {STATE_TOLERANCE:g} of their length; steps, tokens and lane cursors "
+            "exactly"
         )
     else:
         print(
