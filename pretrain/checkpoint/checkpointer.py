@@ -21,6 +21,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of_rank
 from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore_random_state
+from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
@@ -73,11 +74,12 @@ class Checkpointer:
     def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        The one before is finished first.         Call `wait_for_copy` before the engine's next
-        update. Raises on every rank if the disk is too full, or if any rank could not write its
-        part of the checkpoint before.
+        The one before is finished first. Call `wait_for_copy` before the engine's next
+        update. Raises on every rank if replicas differ, if the disk is too full, or if any rank
+        could not write its part of the checkpoint before.
         """
         self.finish()
+        require_equal_replicas(engine, state)
         rank_files = files_of_rank(engine, state)
         self._require_space(state.step, rank_files)
         partial = files.partial_directory(self._root, state.step, self._attempt)

@@ -141,6 +141,14 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the largest value of each element over all ranks, on every rank."""
+    largest = tensor.clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
 def broadcast_object(value: T) -> T:
     """Return, on every rank, the small picklable value that rank 0 passes."""
     if dist.get_world_size() == 1:
@@ -158,17 +166,18 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except UserError as error:
         problem = error
-    for found in _gather(problem):
+    for found in gather_objects(problem):
         if found is not None:
             raise found
 
 
 def gather_errors(error: str) -> list[str]:
     """Return the non-empty texts of all ranks in rank order, so that ranks agree on a failure."""
-    return [text for text in _gather(error) if text]
+    return [text for text in gather_objects(error) if text]
 
 
-def _gather(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
+    """Return the small picklable values of all ranks, in rank order."""
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()

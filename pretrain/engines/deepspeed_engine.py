@@ -114,6 +114,9 @@ class DeepSpeedEngine:
     def fragments(self) -> Iterator[Fragment]:
         return iter(self._fragments)
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(()) if self._stage == 3 else self.module.named_parameters()
+
     def optimizer_step_count(self) -> int:
         return int(next(iter(self._fragments.base_optimizer.state.values()))["step"])
 

@@ -75,6 +75,10 @@ class Engine(Protocol):
         """Yield this rank's part of weights and moments; together the ranks hold every element."""
         ...
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that the model computes with, if every rank holds them whole."""
+        ...
+
     def optimizer_step_count(self) -> int:
         """Return the number of updates applied, as Adam's bias correction counts them."""
         ...
@@ -221,6 +225,9 @@ class TorchEngine:
         for name, parameter in self._master.named_parameters():
             yield replicated_fragment(name, parameter, self._optimizer.state[parameter], self.world)
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_parameters()
+
     def optimizer_step_count(self) -> int:
         return int(next(iter(self._optimizer.state.values()))["step"])
 
@@ -260,7 +267,7 @@ def replicated_fragment(
     """Return the fragment of a parameter that every rank holds whole."""
     # Each is saved by one rank, picked by its name, so that all ranks write about as much.
     owned = sum(name.encode()) % world.world_size == world.rank
-    return fragment_of(name, 0, master, state, 0, master.numel(), owned)
+    return fragment_of(name, 0, master, state, 0, master.numel(), owned, replicated=True)
 
 
 def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:

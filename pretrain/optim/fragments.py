@@ -18,9 +18,9 @@ class Fragment:
     """The elements [start, start + n) of one flattened parameter, as this rank holds them.
 
     `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to
-    them changes the engine. `owned` is False where another rank writes the same elements to the
-    checkpoint. `master` is the tensor that the optimizer updates; the fragment's elements start at
-    `offset` in it.
+    them changes the engine. `replicated`: every rank holds these elements. `owned` is False where
+    another rank writes them to the checkpoint. `master` is the tensor that the optimizer updates;
+    the fragment's elements start at `offset` in it.
 
     Under ZeRO, with two ranks, and a master that is this rank's half of a flat vector:
 
@@ -35,6 +35,7 @@ class Fragment:
     owned: bool
     master: Tensor
     offset: int
+    replicated: bool = False
 
     def gradient(self) -> Tensor:
         """Return the part of the master's gradient that belongs to these elements."""
@@ -58,11 +59,12 @@ def fragment_of(
     offset: int,
     count: int,
     owned: bool = True,
+    replicated: bool = False,
 ) -> Fragment:
     """Return `count` elements at `offset` of the master and `start` of the parameter."""
     whole = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
     values = {kind: value.view(-1).narrow(0, offset, count) for kind, value in whole.items()}
-    return Fragment(name, start, values, owned, master, offset)
+    return Fragment(name, start, values, owned, master, offset, replicated)
 
 
 class FragmentIndex:

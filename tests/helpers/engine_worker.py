@@ -24,8 +24,10 @@ from typing import Any
 import torch
 
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.errors import CheckpointError
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import end_process
 from pretrain.config.optim import ScheduleConfig
@@ -151,7 +153,24 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
     checkpointer.finish()
+    if "drift" in cell:
+        layers["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
     return {"losses": losses, "norms": norms, "scales": scales, **layers}
+
+
+def refusal_of_drift(
+    engine: Engine, state: TrainState, checkpointer: Checkpointer, drift: list[Any]
+) -> dict[str, str]:
+    """Change the lowest bit of a replicated value on one rank and save again; returns the error."""
+    rank, name = drift
+    value = dict(replicated_values(engine))[name].detach()
+    if engine.world.rank == rank:
+        value.view(-1)[-1:].view(torch.uint8)[0] ^= 1
+    try:
+        checkpointer.save(engine, state)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:

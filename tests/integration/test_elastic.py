@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
-from pretrain.commands.same_run import differing_progress
+from pretrain.checkpoint.replicas import odd_ranks
+from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)
@@ -33,24 +36,34 @@ def chain_cells() -> list[dict[str, Any]]:
             link |= {"resume": cells[-1]["name"], "save_at": [begin, end]}
         cells.append(link)
         begin = end
+    cells[-1]["drift"] = [1, "layers.1.attention.output_weight"]  # after its save
     return cells
 
 
-def cell(name: str, ranks: int, stage: int, **more: Any) -> dict[str, Any]:
+def drift_cell() -> dict[str, Any]:
+    """Four ranks that hold everything whole; one differs in a bit of the EMA before the save."""
+    engine = {"kind": "torch", "zero_stage": 0, "precision": "bf16"}
+    drift = [2, "layers.0.feed_forward.inner_weight (ema)"]
+    more = {"until": 1, "save_at": [], "optim": {"ema_decay": 0.9}, "drift": drift}
+    return {"name": "drift", "ranks": 4, "engine": engine, **more}
+
+
+def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
     engine = {
         "zero_stage": stage,
-        "precision": "fp32",
+        "precision": precision,
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
-    return {"name": name, "ranks": ranks, "engine": engine, **more}
+    optim = {"ema_decay": 0.9}
+    return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, **more}
 
 
 @pytest.fixture(scope="module")
 def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("elastic")
     path = output / "cells.json"
-    path.write_text(json.dumps(chain_cells()))
+    path.write_text(json.dumps([*chain_cells(), drift_cell()]))
     command = [
         sys.executable,
         "-m",
@@ -95,12 +108,43 @@ def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
         assert not differing_progress(left, right)
         assert_same_tensors(load_memory(left, LANES), load_memory(right, LANES))
         with FragmentReader(left) as ours, FragmentReader(right) as theirs:
-            assert ours.parameter_names() == theirs.parameter_names()
-            for parameter in ours.parameter_names():
-                for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                    assert torch.equal(
-                        whole_vector(ours, parameter, kind), whole_vector(theirs, parameter, kind)
-                    )
+            assert ours.pieces() == theirs.pieces()
+            assert ours.kinds() == {"weight", "exp_avg", "exp_avg_sq", "ema"}
+            for parameter, kind in ours.pieces():
+                assert torch.equal(ours.whole(parameter, kind), theirs.whole(parameter, kind))
+
+
+@pytest.mark.slow
+def test_a_rank_whose_replica_drifts_is_named_before_anything_is_written(output: Path) -> None:
+    what = drift_cell()["drift"][1]
+    error = json.loads((output / "drift.json").read_text())["refused"]["error"]
+    assert f"step 1 was not saved: rank 2 differs in {what}, expected the same" in error
+    assert not (output / "drift").exists()
+
+
+@pytest.mark.slow
+def test_drift_of_the_weights_that_zero_gathers_is_noticed(output: Path) -> None:
+    """Of two ranks, nobody can tell which is right."""
+    link = chain_cells()[-1]
+    error = json.loads((output / f"{link['name']}.json").read_text())["refused"]["error"]
+    assert f"step {END} was not saved: ranks 0, 1 differ in {link['drift'][1]}" in error
+    saved = [entry.name for entry in (output / link["name"]).iterdir()]
+    assert sorted(saved) == [files.step_directory(output, step).name for step in link["save_at"]]
+
+
+@pytest.mark.parametrize(
+    ("found", "odd"),
+    [
+        ([[1, 5], [1, 5], [2, 5], [1, 5]], [2]),
+        ([[1, 5], [2, 5], [1, 6], [1, 5]], [1, 2]),
+        ([[1], [2]], [0, 1]),
+        ([[1], [2], [1], [2]], [0, 1, 2, 3]),
+    ],
+)
+def test_the_odd_ranks_are_those_outside_the_majority(
+    found: list[list[int]], odd: list[int]
+) -> None:
+    assert odd_ranks(found) == odd
 
 
 def assert_same_tensors(
@@ -111,7 +155,41 @@ def assert_same_tensors(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(left, right, strict=True))
 
 
-def whole_vector(reader: FragmentReader, parameter: str, kind: str) -> torch.Tensor:
-    whole = torch.full((reader.num_elements(parameter),), torch.nan)
-    reader.copy_into(whole, parameter, 0, kind)
-    return whole
+def ends(output: Path) -> tuple[marker.Checkpoint, marker.Checkpoint]:
+    """The last checkpoints of the run in one go and of the chain."""
+    names = (chain_cells()[0]["name"], chain_cells()[-1]["name"])
+    left, right = (marker.verify(files.step_directory(output / name, END)) for name in names)
+    return left, right
+
+
+@pytest.mark.slow
+def test_the_chain_ends_with_the_state_of_the_run_in_one_go_to_rounding(output: Path) -> None:
+    assert not differing_values(*ends(output), STATE_TOLERANCE)
+    assert differing_values(*ends(output), 1e-12), "the chain rounds in another order"
+
+
+CHANGED = {
+    "weight": ("engine-00001", "|weight", " (weight): differs by"),
+    "first moment": ("engine-00001", "|exp_avg", " (exp_avg): differs by"),
+    "second moment": ("engine-00000", "|exp_avg_sq", " (exp_avg_sq): differs by"),
+    "average": ("engine-00000", "|ema", " (ema): differs by"),
+    "memory": ("state-00001", "memory.001", "memory 1: differs by"),
+    "documents of the memory": ("state-00000", "memory.002", "memory 2: differs"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_difference_of_state_beyond_rounding_is_named(
+    output: Path, tmp_path: Path, what: str
+) -> None:
+    file, suffix, expected = CHANGED[what]
+    left, right = ends(output)
+    changed = Path(shutil.copytree(right.directory, tmp_path / "changed"))
+    tensors = load_file(changed / f"{file}.safetensors")
+    name = max(name for name in tensors if name.endswith(suffix))
+    tensors[name][-1] += 1
+    save_file(tensors, changed / f"{file}.safetensors")
+    problems = differing_values(left, marker.Checkpoint(changed, right.index), STATE_TOLERANCE)
+    assert len(problems) == 1
+    assert expected in problems[0]

@@ -1,0 +1,98 @@
+"""Whether all ranks hold the same values of what each holds whole; checked before every save.
+
+What is replicated (everything under ZeRO 0, and the weights that the model computes with below
+stage 3) is the same on all ranks bit for bit, as long as all compute correctly. A rank that drifts
+spoils the others' gradients, and a checkpoint, to which each rank adds a part, would mix two
+models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import CheckpointError
+from pretrain.distributed.world import gather_objects, max_over_ranks
+from pretrain.engines.engine import Engine
+from pretrain.state import TrainState
+
+# To read a value's bits as an integer, by its size in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 1 << 22  # elements
+NOTHING = torch.empty(0, dtype=torch.int64)
+COUNTERS = "step, tokens, updates and loss scale"
+
+
+def require_equal_replicas(engine: Engine, state: TrainState) -> None:
+    """Raise CheckpointError on all ranks, naming one, if any holds other values than the others.
+
+    A collective. It compares the sum of each tensor's bits as integers, which any single difference
+    changes, and reads every replicated tensor once.
+    """
+    if engine.world.world_size == 1:
+        return
+    replicas = dict(replicated_values(engine))
+    sums = [_sum_of_bits(value) for value in replicas.values()]
+    own = torch.cat([torch.stack(sums).cpu() if sums else NOTHING, _counters(engine, state)])
+    # The largest x and the largest -x: they add up to zero where all ranks have the same.
+    extremes = max_over_ranks(torch.cat([own, -own]))
+    high, low = extremes.chunk(2)
+    odd = (high + low).nonzero().flatten().tolist()
+    if odd:
+        names = [*replicas, COUNTERS]
+        ranks = odd_ranks(gather_objects(own[odd].tolist()))
+        raise CheckpointError(_difference(state.step, ranks, [names[index] for index in odd]))
+
+
+def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield, by name and in the same order on all ranks, what each of them holds whole."""
+    seen: set[int] = set()
+    for fragment in engine.fragments():
+        if fragment.replicated:
+            for kind, value in fragment.values.items():
+                seen.add(value.data_ptr())
+                yield f"{fragment.name} ({kind})", value
+    for name, weight in engine.whole_weights():
+        if weight.data_ptr() not in seen:  # in fp32 they are the masters
+            yield name, weight
+
+
+def odd_ranks(found: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that differ from what most ranks have; all if no value is the commonest."""
+    by_count = Counter(map(tuple, found)).most_common(2)
+    if len(by_count) > 1 and by_count[0][1] == by_count[1][1]:
+        return list(range(len(found)))
+    return [rank for rank, values in enumerate(found) if tuple(values) != by_count[0][0]]
+
+
+def _difference(step: int, ranks: list[int], names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    return (
+        f"step {step} was not saved: {which} differ{'s' if len(ranks) == 1 else ''} in "
+        f"{names[0]}{more}, expected the same on all ranks; check the hardware there, then rerun "
+        "the command to resume from the latest checkpoint, which is whole"
+    )
+
+
+def _sum_of_bits(value: Tensor) -> Tensor:
+    bits = value.detach().reshape(-1).view(_INTEGERS[value.element_size()])
+    # In blocks: a CPU first makes int64 of all that it sums.
+    return torch.stack([block.sum(dtype=torch.int64) for block in bits.split(BLOCK)]).sum()
+
+
+def _counters(engine: Engine, state: TrainState) -> Tensor:
+    scaler = engine.loss_scaler
+    counters = [
+        state.step,
+        state.tokens_seen,
+        engine.optimizer_step_count(),
+        None if scaler is None else scaler.to_tree(),
+    ]
+    digest = hashlib.sha256(json.dumps(counters).encode()).digest()
+    return torch.tensor([int.from_bytes(digest[:7], "little")])
