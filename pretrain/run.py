@@ -29,6 +29,7 @@ from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed.environment import environment_changes, environment_of_ranks
 from pretrain.distributed.world import (
     World,
     broadcast_object,
@@ -51,8 +52,16 @@ from pretrain.rundir.code_version import code_version
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, PhaseFinished, Resumed, Started, Stopped
+from pretrain.rundir.training_events import (
+    Finished,
+    PhaseFinished,
+    Resumed,
+    Started,
+    Stopped,
+    TrainingBegan,
+)
 from pretrain.state import TrainState
 from pretrain.train import Ending, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
@@ -154,9 +163,7 @@ def _train_from(
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
-    if world.is_main:
-        began = Resumed if state.step else Started
-        run_dir.ledger.append(began(step=state.step, code=code_version(), **where))
+    _record_start(process, state.step, where)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state, lane_seed)
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
@@ -191,6 +198,24 @@ def _train_from(
         )
         _log_ending(ending, config, run_dir, state.step)
     return ending
+
+
+def _record_start(process: RankProcess, step: int, where: dict[str, Any]) -> None:
+    """Write to the ledger where and in which environment training starts; log what changed."""
+    environment = environment_of_ranks(process.world)
+    if not process.world.is_main:
+        return
+    ledger = process.run_dir.ledger
+    began: dict[str, Any] = {"step": step, "code": code_version(), "environment": environment}
+    if not step:
+        ledger.append(Started(**began, **where))
+        return
+    before = last_of(ledger.read(), TrainingBegan)
+    changes = environment_changes(before.environment if before else {}, environment)
+    resumed = Resumed(**began, **where, changes=changes)
+    if changes:
+        logger.warning(resumed.not_bitwise)
+    ledger.append(resumed)
 
 
 def _open_lanes(

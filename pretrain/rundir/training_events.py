@@ -40,6 +40,7 @@ class TrainingBegan(Event):
     world_size: int
     attempt: str = ""
     code: str = ""  # version of the source code
+    environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
 
     @property
     def _ranks(self) -> str:
@@ -54,12 +55,25 @@ class Started(TrainingBegan):
         return f"started on {self._ranks}"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Resumed(TrainingBegan):
-    """Training continued from the checkpoint of `step`."""
+    """Training continued from the checkpoint of `step`.
+
+    `changes` are those of the environment since the attempt before: name -> [old, new]. With any,
+    results are no longer bitwise those of an uninterrupted run.
+    """
+
+    changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
-        return f"resumed from step {self.step} on {self._ranks}"
+        resumed = f"resumed from step {self.step} on {self._ranks}"
+        return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
+
+    @property
+    def not_bitwise(self) -> str:
+        changes = [f"{name} {old} -> {new}" for name, (old, new) in self.changes.items()]
+        return f"not bitwise from here: {', '.join(changes)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingBegan
 
 SETTINGS = (
     "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8",
@@ -50,7 +53,7 @@ def train(
 
 
 def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
-    experiment, tmp_path
+    experiment, tmp_path, monkeypatch
 ):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir, "optim.steps=10").returncode == 0
@@ -63,10 +66,22 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     assert "older checkpoints are untouched" in error[0]
     assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
     marker.verify(run_dir.checkpoints / "step-00000010")
-    assert train(experiment, run_dir).returncode == 0
+    capability = torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    resumed = train(experiment, run_dir)
+    assert resumed.returncode == 0
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
         range(1, 21)
     )
+    change = f"not bitwise from here: CPU capability {capability} -> DEFAULT\n"
+    assert change in resumed.stderr
+    began = [each for each in run_dir.ledger.read() if isinstance(each, TrainingBegan)]
+    environments = [each.environment for each in began]
+    assert environments[0] == environments[1], "the same machine, so nothing to say"
+    assert "not bitwise" not in ended.stderr
+    assert environments[2] == {**environments[0], "CPU capability": "DEFAULT"}
+    assert environments[0]["torch"] == version("torch")
+    assert change.strip() in began[2].description
 
 
 def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(experiment, tmp_path):

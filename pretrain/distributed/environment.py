@@ -1,0 +1,50 @@
+"""What the bits of a result depend on besides the settings: versions, devices, threads.
+
+A resume is bitwise only in the same environment: other versions, instruction sets, GPUs and numbers
+of threads add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from pretrain.distributed.world import World, gather_objects
+
+PACKAGES = ("torch", "numpy", "deepspeed")
+
+
+def environment_of_ranks(world: World) -> dict[str, str]:
+    """Return the environment by name; where ranks differ, all their values. A collective."""
+    ranks = gather_objects(environment_of_rank(world.device))
+    found = {name: sorted({each[name] for each in ranks}) for name in ranks[0]}
+    return {name: ", ".join(values) for name, values in found.items()}
+
+
+def environment_of_rank(device: torch.device) -> dict[str, str]:
+    """Return the environment of this process, by name."""
+    return {
+        **{package: _version(package) for package in PACKAGES},
+        "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
+        "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return what differs: name -> [before, now]; nothing if one of them is unknown."""
+    return {
+        name: [before[name], now[name]]
+        for name in now
+        if name in before and before[name] != now[name]
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
