@@ -111,10 +111,14 @@ class StatusLine:
         self._is_terminal = sys.stderr.isatty()
         self._width = 0
         self._shown = 0.0
+        self._noted: set[Note] = set()
 
     def show(self, what: str | Reading | Note) -> None:
-        """Show this instead of what was shown before; a Note stays."""
+        """Show this instead of what was shown before; a Note stays, and is shown once."""
         if isinstance(what, Note):
+            if what in self._noted:
+                return
+            self._noted.add(what)
             start = "\r" if self._is_terminal else ""
             print(start + what.text.ljust(self._width), file=sys.stderr, flush=True)
             self._width = 0

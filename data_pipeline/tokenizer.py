@@ -1,4 +1,4 @@
-"""Text to token ids and back: SentencePiece (unigram, bpe) or bytes."""
+"""Text to token ids and back: bytes, SentencePiece models of our own, or one of the user's."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import atomic_write, write_json
 
-TokenizerKind = Literal["unigram", "bpe", "bytes"]
+# `sentencepiece` is any model that was not trained here.
+TokenizerKind = Literal["unigram", "bpe", "bytes", "sentencepiece"]
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "tokenizer.model"
 NUM_BYTES = 256
-# A long string halves BPE's speed, so longer texts are encoded in parts of at least this many
-# characters, cut after a newline. A newline is a separate symbol that no piece crosses, so the
-# parts have the same tokens as the whole.
+# A long string halves BPE's speed, so a BPE model of our own encodes longer texts in parts of at
+# least this many characters, cut after a newline. In such a model a newline is a separate symbol
+# that no merge crosses, and nothing is added at the start of a text, so the parts have the same
+# tokens as the whole. No other model is cut: one of the user's may add a space at every start, and
+# unigram sums float32 scores from the start, so that near ties may end otherwise in a part.
 CUT_CHARACTERS = 1 << 15
 
 
@@ -40,7 +43,13 @@ class Tokenizer:
             return
         import sentencepiece
 
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        if not model:
+            raise DataError("not a SentencePiece model (it is empty); restore it")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise DataError(f"not a SentencePiece model ({reason}); restore it") from None
         self.vocab_size, self.end_id = self._processor.get_piece_size(), self._processor.eos_id()
 
     @property
@@ -56,7 +65,7 @@ class Tokenizer:
         """Return one array of ids per text, equal for any number of threads; releases the GIL."""
         if self._processor is None:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        cut = [list(_cut_at_newlines(text)) for text in texts]
+        cut = [list(_cut_at_newlines(text)) if self.kind == "bpe" else [text] for text in texts]
         flat = [part for parts in cut for part in parts]
         encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=num_threads))
         return [_join([next(encoded) for _ in parts], self.dtype) for parts in cut]
@@ -109,10 +118,12 @@ class Tokenizer:
         try:
             description = json.loads((path / DESCRIPTION_NAME).read_bytes())
             kind = description["kind"]
+            if kind not in get_args(TokenizerKind):
+                raise ValueError(f"unknown kind {kind!r}")
             model = b"" if kind == "bytes" else (path / MODEL_NAME).read_bytes()
         except FileNotFoundError as error:
             raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{path / DESCRIPTION_NAME} is corrupted ({error!r}); restore it"
             ) from None
@@ -122,7 +133,7 @@ class Tokenizer:
                 f"{path} is corrupted: its model has fingerprint {found[:16]}, "
                 f"its description expects {str(description.get('fingerprint'))[:16]}; restore it"
             )
-        return cls(kind, model)
+        return _of_file(path / MODEL_NAME, kind, model)
 
 
 def fingerprint_of(kind: str, model: bytes) -> str:
@@ -130,13 +141,15 @@ def fingerprint_of(kind: str, model: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
 
 
-def _load_foreign(path: Path) -> Tokenizer:
+def _of_file(path: Path, kind: TokenizerKind, model: bytes) -> Tokenizer:
     try:
-        if not (model := path.read_bytes()):
-            raise DataError(f"{path} is not a SentencePiece model (it is empty)")
-        tokenizer = Tokenizer("unigram", model)
-    except (RuntimeError, OSError) as error:
-        raise DataError(f"{path} is not a SentencePiece model ({error})") from None
+        return Tokenizer(kind, model)
+    except DataError as error:
+        raise DataError(f"{path} is {error}") from None
+
+
+def _load_foreign(path: Path) -> Tokenizer:
+    tokenizer = _of_file(path, "sentencepiece", path.read_bytes())
     if tokenizer.end_id < 0:
         raise DataError(
             f"{path} has no end-of-sentence token (eos_id), which must end every document; "

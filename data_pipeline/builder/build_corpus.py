@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from data_pipeline.builder.records import (
     Reject,
     RejectList,
 )
+from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.sources import SourceFile, list_sources
 from data_pipeline.builder.split_writer import SplitWriter
 from data_pipeline.builder.train_tokenizer import (
@@ -73,6 +74,7 @@ class BuildResult:
     was_finished: bool = False  # before this call
     duplicates: int = 0  # documents dropped because an earlier one has equal text
     split_documents: int = 0  # documents cut into several
+    round_trip: RoundTrip = field(default_factory=RoundTrip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,10 @@ def build_sources(
         directory = output / TOKENIZER_DIRECTORY
         tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
         rules = DocumentRules(config, seen)
-        _write_splits(config, sources, tokenizer, rules, journal, report, is_part)
-        journal.finish({"duplicates": rules.duplicates, "split_documents": rules.split_documents})
+        check = RoundTripCheck(tokenizer, report)
+        _write_splits(config, sources, tokenizer, rules, check, journal, report, is_part)
+        counts = {"duplicates": rules.duplicates, "split_documents": rules.split_documents}
+        journal.finish({**counts, "round_trip": asdict(check.counts)})
         return result_of(output)
 
 
@@ -157,7 +161,9 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     }
     rejects = output / REJECTS_NAME
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
-    return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
+    counts = read_counts(output)
+    counts["round_trip"] = RoundTrip(**counts["round_trip"])
+    return BuildResult(manifests, num_rejects, was_finished, **counts)
 
 
 def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
@@ -170,6 +176,7 @@ def _write_splits(
     sources: Sources,
     tokenizer: Tokenizer,
     rules: DocumentRules,
+    check: RoundTripCheck,
     journal: BuildJournal,
     report: Report,
     may_be_empty: bool,
@@ -180,7 +187,7 @@ def _write_splits(
     rejects_path = journal.directory / REJECTS_NAME
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
-        jobs = _jobs(config, sources, rejects, rules, progress)
+        jobs = _jobs(config, sources, rejects, rules, check, progress)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
@@ -206,6 +213,7 @@ def _jobs(
     sources: Sources,
     rejects: RejectList,
     rules: DocumentRules,
+    check: RoundTripCheck,
     progress: Progress,
 ) -> Iterator[_Job]:
     """Yield every usable document with its split, in the order of the input."""
@@ -216,7 +224,9 @@ def _jobs(
                 continue
             # By the id of the uncut document, so that its parts are in the same split.
             target = split or ("validation" if is_validation(document.id, config) else "train")
-            yield from (_Job(target, part) for part in rules.apply(document))
+            for part in rules.apply(document):
+                check.see(part)
+                yield _Job(target, part)
         progress.finish_file(source.size)
 
 

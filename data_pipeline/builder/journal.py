@@ -107,7 +107,7 @@ class BuildJournal:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, counts: dict[str, int]) -> None:
+    def finish(self, counts: dict[str, Any]) -> None:
         """Mark the build as finished: write recipe and counts, then remove the journal."""
         write_json(self.output / RECIPE_NAME, {**self._recipe, "counts": counts})
         # Renamed first: a directory that has lost only its journal looks like a build without a
@@ -189,6 +189,6 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
         )
 
 
-def read_counts(output: Path) -> dict[str, int]:
+def read_counts(output: Path) -> dict[str, Any]:
     """Return the counts that `finish` was given."""
     return json.loads((output / RECIPE_NAME).read_bytes())["counts"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from data_pipeline.builder.journal import (
     is_started,
 )
 from data_pipeline.builder.records import REJECTS_NAME
+from data_pipeline.builder.round_trip import joined
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
@@ -145,7 +146,9 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         for split in reversed(splits):  # train last: with its manifest, everything is there
             _merge_split(config, [directory / split for directory in directories], output / split)
         names = ("duplicates", "split_documents")
-        journal.finish({name: sum(getattr(result, name) for result in results) for name in names})
+        counts = {name: sum(getattr(result, name) for result in results) for name in names}
+        round_trip = joined(result.round_trip for result in results)
+        journal.finish({**counts, "round_trip": asdict(round_trip)})
     _remove_parts(config)
     return result_of(config.output)
 

@@ -152,6 +152,9 @@ def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report)
                     continue
                 if isinstance(message, Exception):
                     raise message
+                if isinstance(message, Note):
+                    report(message)
+                    continue
                 readings[part] = message
             if len(readings) == num_parts:
                 report(joined(readings.values(), time.monotonic() - started))
@@ -213,7 +216,8 @@ def _work(
     threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
 
     def send(what: str | Reading | Note) -> None:
-        if isinstance(what, Reading):
+        # Notes of one part are enough: they are about the tokenizer and the whole input.
+        if isinstance(what, Reading) or (isinstance(what, Note) and part == 1):
             connection.send(what)
 
     try:

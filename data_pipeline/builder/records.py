@@ -165,6 +165,12 @@ def hash_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
 
 
+def fraction_of(text: str) -> float:
+    """Return a number in [0, 1) that depends only on `text` and is distributed evenly."""
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") / (1 << 48)
+
+
 def split_text(text: str, limit: int) -> Iterator[str]:
     """Yield parts of at most `limit` characters that join to `text`, cut as `CUTS` says."""
     start = 0

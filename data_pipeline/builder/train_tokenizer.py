@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.records import Document
+from data_pipeline.builder.records import Document, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, DataError
@@ -22,12 +21,6 @@ COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is
 MAX_SENTENCE_BYTES = 1 << 14
 # SentencePiece's result depends on the number of threads, so it does not follow the machine.
 TRAINING_THREADS = 2
-
-
-def fraction_of(text: str) -> float:
-    """Return a number in [0, 1) that depends only on `text` and is distributed evenly."""
-    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "little") / (1 << 48)
 
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:

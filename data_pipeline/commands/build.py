@@ -118,6 +118,8 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         print(f"{result.duplicates:,} documents were dropped: an earlier one has equal text")
     if result.split_documents:
         print(f"{result.split_documents:,} long documents were cut into NAME#1, NAME#2, ...")
+    if result.round_trip.altered:
+        print(result.round_trip)
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -125,6 +126,23 @@ def contents(directory: Path) -> dict[str, bytes]:
     """Every file below `directory` with its bytes."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def users_model(texts: list[str], model_type: str = "bpe", **settings) -> bytes:
+    """A SentencePiece model as its own defaults make it: a space at the start, and no bytes."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        model_type=model_type,
+        vocab_size=200,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **settings,
+    )
+    return model.getvalue()
 
 
 def config_of(tmp_path: Path, texts: list[str], **settings) -> CorpusConfig:

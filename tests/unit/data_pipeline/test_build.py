@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.train_tokenizer import fraction_of
+from data_pipeline.builder.records import fraction_of
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME

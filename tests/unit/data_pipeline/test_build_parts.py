@@ -20,6 +20,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.file_lock import try_lock
+from data_pipeline.progress import Note
 from tests.helpers.corpora import contents, some_texts
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
@@ -65,8 +66,11 @@ def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_pat
 
 def test_killed_processes_resume_to_the_bytes_of_the_uninterrupted_build(tmp_path):
     config = folder_config(tmp_path, tokenizer=BPE)
+    (tmp_path / "in" / "0001.txt").write_text("SentencePiece writes a space as \u2581")
     reports = []
     build_in_processes(config, 2, reports.append)
+    (note,) = (report.text for report in reports if isinstance(report, Note))
+    assert "altered 1 of 2 sampled texts; lost characters: '\u2581' (1)" in note
     assert "300 documents" in str(reports[-2])
     assert "100% of the files" in str(reports[-2])
     killed = replace(config, output=tmp_path / "killed")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer
-from tests.helpers.corpora import make_text
+from tests.helpers.corpora import make_text, users_model
 
 KINDS = ["bytes", "bpe", "unigram"]
 
@@ -65,12 +65,29 @@ def test_many_texts_on_threads_give_what_one_at_a_time_gives(tokenizers, kind):
     ]
 
 
-def test_cutting_a_long_text_at_newlines_changes_no_token(tokenizers):
+def long_text() -> str:
     line = " ".join(texts_for_training()).replace("\n", " ")[:5000]
     text = "\n".join([line] * 40) + "\n\n\n" + line
     assert len(text) > 4 * CUT_CHARACTERS
-    tokenizer = tokenizers["bpe"]
+    return text
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_long_text_has_the_tokens_that_the_model_alone_gives(tokenizers, kind):
+    text, tokenizer = long_text(), tokenizers[kind]
     assert tokenizer.encode(text).tolist() == tokenizer._processor.encode(text)
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_users_model_that_adds_a_space_at_the_start_adds_no_other(tmp_path, model_type):
+    path = tmp_path / "m.model"
+    path.write_bytes(users_model(texts_for_training(), model_type, remove_extra_whitespaces=False))
+    tokenizer, text = Tokenizer.load(path), long_text()
+    assert tokenizer.encode(text).tolist() == tokenizer._processor.encode(text)
+    tokenizer.save(tmp_path / "saved")
+    assert (
+        Tokenizer.load(tmp_path / "saved").encode(text).tolist() == tokenizer.encode(text).tolist()
+    ), "also as a directory"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -101,7 +118,10 @@ def test_an_external_sentencepiece_model_is_used_unchanged(tokenizers, tmp_path)
         == tokenizers["bpe"].encode("the river").tolist()
     )
     path.write_bytes(b"not a model")
-    with pytest.raises(DataError, match="is not a SentencePiece model"):
+    with pytest.raises(DataError, match=r"m.model is not a SentencePiece model"):
+        Tokenizer.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"m.model is not a SentencePiece model \(it is empty\)"):
         Tokenizer.load(path)
 
 
