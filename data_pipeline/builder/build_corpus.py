@@ -40,11 +40,14 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.sources import SourceFile, list_sources
 from data_pipeline.builder.split_writer import SplitWriter
-from data_pipeline.builder.train_tokenizer import (
-    describe_tokenizer,
+from data_pipeline.builder.splits import (
+    Sources,
+    check_not_empty,
+    check_sources,
     is_validation,
-    prepare_tokenizer,
+    splits_of_build,
 )
+from data_pipeline.builder.train_tokenizer import describe_tokenizer, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import to_tree
 from data_pipeline.corpora.manifest import (
@@ -54,7 +57,6 @@ from data_pipeline.corpora.manifest import (
     Manifest,
     read_manifest,
 )
-from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
 from data_pipeline.tokenizer import Tokenizer
@@ -62,7 +64,6 @@ from data_pipeline.tokenizer import Tokenizer
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
 # Settings that do not change the corpus.
 NOT_IN_RECIPE = ("input", "validation_input", "output", "threads", "max_rejects")
-Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" for either
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def build_sources(
         if is_finished(output):
             check_recipe(output, recipe)
             return result_of(output, was_finished=True)
+        if not is_part:
+            check_sources(config, sources)
         journal = BuildJournal(output, recipe, last_modified(sources))
         report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
         directory = output / TOKENIZER_DIRECTORY
@@ -164,11 +167,6 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     counts = read_counts(output)
     counts["round_trip"] = RoundTrip(**counts["round_trip"])
     return BuildResult(manifests, num_rejects, was_finished, **counts)
-
-
-def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
-    """Return the splits that a build with these settings writes."""
-    return SPLITS if config.validation_input or config.validation_fraction else SPLITS[:1]
 
 
 def _write_splits(
@@ -262,21 +260,3 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def check_not_empty(
-    config: CorpusConfig, documents: dict[str, int], built: Path, hint: str = ""
-) -> None:
-    """Raise DataError if a required split has no documents.
-
-    `built` is the directory to remove before building with other settings.
-    """
-    if not documents["train"]:
-        inputs = ", ".join(map(str, config.input))
-        raise DataError(f"no documents for the training split in {inputs}{hint}")
-    if not documents.get("validation", 1):
-        raise DataError(
-            f"no documents for the validation split: validation_fraction="
-            f"{config.validation_fraction} of {documents['train']} documents; raise it, set it to "
-            f"0 for none, or give validation_input, and remove {built}, which was built without"
-        )

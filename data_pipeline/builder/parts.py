@@ -17,13 +17,10 @@ from typing import Any
 
 from data_pipeline.builder.build_corpus import (
     BuildResult,
-    Sources,
     build_sources,
-    check_not_empty,
     list_all_sources,
     recipe_of,
     result_of,
-    splits_of_build,
 )
 from data_pipeline.builder.journal import (
     BuildJournal,
@@ -36,6 +33,12 @@ from data_pipeline.builder.journal import (
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.builder.round_trip import joined
 from data_pipeline.builder.sources import PARTS_SUFFIX
+from data_pipeline.builder.splits import (
+    Sources,
+    check_not_empty,
+    check_sources,
+    splits_of_build,
+)
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import (
@@ -74,10 +77,12 @@ def build_part(
     num_parts: int,
     report: Report = lambda what: None,
     seen: Iterable[bytes] | None = None,
+    is_checked: bool = False,
 ) -> BuildResult:
     """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
     `seen` are the hashes of the texts in earlier parts; without them no duplicates can be dropped.
+    `is_checked`: no split of the whole corpus is empty, see `check_sources`.
     """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
@@ -95,6 +100,8 @@ def build_part(
     if is_finished(config.output):  # an array job's task was requeued after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
         return result_of(config.output, was_finished=True)
+    if not is_checked:
+        check_sources(config, sources)
     check_output(config, sources, num_parts)
     parts_directory(config).mkdir(parents=True, exist_ok=True)
     part_config = replace(config, output=_directory(config, part, num_parts))

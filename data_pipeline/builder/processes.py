@@ -39,6 +39,7 @@ from data_pipeline.builder.parts import (
     sources_of_parts,
 )
 from data_pipeline.builder.records import HASH_BYTES, Document, hash_of
+from data_pipeline.builder.splits import check_sources
 from data_pipeline.builder.train_tokenizer import (
     describe_tokenizer,
     needs_training,
@@ -65,6 +66,7 @@ def build_in_processes(
     num_parts = min(processes, len(sources))
     if is_finished(config.output):
         return merge_parts(config, num_parts)
+    check_sources(config, sources)
     check_output(config, sources, num_parts)
     shared = shared_directory(config, num_parts)
     with claimed_output(shared):
@@ -97,7 +99,7 @@ def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report)
         content = _hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX).read_bytes()
         starts = range(0, len(content), HASH_BYTES)
         seen = {content[start : start + HASH_BYTES] for start in starts}
-    build_part(config, part, num_parts, report, seen)
+    build_part(config, part, num_parts, report, seen, is_checked=True)
 
 
 def _list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:

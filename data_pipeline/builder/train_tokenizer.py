@@ -13,6 +13,7 @@ from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, fraction_of
 from data_pipeline.builder.sources import SourceFile
+from data_pipeline.builder.splits import is_validation
 from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, TokenizerKind
@@ -21,11 +22,6 @@ COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is
 MAX_SENTENCE_BYTES = 1 << 14
 # SentencePiece's result depends on the number of threads, so it does not follow the machine.
 TRAINING_THREADS = 2
-
-
-def is_validation(document_id: str, config: CorpusConfig) -> bool:
-    """Whether a document of `config.input` belongs to the validation split."""
-    return not config.validation_input and fraction_of(document_id) < config.validation_fraction
 
 
 def needs_training(settings: TokenizerConfig) -> bool:

@@ -14,7 +14,14 @@ from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, DataError
-from tests.helpers.corpora import config_of, contents, documents_of, make_tiny_corpus, some_texts
+from tests.helpers.corpora import (
+    config_of,
+    contents,
+    documents_of,
+    make_tiny_corpus,
+    some_texts,
+    write_jsonl,
+)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
@@ -140,6 +147,16 @@ def test_an_empty_corpus_is_rejected(tmp_path, kind, content):
 def test_a_validation_split_without_documents_is_rejected_with_what_to_change(tmp_path):
     config = config_of(tmp_path, some_texts(5), validation_fraction=0.0001)
     with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 5 documents; raise it"):
+        build_corpus(config)
+    empty = write_jsonl(tmp_path / "empty.jsonl", [" "])
+    with pytest.raises(
+        DataError, match=r"in validation_input=.*/empty.jsonl; the first of 1 unusable .*: empty"
+    ):
+        build_corpus(replace(config, validation_input=(empty,)))
+    # Every text is a copy of one that comes before it: only the build itself can find that.
+    texts = ["first", *(120 * ["first"])]
+    config = config_of(tmp_path / "copies", texts, drop_duplicates=True)
+    with pytest.raises(DataError, match=r"of 1 documents; .* and remove .*/out, which was built"):
         build_corpus(config)
     assert not list(config.output.rglob(MANIFEST_NAME))
 

@@ -249,13 +249,16 @@ def test_a_part_that_is_restarted_after_the_merge_finds_everything_done(tmp_path
     assert not parts_directory(config).exists()
 
 
-def test_a_split_that_is_empty_in_all_parts_is_rejected_with_what_to_change(tmp_path):
+def test_a_split_that_would_be_empty_is_found_before_the_build_with_what_to_change(tmp_path):
     config = folder_config(tmp_path, validation_fraction=0.0001)
-    with pytest.raises(
-        DataError,
-        match=r"validation_fraction=0.0001 of 300 documents; .* and remove .*/out.parts, which",
+    for build in (
+        lambda: build_in_processes(config, 2),
+        lambda: build_part(config, 1, 2),
+        lambda: build_corpus(config),
     ):
-        build_in_processes(config, 2)
+        with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 300 documents; raise"):
+            build()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"], "before it is built"
 
 
 def test_ctrl_c_ends_all_processes_with_one_word_and_the_same_command_resumes(tmp_path):
