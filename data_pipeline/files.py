@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_pipeline.errors import DataError
+
 HASH_BLOCK_BYTES = 1 << 20
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
@@ -81,6 +83,25 @@ def sha256_of(path: Path) -> str:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def path_below(root: Path, name: str) -> Path:
+    """Return the path `name` below `root`; DataError if it is not a path there.
+
+    For names that come from elsewhere: they may not leave `root`, neither by `..` nor through a
+    link, and equal paths have equal names.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise DataError(
+            f"found the name {name!r}, expected a plain path that stays inside {root}; rename it"
+        )
+    path = root
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, expected a folder; remove it")
+    return path / parts[-1]
 
 
 def url_of(path: Path | str) -> str | None:

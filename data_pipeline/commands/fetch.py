@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.corpora.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
+from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
 from data_pipeline.corpora.manifest import SPLITS
+from data_pipeline.corpora.raw_objects import fetch_objects
+from data_pipeline.errors import DataError
 from data_pipeline.progress import StatusLine
 
 
@@ -39,9 +41,16 @@ def run_fetch(arguments: argparse.Namespace) -> int:
     status = StatusLine()
     url, directory = arguments.url, arguments.directory
     if arguments.raw:
-        count = fetch_objects(url, directory, status.show)
+        count, problems = fetch_objects(url, directory, status.show)
         status.end()
-        print(f"{directory} holds the {count:,} objects under {url}")
+        if problems:
+            for problem in problems:
+                print(problem)
+            raise DataError(
+                f"{len(problems)} of {count:,} objects under {url} were not copied, all others "
+                "were; see above"
+            )
+        print(f"{directory} holds the {count:,} objects under {url}; every object was checked")
         return 0
     fetch_corpus(url, directory, arguments.splits, status.show)
     status.end()

@@ -20,7 +20,6 @@ from typing import TypeVar
 from data_pipeline.corpora.fetch import (
     Check,
     NotFetchedError,
-    fetch_file,
     fetch_manifest,
     fetch_once,
     fetch_shard,
@@ -41,7 +40,6 @@ from data_pipeline.corpora.stores import (
     RetryPolicy,
     Store,
     StoreError,
-    list_objects,
     store_at,
     uploader_to,
     with_timeout,
@@ -52,7 +50,6 @@ from data_pipeline.shards.mds import INDEX_NAME
 
 THREADS = 8
 LOCK, SCRATCH = ".fetch.lock", ".fetch"
-UNKNOWN_BYTES = 1 << 40  # objects of unknown size get a long time; the SDKs detect silence
 LOCK_SECONDS = 10.0
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -68,7 +65,7 @@ def fetch_corpus(
     """Copy the named splits of the corpus at `url`, and its tokenizer, into `directory`."""
     tokenizers = store_at(f"{url.rstrip('/')}/{TOKENIZER_DIRECTORY}", retry_policy)
     stores = [store_at(f"{url.rstrip('/')}/{split}", retry_policy) for split in splits]
-    with _exclusive_scratch(directory) as scratch:
+    with exclusive_scratch(directory) as scratch:
         for split, store in zip(splits, stores, strict=True):
             manifest = fetch_manifest(store, scratch)
             target = directory / split
@@ -79,33 +76,9 @@ def fetch_corpus(
                 if not path.exists() or mismatch(path, info):
                     fetch_shard(store, info, path, scratch)
 
-            _in_parallel(fetch, manifest.shards, split, report)
+            in_parallel(fetch, manifest.shards, split, report)
             fetch_tokenizer(tokenizers, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
             manifest.write(target)
-
-
-def fetch_objects(
-    url: str, directory: Path, report: Report, retry_policy: RetryPolicy | None = None
-) -> int:
-    """Copy every object under `url` into `directory`, unless it exists; return their number."""
-    names, store = list_objects(url), store_at(url, retry_policy)
-    if not names:
-        raise DataError(f"there are no objects under {url}; check the URL")
-    if outside := [name for name in names if ".." in Path(name).parts]:
-        raise DataError(
-            f"{url} holds an object named {outside[0]!r}, which would be outside of {directory}; "
-            "rename it"
-        )
-    with _exclusive_scratch(directory) as scratch:
-
-        def fetch(name: str) -> None:
-            path = directory / name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fetch_file(store, name, path, scratch, lambda arrived: None, UNKNOWN_BYTES)
-
-        _in_parallel(fetch, names, "objects", report)
-    return len(names)
 
 
 def upload_corpus(
@@ -124,7 +97,7 @@ def upload_corpus(
             upload.file(f"{TOKENIZER_DIRECTORY}/{path.name}")
         for split in splits:
             manifest = read_manifest(split)
-            _in_parallel(partial(upload.shard, split.name), manifest.shards, split.name, report)
+            in_parallel(partial(upload.shard, split.name), manifest.shards, split.name, report)
             for name in (INDEX_NAME, MANIFEST_NAME):
                 if (split / name).exists():
                     upload.file(f"{split.name}/{name}")
@@ -141,7 +114,7 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
             try:
                 manifest = fetch_manifest(store, scratch)
             except NotFetchedError as error:
-                if split == SPLITS[0] or not error.is_final:  # validation may be absent
+                if split == SPLITS[0] or not error.is_absent:  # validation may be absent
                     raise
                 continue
 
@@ -153,7 +126,7 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
                 except NotFetchedError as error:
                     problems.append(str(error))
 
-            _in_parallel(read, manifest.shards, split, report)
+            in_parallel(read, manifest.shards, split, report)
     return problems
 
 
@@ -195,7 +168,7 @@ class _Upload:
         copy.unlink()
 
 
-def _in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Report) -> None:
+def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Report) -> None:
     """Run `task` for every item in some threads; raise the first error.
 
     Errors and Ctrl-C do not wait for active tasks, which a silent store may block for minutes. An
@@ -225,7 +198,7 @@ def _in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, repor
 
 
 @contextlib.contextmanager
-def _exclusive_scratch(directory: Path) -> Iterator[Path]:
+def exclusive_scratch(directory: Path) -> Iterator[Path]:
     """Yield a scratch directory in `directory`, locked against other copies into it.
 
     Inside, because a rename needs the same file system. It is removed at the end; one that a

@@ -23,20 +23,21 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_directory, fsync_file, named_errors
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 
-SMALL_BYTES = 32 << 20  # assumed size of a manifest or tokenizer, for the timeout
+# Most bytes of a manifest or tokenizer, for the timeout: a manifest has 300 for each shard.
+LARGEST_BYTES = 1 << 30
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
 
 
 class NotFetchedError(DataError):
-    """A file could not be fetched; `is_final` if the store has no such file or denies access."""
+    """A file could not be fetched; `is_absent` if the store says that it has no such file."""
 
-    def __init__(self, message: str, is_final: bool) -> None:
+    def __init__(self, message: str, is_absent: bool) -> None:
         super().__init__(message)
-        self.is_final = is_final
+        self.is_absent = is_absent
 
 
 def fetch_file(
-    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = SMALL_BYTES
+    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = LARGEST_BYTES
 ) -> None:
     """Download the store's file `name` to `path`, by a rename once `check` finds no problem.
 
@@ -61,12 +62,12 @@ def retry(policy: RetryPolicy, failure: str, attempt: Callable[[], None]) -> Non
     raise NotFetchedError(
         f"{failure}; attempt {number} of {policy.attempts} failed: {last}; "
         "check the store, then run the same command again: finished work is kept",
-        last.is_final,
+        last.is_absent,
     )
 
 
 def fetch_once(
-    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = SMALL_BYTES
+    store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = LARGEST_BYTES
 ) -> None:
     """Make one attempt of `fetch_file`; StoreError with the reason if it fails."""
     # A directory per attempt: a download that timed out may still write into the previous one.

@@ -125,6 +125,12 @@ def _parse(tree: Any, path: Path) -> Manifest:
 
 
 def _missing_manifest(directory: Path) -> str:
+    corpus = directory.parent
+    if directory.name in SPLITS[1:] and (corpus / SPLITS[0] / MANIFEST_NAME).exists():
+        return (
+            f"data.path={_location(corpus)} has no {directory.name} split; build the corpus with "
+            "validation_fraction above 0 or with validation_input"
+        )
     if not directory.exists():
         return f"{directory} does not exist; build the corpus with `data-pipeline build`"
     splits = sorted(found.parent.name for found in directory.glob(f"*/{MANIFEST_NAME}"))
@@ -137,6 +143,14 @@ def _missing_manifest(directory: Path) -> str:
         f"{directory} has no {MANIFEST_NAME}, so it is not a finished corpus; "
         "run `data-pipeline build` to its end"
     )
+
+
+def _location(corpus: Path) -> str:
+    """Return where the user says that the corpus is: the URL of a cached one."""
+    try:
+        return str(json.loads((corpus / REMOTE_NAME).read_bytes())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(corpus)
 
 
 def splits_of(path: Path) -> list[Path]:

@@ -18,7 +18,13 @@ from pathlib import Path
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_tokenizer
-from data_pipeline.corpora.manifest import REMOTE_NAME, SPLITS, TOKENIZER_DIRECTORY, ShardInfo
+from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
+    REMOTE_NAME,
+    SPLITS,
+    TOKENIZER_DIRECTORY,
+    ShardInfo,
+)
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.errors import DataError
@@ -59,8 +65,10 @@ def local_corpus_directory(
             try:
                 fetch_manifest(store_at(f"{url}/{split}", retry_policy), directory / split)
             except NotFetchedError as error:
-                if not error.is_final:  # final: the corpus has no such split
+                if not error.is_absent:
                     raise
+                # The corpus has no such split; a copy of what it had before is none.
+                (directory / split / MANIFEST_NAME).unlink(missing_ok=True)
     return directory
 
 

@@ -5,6 +5,7 @@ A store only transfers bytes. `fetch` checks that the right ones arrived.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import random
@@ -12,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +34,20 @@ FINAL_REASONS = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"),
     *("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ImportError"),
 )
+# Those that say that there is no such file.
+ABSENT_REASONS = ("404", "NoSuchKey", "NotFound", "ResourceNotFoundError", "EntryNotFoundError")
 
 
 class StoreError(Exception):
-    """A file could not be transferred; `is_final` if another attempt would not help."""
+    """A file could not be transferred.
 
-    def __init__(self, reason: str, is_final: bool = False) -> None:
+    `is_final` if another attempt would not help, `is_absent` if the store says that it has no such
+    file, which is another answer than that nobody may know.
+    """
+
+    def __init__(self, reason: str, is_final: bool = False, is_absent: bool = False) -> None:
         super().__init__(reason)
-        self.is_final = is_final
+        self.is_final, self.is_absent = is_final or is_absent, is_absent
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Store(Protocol):
     retry_policy: RetryPolicy
 
     def download(self, name: str, path: Path, size: int) -> None:
-        """Write the file `name` of about `size` bytes to `path`; StoreError with the reason."""
+        """Write the file `name` of at most `size` bytes to `path`; StoreError with the reason."""
         ...
 
 
@@ -93,18 +100,25 @@ class WebStore:
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Write the file; stops reading soon after `size` bytes."""
-        deadline = time.monotonic() + self.retry_policy.seconds_for(size)
         url, timeout = f"{self.url}/{quote(name)}", self.retry_policy.timeout
+        started = time.monotonic()
         try:
             with urllib.request.urlopen(url, timeout=timeout) as answer, open(path, "wb") as file:
-                while size >= 0 and (block := answer.read1(BLOCK_BYTES)):
+                stated = answer.headers.get("Content-Length", "")
+                expected = int(stated) if stated.isdigit() else None
+                deadline = started + self.retry_policy.seconds_for(min(expected or size, size))
+                arrived = 0
+                while arrived <= size and (block := answer.read1(BLOCK_BYTES)):
                     if time.monotonic() > deadline:
                         raise StoreError("the server sends too slowly")
-                    size -= file.write(block)
+                    arrived += file.write(block)
+            if expected is not None and arrived < min(expected, size):
+                raise StoreError(f"{arrived} of {expected} bytes arrived")
         except urllib.error.HTTPError as error:
             error.close()
             is_final = 400 <= error.code < 500 and error.code not in TRANSIENT_STATUS
-            raise StoreError(f"the server answered {error.code} {error.reason}", is_final) from None
+            reason = f"the server answered {error.code} {error.reason}"
+            raise StoreError(reason, is_final, error.code in (404, 410)) from None
         except (ValueError, OverflowError, http.client.InvalidURL) as error:
             raise StoreError(f"not a valid URL ({error})", is_final=True) from None
         except http.client.HTTPException as error:
@@ -131,16 +145,25 @@ class ObjectStore:
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Write the file; the SDK may retry internally within the time of an attempt."""
-        try:
+        with sdk_errors():
             downloader = self._idle.pop() if self._idle else self._new_downloader()
             try:
                 downloader.download(f"{self.url}/{name}", str(path), self.retry_policy.timeout)
             finally:
                 self._idle.append(downloader)
-        except Exception as error:  # the SDKs have no common base class
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise
-            raise StoreError(*_sdk_reason(error)) from error
+
+
+@contextlib.contextmanager
+def sdk_errors() -> Iterator[None]:
+    """Raise the block's errors as StoreError, but for that of a full disk."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # the SDKs have no common base class
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise
+        raise _sdk_error(error) from error
 
 
 def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
@@ -154,23 +177,27 @@ def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
         try:
             uploader.upload_file(name)
         except Exception as error:
-            raise StoreError(*_sdk_reason(error)) from error
+            raise _sdk_error(error) from error
 
     return upload
 
 
-def list_objects(url: str) -> list[str]:
-    """Return the names of the objects under `url`; DataError if they cannot be listed."""
+def listed_objects(url: str, names: bool = True) -> tuple[Any, list[str]]:
+    """Return the SDK's client for `url`, and the names of the objects under it unless not asked.
+
+    DataError if they cannot be listed.
+    """
     prefix = url.partition("://")[2].partition("/")[2].strip("/")
     with TemporaryDirectory() as empty:
         uploader = _sdk_uploader(url, Path(empty))
         try:
-            keys = uploader.list_objects()
+            keys = uploader.list_objects() if names else []
         except Exception as error:
             raise DataError(
-                f"{url} cannot be listed ({_sdk_reason(error)[0]}); check your permissions"
+                f"{url} cannot be listed ({_sdk_error(error)}); check your permissions"
             ) from error
-    return sorted(key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
+    found = (key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
+    return uploader, sorted(found)
 
 
 def _unknown_scheme(url: str, schemes: tuple[str, ...]) -> str:
@@ -188,20 +215,22 @@ def _sdk_uploader(url: str, directory: Path) -> Any:
         logging.getLogger("streaming").setLevel(logging.ERROR)
         return CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
     except Exception as error:
-        reason = _sdk_reason(error)[0]
         raise DataError(
-            f"{url} cannot be opened ({reason}); check bucket, endpoint and permissions"
+            f"{url} cannot be opened ({_sdk_error(error)}); check bucket, endpoint and permissions"
         ) from error
 
 
-def _sdk_reason(error: Exception) -> tuple[str, bool]:
-    """Return an SDK error's message on one line, and whether it is final."""
+def _sdk_error(error: Exception) -> StoreError:
+    """Return the StoreError for an SDK's error: on one line, and whether it is final."""
     kind = type(error).__name__
     answer = getattr(error, "response", None)
     if isinstance(answer, dict) and (found := answer.get("Error")):
         code = str(found.get("Code"))
-        return f"the store answered {code}: {found.get('Message')}", code in FINAL_REASONS
-    return f"{kind}: {' '.join(str(error).split())}", kind in FINAL_REASONS
+        reason = f"the store answered {code}: {found.get('Message')}"
+        return StoreError(reason, code in FINAL_REASONS, code in ABSENT_REASONS)
+    # Some of streaming's downloaders raise a FileNotFoundError of their own, without a number.
+    is_absent = kind in ABSENT_REASONS or (kind == "FileNotFoundError" and len(error.args) == 1)
+    return StoreError(f"{kind}: {' '.join(str(error).split())}", kind in FINAL_REASONS, is_absent)
 
 
 def with_timeout(seconds: float, task: Callable[[], None]) -> None:

@@ -35,7 +35,8 @@ CREDENTIALS = {
 class FileServer(ThreadingHTTPServer):
     """Serves the files below a directory, or what another server answers.
 
-    The first `faulty` answers with each shard's content go wrong as `fault` says;
+    The first `faulty` answers with each shard's content go wrong as `fault` says, one of FAULTS or
+    "short", a complete answer with half of the content;
     `bytes_per_second` slows all of them.
     """
 
@@ -46,6 +47,7 @@ class FileServer(ThreadingHTTPServer):
         self.upstream = upstream
         self.fault, self.faulty = "", 0
         self.bytes_per_second = 0.0
+        self.denied = ""  # a part of paths that are answered with 403
         self.requests: Counter[str] = Counter()  # by the file's name
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -71,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self):
         server = self.server
         status, headers, content = self._content()
+        if server.denied and server.denied in self.path:
+            status, headers, content = 403, {"Content-Length": "0"}, b""
         name = self.path.rpartition("/")[2]
         is_content = name.startswith("shard") and self.command == "GET" and status < 300
         server.requests[name] += self.command == "GET"
@@ -78,6 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(500 if fault == "500" else status)
         if fault == "500":
             headers, content = {"Content-Length": "0"}, b""
+        if fault == "short":
+            content = content[: len(content) // 2]
+            headers = {**headers, "Content-Length": str(len(content))}
         if fault == "flip":
             content = content[:-3] + bytes([content[-3] ^ 16]) + content[-2:]
         for header, value in headers.items():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.corpora.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
+from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.corpora.stores import RetryPolicy
@@ -130,55 +130,6 @@ def test_verify_reads_every_byte_of_a_store(built, tmp_path, capsys):
         path.unlink()
         assert main(["verify", server.url]) == 2
         assert "validation/shard.00000.mds could not be fetched" in capsys.readouterr().err
-
-
-def test_raw_objects_are_copied_as_they_are_named_and_only_once(
-    tmp_path, bucket, s3_endpoint, capsys
-):
-    s3, name = client(s3_endpoint), bucket.removeprefix("s3://")
-    for key, body in {
-        "text/a.txt": b"a",
-        "text/deep/b.txt": b"b",
-        "text/folder/": b"",
-        "textual/c.txt": b"c",
-    }.items():
-        s3.put_object(Bucket=name, Key=key, Body=body)
-    for _ in range(2):
-        assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 0
-        assert f"holds the 2 objects under {bucket}/text" in capsys.readouterr().out
-        s3.put_object(Bucket=name, Key="text/a.txt", Body=b"changed")
-    assert contents(tmp_path / "copy") == {".fetch.lock": b"", "a.txt": b"a", "deep/b.txt": b"b"}
-    assert main(["fetch", f"{bucket}/nothing", str(tmp_path / "copy"), "--raw"]) == 2
-    assert "there are no objects under" in capsys.readouterr().err
-    s3.put_object(Bucket=name, Key="bad/../../x", Body=b"x")
-    assert main(["fetch", f"{bucket}/bad", str(tmp_path / "bad"), "--raw"]) == 2
-    assert "would be outside" in capsys.readouterr().err
-
-
-def test_a_large_raw_object_may_take_a_long_time(tmp_path, bucket, s3_endpoint, monkeypatch):
-    client(s3_endpoint).put_object(
-        Bucket=bucket.removeprefix("s3://"), Key="text/a.txt", Body=b"x" * 50_000
-    )
-    with FileServer(s3_endpoint) as server:
-        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
-        fetch_objects(f"{bucket}/text", tmp_path / "warm", print)  # the first client takes its time
-        server.bytes_per_second = 20_000
-        retry_policy = RetryPolicy(
-            attempts=1, timeout=0.5, bytes_per_second=1e9
-        )  # a second, if it were a small file
-        fetch_objects(f"{bucket}/text", tmp_path / "copy", print, retry_policy)
-    assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
-
-
-def test_a_store_without_list_permission_is_one_line(
-    bucket, capsys, tmp_path, monkeypatch, s3_endpoint
-):
-    with FileServer(tmp_path) as server:  # answers 404 to all requests
-        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
-        assert main(["fetch", f"{bucket}/text", str(tmp_path / "copy"), "--raw"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"{bucket}/text cannot be" in error
 
 
 def test_ctrl_c_does_not_wait_for_a_silent_store_and_leaves_no_half_file(built, tmp_path):

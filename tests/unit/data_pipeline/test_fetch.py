@@ -62,7 +62,7 @@ def test_a_permanent_fault_is_one_error_with_the_shards_name_and_leaves_no_file(
     ) as e:
         fetch_shard(store, corpus.manifest.shards[1], tmp_path / "x", tmp_path)
     assert "\n" not in str(e.value)
-    assert not e.value.is_final
+    assert not e.value.is_absent
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,8 +72,26 @@ def test_a_missing_file_is_not_requested_again(faulty, tmp_path):
         NotFetchedError, match=r"attempt 1 of \d failed: the \w+ answered 404"
     ) as error:
         fetch_manifest(store_at(f"{store.url}/elsewhere", QUICK), tmp_path)
-    assert error.value.is_final
+    assert error.value.is_absent
     assert server.requests["manifest.json"] <= 2
+
+
+def test_a_manifest_of_more_than_32_mib_arrives(corpus, tmp_path):
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    content = (corpus.directory / "manifest.json").read_bytes()
+    (remote / "manifest.json").write_bytes(content + b" " * (33 << 20))
+    with FileServer(remote) as server:
+        assert fetch_manifest(store_at(server.url, QUICK), tmp_path / "copy") == corpus.manifest
+
+
+def test_a_web_servers_answer_that_ends_early_is_named_with_its_length(corpus, tmp_path):
+    with FileServer(corpus.directory) as server:
+        server.fault, server.faulty = "truncate", 100
+        with pytest.raises(DataError, match=r"failed: \d+ of \d+ bytes arrived"):
+            fetch_shard(
+                store_at(server.url, QUICK), corpus.manifest.shards[0], tmp_path / "x", tmp_path
+            )
 
 
 def test_a_full_disk_is_reported_immediately(faulty, corpus, tmp_path):

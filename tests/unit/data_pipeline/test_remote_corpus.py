@@ -25,7 +25,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
-from tests.helpers.stores import FAULTS, QUICK, FileServer, put_directory
+from tests.helpers.stores import FAULTS, QUICK, FileServer, client, put_directory
 
 LANES, LENGTH, SEED = 4, 16, 3
 
@@ -195,6 +195,31 @@ def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_
             local_corpus_directory(
                 Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK
             )
+
+
+def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setting(
+    built, tmp_path, monkeypatch, s3_endpoint, bucket
+):
+    import shutil
+
+    put_directory(s3_endpoint, built, f"{bucket}/c")
+    cache = CacheConfig(directory=tmp_path / "cache")
+    with FileServer(s3_endpoint) as server:
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        url = Path(f"{bucket}/c")
+        directory = local_corpus_directory(url, cache)
+        server.denied = "/validation/"
+        with pytest.raises(DataError, match=r"validation/manifest\.json could not be .* 403"):
+            local_corpus_directory(url, cache)
+        server.denied = ""
+        name = bucket.removeprefix("s3://")
+        client(s3_endpoint).delete_object(Bucket=name, Key="c/validation/manifest.json")
+        assert local_corpus_directory(url, cache) == directory
+        with pytest.raises(DataError, match=rf"^data\.path={bucket}/c has no validation split; "):
+            Corpus.open(directory / "validation")
+    shutil.copytree(built / "train", tmp_path / "local" / "train")
+    with pytest.raises(DataError, match=r"data\.path=.*/local has no validation split; "):
+        Corpus.open(tmp_path / "local" / "validation")
 
 
 def test_local_paths_are_returned_unchanged(tmp_path):
