@@ -15,7 +15,6 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from types import TracebackType
 from typing import Literal
 
 from data_pipeline.errors import UserError
+from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ Phase = Literal["start", "train", "evaluate", "save"]
 WRITE_SECONDS = 1.0
 REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
 SECOND_LOOK_SECONDS = 6.0  # after which the file of a rank that runs has changed
-STACKS_SIGNAL = signal.SIGQUIT  # not one of those that ask for a stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +74,14 @@ class Heartbeat:
     """Use as a context manager.
 
     While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
-    continues. After `watchdog_timeout_seconds` without a beat the stacks are also written and the
-    process exits with status 1. A native thread does this, so a blocked interpreter cannot prevent
-    it. 0: no timeout.
+    continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
+    suspended, the stacks are also written and SIGALRM ends it. 0: no timeout.
     """
 
     def __init__(self, directory: Path, rank: int, watchdog_timeout_seconds: float) -> None:
         self._path = directory / f"rank-{rank:05d}.json"
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
+        self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, "start")
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
@@ -103,6 +102,8 @@ class Heartbeat:
                 "make the run directory writable"
             ) from None
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
+        if self._watchdog_timeout_seconds:
+            self._watchdog = Watchdog(self._watchdog_timeout_seconds)
         self._writer.start()
         return self
 
@@ -114,7 +115,8 @@ class Heartbeat:
     ) -> None:
         self._closing.set()
         self._writer.join()
-        faulthandler.cancel_dump_traceback_later()
+        if self._watchdog is not None:
+            self._watchdog.close()
         faulthandler.unregister(STACKS_SIGNAL)
         self._path.unlink(missing_ok=True)
 
@@ -122,19 +124,13 @@ class Heartbeat:
         known, written = None, 0.0
         while True:
             beat = self._beat
-            if beat != known:
-                self._expect_another()
+            if beat != known and self._watchdog is not None:
+                self._watchdog.feed()
             if beat != known or time.monotonic() - written >= REWRITE_SECONDS:
                 known, written = beat, time.monotonic()
                 self._write(*beat)
             if self._closing.wait(WRITE_SECONDS):
                 return
-
-    def _expect_another(self) -> None:
-        if self._watchdog_timeout_seconds:
-            faulthandler.dump_traceback_later(
-                self._watchdog_timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr
-            )
 
     def _write(self, when: float, step: int, phase: Phase) -> None:
         record = HeartbeatRecord(

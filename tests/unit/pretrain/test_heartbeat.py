@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[
         str(directory),
         str(watchdog_timeout_seconds),
     ]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def read_when_step(path: Path, step: int) -> dict[str, object]:
@@ -61,11 +62,19 @@ def test_a_heartbeat_says_where_the_rank_is_and_is_removed_when_it_exits_cleanly
     assert not list(path.parent.iterdir())
 
 
-def test_a_rank_without_a_heartbeat_writes_its_stack_and_exits(tmp_path):
-    with start(tmp_path, watchdog_timeout_seconds=1.5) as process:
+def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time_does_not_count(
+    tmp_path,
+):
+    with start(tmp_path, watchdog_timeout_seconds=2.0) as process:
+        read_when_step(tmp_path / "rank-00003.json", 5)
+        os.killpg(process.pid, signal.SIGSTOP)  # as Slurm suspends a job: the watchdog, too
+        time.sleep(2.5)
+        os.killpg(process.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        assert process.poll() is None
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "Timeout" in errors
+    assert process.returncode == -signal.SIGALRM
+    assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
     assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
 
