@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import signal
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
-from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
+from data_pipeline.progress import duration
+from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -20,7 +22,8 @@ from pretrain.rundir.launch_events import (
     NextAction,
     SupervisorKilled,
 )
-from pretrain.rundir.training_events import Event
+from pretrain.rundir.ledger import last_of
+from pretrain.rundir.training_events import Event, TrainingBegan, TrainingEnded
 
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 
@@ -132,6 +135,58 @@ def unresponsive_rank(statuses: Sequence[int]) -> int | None:
 # ------------------------------------------------------------------- former starts of a job
 
 
+@dataclass(frozen=True)
+class CutStart:
+    """A start of a job that its time limit ended: seconds until training began, and in training
+    that a checkpoint holds."""
+
+    starting: float
+    training: float
+
+    @property
+    def is_futile(self) -> bool:
+        return self.training < self.starting
+
+
+def cut_starts(ledger: Sequence[Event], job: str) -> list[CutStart]:
+    """The last starts of this job that ended, in a row, because of its time limit."""
+    starts: list[CutStart] = []
+    start: JobStarted | None = None
+    first_began = began = None
+    training = 0.0
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job:
+            start, first_began, began, training = event, None, None, 0.0
+        elif isinstance(event, TrainingBegan):
+            first_began, began = first_began or event.time, event.time
+        elif isinstance(event, (TrainingEnded, AttemptEnded)) and began is not None:
+            training, began = training + event.time - began, None
+        elif isinstance(event, JobEnded) and event.job == job and start is not None:
+            if event.reason not in (JobEndReason.TIME_LIMIT, JobEndReason.TIME_LIMIT_NEAR):
+                starts.clear()
+                continue
+            training += 0.0 if began is None else event.time - began
+            starting = (first_began or event.time) - start.time
+            starts.append(CutStart(starting, training if (event.step or 0) > start.step else 0.0))
+    return starts
+
+
+def refusal_of_futile_starts(starts: Sequence[CutStart], most: int, time_limit: str) -> str:
+    """Why the job must not start again: the last `most` starts lost more time than they gained;
+    empty if it may."""
+    last = starts[-most:]
+    if len(last) < most or not all(start.is_futile for start in last):
+        return ""
+    starting, training = (
+        duration(statistics.mean(seconds))
+        for seconds in zip(*((start.starting, start.training) for start in last), strict=True)
+    )
+    return (
+        f"{most} starts in a row took {starting} to start and trained for {training} before the "
+        f"time limit of {time_limit}; raise time_limit in the cluster file, then 'launcher submit'"
+    )
+
+
 def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
     """How the attempts of all former starts of this job ended, also those lost together with their
     supervisor.
@@ -147,6 +202,14 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
             killed = (-signal.SIGKILL.value,)
             attempts.append(_result(killed, event.step_before or 0, event.step or 0))
     return attempts
+
+
+def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
+    """Whether no rank's program was run in the last attempt of this start of the job."""
+    last = last_of(ledger, JobStarted, AttemptEnded)
+    if not isinstance(last, AttemptEnded) or last.job != job:
+        return False
+    return all(status == NEVER_STARTED for status in last.statuses)
 
 
 def _lost_its_supervisor(event: Event) -> TypeGuard[JobEnded | SupervisorKilled]:

@@ -29,8 +29,7 @@ from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded, NextAction
 from pretrain.rundir.run_dir import RunDir
 
-# The watchdog of a rank (pretrain/rundir/heartbeat.py) is faulthandler's; its stacks start with
-# this line.
+# What the watchdog of a rank (pretrain/rundir/watchdog.py) writes above the stacks.
 _WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
@@ -166,7 +165,7 @@ def latest_step(run_dir: RunDir) -> int:
 
 def next_attempt_number(run_dir: RunDir) -> int:
     """One more than the highest attempt that left logs, so that no log is written twice."""
-    numbers = [log.name.split("-")[1] for log in run_dir.logs.glob("attempt-*-rank-*.log")]
+    numbers = [log.name.split("-")[1] for log in run_dir.logs.glob("attempt-*-*.log")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 

@@ -12,14 +12,16 @@ import math
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from data_pipeline.errors import UserError
+from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
-from launcher.supervisor import StopSignals
+from launcher.supervisor import StopSignals, latest_step
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of
@@ -130,16 +132,24 @@ class JobExit:
     """Writes why the job ends, once, and requeues it where that is left to the supervisor.
 
     `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not
-    write any more.
+    write any more. After `most_futile` starts in a row that lost more time than they gained before
+    the time limit, the job is not requeued.
     """
 
     def __init__(
-        self, job: ThisJob, run_dir: RunDir, stop: StopSignals, check_fence: Callable[[], None]
+        self,
+        job: ThisJob,
+        run_dir: RunDir,
+        stop: StopSignals,
+        check_fence: Callable[[], None],
+        most_futile: int,
     ) -> None:
         self._job = job
         self._run_dir = run_dir
         self._stop = stop
         self._check_fence = check_fence
+        self._most_futile = most_futile
+        self._time_limit = "unknown"
         self._num_seen = 0
         self._is_written = False
 
@@ -188,6 +198,7 @@ class JobExit:
 
     def _ending(self) -> JobEnding:
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
+        self._time_limit = fields.get("TimeLimit", self._time_limit)
         logs = [*sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]]
         logs.append(Path(fields.get("StdOut", "/dev/null")))
         was_warned = signal.SIGUSR1 in self._stop.received
@@ -204,10 +215,18 @@ class JobExit:
             node=ending.node,
             message=message,
             is_final=ending.is_final,
+            step=latest_step(self._run_dir),
         )
+        starts = cut_starts(
+            [*self._run_dir.ledger.read(), replace(event, time=time.time())], self._job.id
+        )
+        if event.requeued and (
+            refusal := refusal_of_futile_starts(starts, self._most_futile, self._time_limit)
+        ):
+            event = replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
         self._run_dir.ledger.append(event)
         _log.info("%s", event.description)
-        if ending.requeue:
+        if event.requeued:
             exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
             try:
                 _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))

@@ -17,6 +17,7 @@ from launcher.restart_policy import (
     RestartPolicy,
     add_policy_arguments,
     attempts_without_progress,
+    no_rank_started,
     node_to_exclude,
     past_attempts,
     policy_of,
@@ -26,14 +27,20 @@ from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.snapshot import Snapshot
-from launcher.slurm.srun import SlurmRanks, Step, free_port_near, nodes_that_miss
+from launcher.slurm.srun import (
+    SlurmRanks,
+    Step,
+    nodes_that_cannot_start,
+    nodes_that_miss,
+)
 from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event
+from pretrain.rundir.training_events import Event, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
 _POLL_SECONDS = 1.0
@@ -57,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     policy = policy_of(arguments)
     with StopSignals() as stop:
         fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
-        job_exit = JobExit(job, run_dir, stop, fences.check)
+        job_exit = JobExit(
+            job, run_dir, stop, fences.check, most_futile=policy.attempts_without_progress
+        )
         await_former_ranks(job, run_dir, job_exit.poll)
         begin(job, run_dir)
         past = past_attempts(run_dir.ledger.read(), job.id)
@@ -237,15 +246,31 @@ def starter(
         )
 
     def start(number: int) -> SlurmRanks:
-        node = node_to_exclude(run_dir.ledger.read(), job.id, step.node_of)
+        node = node_to_blame(run_dir, job, step)
         if node and job_exit.can_exclude(node):
             raise ExcludeNode(node)
-        shared = {
-            VARIABLE: fences.claim(number),
-            "MASTER_PORT": str(free_port_near(job.number + number)),
-        }
+        shared = {VARIABLE: fences.claim(number)}
         where = ", ".join(job.nodes[:count])
         _log.info("attempt %d: %d ranks on %s", number, step.ranks, where)
         return SlurmRanks(command, step, run_dir, number, shared, fences.check)
 
     return start
+
+
+def node_to_blame(run_dir: RunDir, job: ThisJob, step: Step) -> str | None:
+    """The node to leave out in the next attempt; ConfigError if no node at all can start ranks.
+
+    Where the trainer was not even started, a container or an interpreter is missing. That is the
+    fault of a node only if others have what it lacks.
+    """
+    ledger = run_dir.ledger.read()
+    node = node_to_exclude(ledger, job.id, step.node_of)
+    if not no_rank_started(ledger, job.id):
+        return node
+    unable = nodes_that_cannot_start(step, run_dir.path)
+    if len(unable) == step.num_nodes and last_of(ledger, TrainingBegan) is None:
+        raise ConfigError(
+            f"the ranks' program does not start on any node ({', '.join(unable)}); "
+            f"'launcher logs {run_dir.path} --errors' says why"
+        )
+    return node if node in unable else None

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.errors import UserError
+from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
+from launcher.slurm.rank_statuses import SrunPatience, first_failure, read_ends, statuses
+from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2
-_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _POLL_SECONDS = 0.2
-_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+_END_SECONDS = 60.0
+_NUM_ERRORS = 5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
         f"--nodelist={','.join(step.nodes[: step.num_nodes])}",
     ]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
+    # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
+    # would end it was killed, must not keep the next one waiting.
+    command += ["--overlap"]
     flags, line = in_container(cluster, task, mounts, Path.cwd())
     return [*command, *flags, *line]
 
@@ -93,7 +98,13 @@ class SlurmRanks:
             str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"),
             *command,
         ]
-        meeting_point = {"MASTER_ADDR": step.nodes[0], "PYTHONUNBUFFERED": "1"}
+        port_file = run_dir.logs / f"attempt-{attempt}.port"
+        port_file.unlink(missing_ok=True)
+        meeting_point = {
+            "MASTER_ADDR": step.nodes[0],
+            PORT_FILE_VARIABLE: str(port_file),
+            "PYTHONUNBUFFERED": "1",
+        }
         line = srun_command(step, task, mounts=[run_dir.path])
         self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
         with open(self._log, "ab") as log:
@@ -115,6 +126,7 @@ class SlurmRanks:
 
         Raises what the fence check raises.
         """
+        patience = SrunPatience(self.logs)
         while self._srun.poll() is None:
             try:
                 # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
@@ -125,22 +137,15 @@ class SlurmRanks:
             except UserError:
                 _kill_silently(self._srun.pid)
                 raise
+            if patience.is_exhausted():
+                _log.warning("srun still waits although its ranks have ended: ending it")
+                self._end_srun()
             time.sleep(_POLL_SECONDS)
-        written = {
-            rank: file
-            for rank, log in enumerate(self.logs)
-            if (file := log.with_suffix(".status")).exists()
-        }
-        statuses = [
-            int(written[rank].read_text()) if rank in written else _LOST
-            for rank in range(len(self.logs))
-        ]
-        self.first_failure = _first_hand(
-            statuses,
-            {rank: file.stat().st_mtime for rank, file in written.items()},
-            self._log.read_text(errors="replace"),
+        ends = read_ends(self.logs)
+        self.first_failure = first_failure(
+            ends, len(self.logs), self._log.read_text(errors="replace")
         )
-        return statuses
+        return statuses(ends, self.logs)
 
     def terminate(self) -> None:
         self._srun.send_signal(SAVE_AND_STOP)
@@ -148,8 +153,22 @@ class SlurmRanks:
     def kill(self) -> None:
         self._srun.kill()
 
+    def _end_srun(self) -> None:
+        self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
+        try:
+            self._srun.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._srun.kill()
+
     def describe_failure(self, statuses: Sequence[int]) -> str:
+        if all(status == NEVER_STARTED for status in statuses):
+            tail = "\n".join(f"  | {line}" for line in self.errors()[:_NUM_ERRORS])
+            return f"no rank started; the first errors in {self._log}:\n{tail}"
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
+
+    def errors(self) -> list[str]:
+        """What srun and Slurm wrote about errors, first ones first."""
+        return list(error_lines(self._log.read_text(errors="replace").splitlines()))
 
 
 def _kill_silently(srun: int) -> None:
@@ -163,48 +182,22 @@ def _kill_silently(srun: int) -> None:
 
 def nodes_that_miss(step: Step, path: Path) -> list[str]:
     """The nodes of the step that do not see `path`."""
-    command = [
-        "srun",
-        f"--nodes={step.num_nodes}",
-        f"--ntasks={step.num_nodes}",
-        "--ntasks-per-node=1",
-        "--chdir=/",
-    ]
-    command += ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
-    return sorted(
-        subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        ).stdout.split()
-    )
+    test = ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
+    return sorted(_printed_by_each_node(step, ["--chdir=/"], test))
 
 
-def free_port_near(number: int) -> int:
-    """A port derived from `number` that nothing listens on here; rank 0 runs on this node."""
-    for offset in range(_NUM_PORTS):
-        port = _FIRST_PORT + (number * 7 + offset) % _NUM_PORTS
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise ConfigError(
-        f"found no free port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS}; "
-        "end some processes on this node"
-    )
+def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
+    """The nodes of the step on which Python does not start where the ranks would run."""
+    own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
+    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd())
+    started = _printed_by_each_node(step, flags, line)
+    return [node for node in step.nodes[: step.num_nodes] if node not in started]
 
 
-def _first_hand(statuses: Sequence[int], ended: Mapping[int, float], srun_log: str) -> int | None:
-    """The rank whose failure made the others fail: one that was killed by a signal, else the first
-    that failed.
-
-    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
-    because its task could not even start, it is the first rank that srun names.
-    """
-    failed = [rank for rank in ended if statuses[rank] not in (0, EXIT_STOPPED, -signal.SIGTERM)]
-    killed = [rank for rank in failed if statuses[rank] < 0]
-    if failed:
-        return min(killed or failed, key=lambda rank: ended[rank])
-    named = _NAMED_FIRST.search(srun_log)
-    any_failed = any(status not in (0, EXIT_STOPPED) for status in statuses)
-    return int(named[1]) if named and any_failed else None
+def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:
+    """The words that a task on each node prints; a failure of one leaves the others alone."""
+    srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
+    srun += [f"--nodelist={','.join(step.nodes[: step.num_nodes])}"]
+    srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", *flags, *command]
+    result = subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return result.stdout.split()

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     set_up_logging(f"rank {world_from_environment(os.environ).rank}", arguments.log_level)
     set_threads(config)
-    world = init_world()
+    world = init_world(config.engine.watchdog_timeout_seconds)
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)
     try:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# The file in which rank 0 of an attempt tells the others where they meet (rendezvous.py).
+PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
+
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of the tasks of a step."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.errors import ConfigError, UserError
+from pretrain.distributed.rendezvous import (
+    collective_timeout,
+    meeting_store,
+    set_default_timeout,
+)
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 
 T = TypeVar("T")
-
-LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,11 @@ def ranks_on_this_node() -> int:
 _ADDED_VARIABLES: set[str] = set()
 
 
-def init_world() -> World:
-    """Join the other ranks. Collectives on CPU tensors use gloo, those on GPU tensors NCCL."""
+def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
+    """Join the other ranks. Collectives on CPU tensors use gloo, those on GPU tensors NCCL.
+
+    A watchdog ends ranks that hang before their collectives time out.
+    """
     world = world_from_environment(os.environ)
     if world.world_size > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
@@ -80,35 +83,20 @@ def init_world() -> World:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return world
-    options: dict[str, Any] = {
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "timeout": COLLECTIVE_TIMEOUT,
-    }
+    timeout = collective_timeout(watchdog_timeout_seconds)
+    set_default_timeout(timeout)
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store = torch.distributed.HashStore  # pyright: ignore[reportPrivateImportUsage]
-        options["store"] = store()
-    elif os.environ["MASTER_ADDR"] == LOOPBACK:
-        options["store"] = _loopback_store(world)
+        store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        store = meeting_store(world.rank, world.world_size)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", **options
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
     )
     return world
-
-
-def _loopback_store(world: World) -> dist.TCPStore:  # pyright: ignore[reportPrivateImportUsage]
-    """The ranks' meeting point on this machine; torch's own would listen on every interface."""
-    port, listening = int(os.environ["MASTER_PORT"]), None
-    if world.rank == 0:
-        listening = socket.create_server((LOOPBACK, port), backlog=world.world_size).detach()
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        LOOPBACK,
-        port,
-        world.world_size,
-        is_master=listening is not None,
-        timeout=COLLECTIVE_TIMEOUT,
-        master_listen_fd=listening,
-    )
 
 
 def destroy_process_group() -> None:

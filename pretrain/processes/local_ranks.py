@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
 from pretrain.terminal.live_bar import echo
@@ -200,7 +201,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         **{
             key: value
             for key, value in environment.items()
-            if not key.startswith(("SLURM_", VARIABLE))
+            if not key.startswith(("SLURM_", VARIABLE, PORT_FILE_VARIABLE))
         },
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),

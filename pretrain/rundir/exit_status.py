@@ -10,10 +10,14 @@ EXIT_STOPPED = 75
 # A forward or backward pass ran out of memory: all ranks have to restart with a smaller
 # micro-batch.
 EXIT_OUT_OF_MEMORY = 76
+# Of a rank whose program was never run: its node or its container failed before. Shells use it too.
+NEVER_STARTED = 127
 
 
 def describe_exit(status: int) -> str:
     """An exit status as people say it; -N stands for signal N, as in `subprocess`."""
+    if status == NEVER_STARTED:
+        return "never started"
     if status >= 0:
         return f"exited with status {status}"
     with contextlib.suppress(ValueError):

@@ -163,10 +163,8 @@ class JobEnded(Event):
     other_job: str | None = None  # that has the run
     message: str = ""
     is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
-    # With FIRST_NODE_LOST, of the latest checkpoint: when the lost start began, and when that was
-    # noticed.
-    step_before: int | None = None
-    step: int | None = None
+    step: int | None = None  # of the latest checkpoint
+    step_before: int | None = None  # with FIRST_NODE_LOST: when the lost start began
 
     @property
     def cause(self) -> str:

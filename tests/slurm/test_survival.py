@@ -24,7 +24,7 @@ from pretrain.rundir.launch_events import (
     NextAction,
     Submitted,
 )
-from pretrain.rundir.training_events import Resumed, Started, Stopped
+from pretrain.rundir.training_events import Finished, Resumed, Started, Stopped
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun
 
@@ -49,7 +49,8 @@ def limited(runs: Runs) -> SlurmRun:
 
     It makes some steps in each of the first two, then waits for the notice.
     """
-    run = runs.submit("limited", time_limit="00:02:00", **FAR)
+    # On a busy machine starts may take longer than what is left to train in.
+    run = runs.submit("limited", "--attempts-without-progress=9", time_limit="00:02:00", **FAR)
 
     def disturb() -> None:
         for number in (1, 2):
@@ -154,32 +155,52 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     assert_status(run, "canceled", last_failure="")
 
 
-def test_preempted_twice_no_step_is_made_twice(runs: Runs, lab: SlurmLab, reference: SlurmRun):
+def preempt(run: SlurmRun) -> None:
+    """Submit a job that takes the run's nodes for a moment."""
+    urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
+    assert run.lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
+
+
+def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as_if_undisturbed(
+    runs: Runs, lab: SlurmLab, reference: SlurmRun
+):
     run = runs.submit("preempted", **NEAR)
-    for number in (1, 2):
-        run.wait_for_step(90 * number)
-        with run.paused():
-            urgent = [
-                "sbatch",
-                "-p",
-                "urgent",
-                "-N2",
-                "-w",
-                "n1,n2",
-                "--exclusive",
-                "-o",
-                "/dev/null",
-            ]
-            assert lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
-            run.until(
-                lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout
-            )
-        run.wait_for_end(JobEndReason.PREEMPTED, count=number)
+    run.wait_for_step(90)
+    with run.paused():
+        preempt(run)
+        run.until(lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout)
+    run.wait_for_end(JobEndReason.PREEMPTED)
+    run.wait_for_step(180)
+    assert [event.step for event in run.events(Stopped)] == run.begun_at()[1:]  # no step again
+    lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=0")
+    preempt(run)
+    run.wait_for_end(JobEndReason.PREEMPTED, count=2)
+    lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
+    run.wait_for_step(220)
+    lab.run_on("n2", "pkill", "-9", "-f", rf"slurmstepd: .{run.job}\.[0-9]")
+    run.until(lambda: run.events(Finished))
+    assert_status(run, "done", reason=f"its job {run.job} still holds n1 n2")
     run.wait_until_finished()
     run.assert_same_as(reference)
-    assert_status(run, "done", attempts=3, last_failure="preempted")
+    assert "srun still waits although its ranks have ended" in run.log()
+    assert_status(run, "done", attempts=3, last_failure="preempted", reason="")
     assert run.ends() == ["preempted", "preempted", "finished"]
-    assert run.begun_at() == [0, *(event.step for event in run.events(Stopped))]
+
+
+def test_a_container_that_does_not_start_ends_the_run_with_its_error_and_blames_no_host(
+    runs: Runs, lab: SlurmLab
+):
+    run = runs.submit(
+        "container", container_image="/none.sif", container_runtime="apptainer", **NEAR
+    )
+    run.until(lambda: run.state() == "FAILED")
+    (reason,) = run.ends()
+    assert reason.startswith("the ranks' program does not start on any node (n1, n2); ")
+    assert_status(run, "failed", reason=reason)
+    command = [sys.executable, "-m", "launcher", "logs", str(run.dir.path), "--errors"]
+    first = lab.run(*command).stdout.splitlines()[0]
+    assert first.startswith("[srun] ")
+    assert "apptainer: No such file or directory" in first
 
 
 def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(

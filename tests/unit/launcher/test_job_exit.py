@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from data_pipeline.errors import ConfigError
-from launcher.restart_policy import RestartPolicy, node_to_exclude, past_attempts
+from launcher.restart_policy import (
+    RestartPolicy,
+    no_rank_started,
+    node_to_exclude,
+    past_attempts,
+)
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_exit import JobEnding, ThisJob, ending_of, excluded_nodes
 from launcher.slurm.job_supervisor import (
@@ -16,6 +21,7 @@ from launcher.slurm.job_supervisor import (
 )
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
+from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -139,6 +145,7 @@ def attempt(
 
 
 RETRY = NextAction.RETRY
+NEVER = replace(attempt("7", RETRY, 0, 0, 0), statuses=(NEVER_STARTED, NEVER_STARTED))
 PREEMPTED, FINISHED = JobEndReason.PREEMPTED, JobEndReason.FINISHED
 
 
@@ -218,6 +225,23 @@ def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts,
     earlier = [started("7"), attempt("7", RETRY, 0, 0, 2), ended("7", PREEMPTED, requeued=True)]
     ledger = [*earlier, started("7", 1), *attempts]
     assert node_to_exclude(ledger, "7", STEP.node_of) == node
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"),
+    [
+        ([NEVER], True),
+        ([attempt("7", RETRY, 0, 0), NEVER], True),
+        ([NEVER, attempt("7", RETRY, 0, 0)], False),
+        ([replace(NEVER, statuses=(-9, 127))], False),  # there the node did it
+        ([NEVER, started("7", 1)], False),
+        ([replace(NEVER, job="8")], False),
+    ],
+)
+def test_an_attempt_in_which_no_rank_started_is_told_from_one_that_a_node_spoiled(
+    attempts, expected
+):
+    assert no_rank_started([started("7"), *attempts], "7") is expected
 
 
 def test_excluded_nodes_are_remembered():

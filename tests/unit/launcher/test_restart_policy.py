@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
     attempts_without_progress,
+    cut_starts,
     decide,
+    refusal_of_futile_starts,
     unresponsive_rank,
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.launch_events import AttemptReason, NextAction
+from pretrain.rundir.launch_events import (
+    AttemptReason,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+)
+from pretrain.rundir.training_events import Event, Started, Stopped
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
@@ -68,6 +79,59 @@ def test_the_delay_doubles_up_to_its_limit():
         5.0,
         5.0,
     ]
+
+
+def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
+    """The events of a start of job 7 that its time limit ended; the `number`-th."""
+    begin, step = 1000.0 * number, 10 * number
+    began = Started(time=begin + starting, step=step, world_size=2)
+    end = begin + starting + trained
+    return [
+        JobStarted(time=begin, job="7", restart=number, nodes=("n1",), step=step),
+        began,
+        Stopped(time=end, step=step + steps),
+        JobEnded(
+            time=end + 1,
+            job="7",
+            restart=number,
+            reason=JobEndReason.TIME_LIMIT_NEAR,
+            requeued=True,
+            step=step + steps,
+        ),
+    ]
+
+
+def test_starts_that_lose_more_than_they_gain_end_the_run_and_name_the_limit_to_raise():
+    futile = [event for number in range(3) for event in cut(number, trained=10.0)]
+    refusal = refusal_of_futile_starts(cut_starts(futile, "7"), 3, "00:02:00")
+    assert refusal == (
+        "3 starts in a row took 50 s to start and trained for 10 s before the time limit of "
+        "00:02:00; raise time_limit in the cluster file, then 'launcher submit'"
+    )
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        cut(1, 10.0) + cut(2, 10.0),  # too few
+        cut(0, 10.0) + cut(1, 60.0) + cut(2, 10.0),  # one gained more
+        [  # one was preempted
+            *cut(0, 10.0),
+            *cut(1, 10.0)[:-1],
+            replace(cut(1, 10.0)[-1], reason=JobEndReason.PREEMPTED),
+            *cut(2, 10.0),
+        ],
+        [replace(event, job="8") if hasattr(event, "job") else event for event in cut(0, 1.0) * 3],
+    ],
+)
+def test_starts_that_gain_or_were_not_ended_by_a_time_limit_are_made_again(ledger):
+    assert refusal_of_futile_starts(cut_starts(ledger, "7"), 3, "00:02:00") == ""
+
+
+def test_training_that_no_checkpoint_holds_and_a_start_that_never_trained_gain_nothing():
+    unsaved = cut(0, trained=500.0, steps=0)
+    never = [cut(1, trained=0.0)[0], cut(1, trained=0.0)[-1]]
+    assert [start.is_futile for start in cut_starts([*unsaved, *never], "7")] == [True, True]
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():

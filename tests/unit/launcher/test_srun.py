@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.srun import Step, _first_hand, free_port_near, srun_command
+from launcher.slurm.srun import Step, srun_command
 from pretrain.distributed.slurm_variables import rank_variables
 
 STEP = Step(
@@ -69,13 +68,6 @@ def test_apptainer_runs_the_task_inside_the_image():
     ]
 
 
-def test_a_taken_port_is_passed_over():
-    port = free_port_near(17)
-    with socket.socket() as taken:
-        taken.bind(("", port))
-        assert free_port_near(17) == port + 1
-
-
 def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
     variables = {
         "SLURM_PROCID": "5",
@@ -119,30 +111,3 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
     assert result.returncode == 2
     assert "put the run on a disk that all nodes share" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("statuses", "ended", "log", "rank"),
-    [
-        ([1, -9, 1, 1], {0: 2.0, 1: 3.0, 2: 1.0, 3: 4.0}, "", 1),
-        ([-9, -9, 1, 1], {2: 2.0, 3: 1.0}, "", 3),
-        ([75, 0, 1, 0], {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}, "", 2),
-        (
-            [-9, -9, -9, -9],
-            {},
-            "srun: job 3\nsrun: error: n2: tasks 2-3: Exited with exit code 1\n",
-            2,
-        ),
-        (
-            [-15, -15, -9, -9],
-            {0: 1.0, 1: 1.0},
-            "srun: error: n2: tasks 2-3: Exited with exit code 1\n",
-            2,
-        ),
-        ([-9, -9, -9, -9], {}, "", None),
-        ([75, 75], {0: 1.0, 1: 1.0}, "srun: error: n1: tasks 0-1: Exited with exit code 1\n", None),
-        ([0, 0, 0, 0], {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, "", None),
-    ],
-)
-def test_the_rank_that_failed_first_hand_is_found(statuses, ended, log, rank):
-    assert _first_hand(statuses, ended, log) == rank
