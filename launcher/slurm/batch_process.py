@@ -30,13 +30,16 @@ class BatchProcess:
             signal.signal(number, self._pass_on)
 
     def run(self) -> int:
-        """The exit status of the command: 128 + N if signal N killed it too often."""
+        """The exit status of the command; 128 + N if signal N killed it at its end, or too
+        often."""
         num_short = 0
         while True:
             began = time.monotonic()
             status = self._run_once()
             if status >= 0:
                 return status
+            if -status in _PASSED_ON:  # it has ended its work: before, it has handlers for them
+                return 128 - status
             is_short = time.monotonic() - began < _SHORT_SECONDS
             num_short = num_short + 1 if is_short else 0
             killed = f"error: the supervisor was killed by {signal.Signals(-status).name}"

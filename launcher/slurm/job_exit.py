@@ -173,6 +173,15 @@ class JobExit:
             reason = JobEndReason.GAVE_UP if status else JobEndReason.FINISHED
             self._end(JobEnding(reason, requeue=False))
 
+    def complete(self, ended: JobEnded) -> int:
+        """Do what is left of an end of this start of the job whose supervisor was killed after it
+        wrote it; the exit status."""
+        self._is_written = True
+        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
+        if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
+            self._requeue()
+        return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
+
     def give_up(self, message: str) -> None:
         """The run cannot continue in this job."""
         if not self._is_written:
@@ -227,12 +236,15 @@ class JobExit:
         self._run_dir.ledger.append(event)
         _log.info("%s", event.description)
         if event.requeued:
-            exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
             try:
-                _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
+                self._requeue()
             except UserError as error:
                 _log.error("%s", error)
                 self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
+
+    def _requeue(self) -> None:
+        exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
+        _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
 
 
 def _retry_unreachable(ask: Callable[[], T]) -> T:

@@ -38,7 +38,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -67,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         job_exit = JobExit(
             job, run_dir, stop, fences.check, most_futile=policy.attempts_without_progress
         )
+        if ended := end_of_start(run_dir.ledger.read(), job):
+            return job_exit.complete(ended)
         await_former_ranks(job, run_dir, job_exit.poll)
         begin(job, run_dir)
         past = past_attempts(run_dir.ledger.read(), job.id)
@@ -194,6 +196,12 @@ def end_of_lost(lost: JobStarted, job: ThisJob, step: int) -> JobEnded | Supervi
         step_before=lost.step,
         step=step,
     )
+
+
+def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
+    """How this very start of the job ended, if a supervisor wrote that before it was killed."""
+    ends = [end for end in events_of(ledger, JobEnded) if end.job == job.id]
+    return ends[-1] if ends and ends[-1].restart == job.restart else None
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:

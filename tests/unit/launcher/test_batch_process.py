@@ -17,6 +17,7 @@ lives = Path(sys.argv[1]).read_text().splitlines()
 Path(sys.argv[1]).write_text("\\n".join(lives[1:]))
 if lives[0].startswith("exit"):
     sys.exit(int(lives[0].split()[1]))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 os.kill(os.getpid(), int(lives[0]))
 """
 # Has its handlers late, as a supervisor that imports its modules first.
@@ -58,6 +59,10 @@ def test_a_supervisor_that_a_signal_killed_is_started_again_and_its_exit_is_the_
         "SIGKILL; starting it again",
         "SIGSEGV; starting it again",
     ]
+
+
+def test_a_supervisor_that_slurm_ends_after_it_has_requeued_the_job_is_not_started_again(tmp_path):
+    assert lives(tmp_path, "15", "exit 0") == (128 + signal.SIGTERM, "")
 
 
 def test_one_that_dies_as_soon_as_it_starts_is_given_up_with_the_status_of_a_shell(tmp_path):

@@ -15,6 +15,7 @@ from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_exit import JobEnding, ThisJob, ending_of, excluded_nodes
 from launcher.slurm.job_supervisor import (
     end_of_lost,
+    end_of_start,
     open_start,
     other_jobs,
     refuse_without_progress,
@@ -180,6 +181,15 @@ def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with
     lost = end_of_lost(started("7", 0, 40), this, step=60)
     assert isinstance(lost, JobEnded)
     assert lost.reason is JobEndReason.FIRST_NODE_LOST
+
+
+def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
+    this = ThisJob(id="7", number=7, restart=1, nodes=("n1",))
+    before = ended("7", PREEMPTED, requeued=True)
+    assert end_of_start([started("7"), before, started("7", 1)], this) is None
+    now = replace(before, restart=1)
+    assert end_of_start([started("7"), before, started("7", 1), now], this) == now
+    assert end_of_start([replace(now, job="8")], this) is None
 
 
 def test_supervisors_that_are_killed_again_and_again_are_not_started_for_ever():
