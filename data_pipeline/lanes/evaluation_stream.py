@@ -20,24 +20,27 @@ EVALUATION_SEED = 0  # equal for all runs, so that their evaluations can be comp
 SLACK = 1.1  # how much longer an evaluation may take with half as many lanes
 
 
-def useful_lanes(
-    corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, multiple_of: int = 1
-) -> int:
-    """Return how many lanes shorten the evaluation: at most `num_lanes`, rounded up to a multiple.
+def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0) -> int:
+    """Return how many lanes shorten the evaluation: at most `num_lanes`, and as many on any ranks.
 
     Lanes consist of whole documents. If a few long documents hold most of the tokens, more lanes
     would only be empty sooner.
     """
 
-    def num_batches(per_rank: int) -> int:
-        lanes = per_rank * multiple_of
+    def num_batches(lanes: int) -> int:
         return len(EvaluationStream(corpus, lanes, segment_length, range(1), max_tokens))
 
-    per_rank = -(-min(num_lanes, corpus.num_documents) // multiple_of)
-    longest = num_batches(per_rank) * SLACK
-    while per_rank > 1 and num_batches(per_rank // 2) <= longest:
-        per_rank //= 2
-    return per_rank * multiple_of
+    lanes = min(num_lanes, corpus.num_documents)
+    longest = num_batches(lanes) * SLACK
+    while lanes > 1 and num_batches(lanes // 2) <= longest:
+        lanes //= 2
+    return lanes
+
+
+def evaluated_lanes(num_lanes: int, rank: int, world_size: int) -> range:
+    """Return the lanes that the rank evaluates: about equally many each, none on some if few."""
+    first, end = (-(-number * num_lanes // world_size) for number in (rank, rank + 1))
+    return range(first, end)
 
 
 class EvaluationStream:

@@ -15,7 +15,7 @@ from data_pipeline.errors import ConfigError
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
-from pretrain.terminal.text import text_table
+from pretrain.terminal.text import counted, text_table
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
@@ -133,7 +133,8 @@ def _losses(
         results = _evaluate_with_progress(arguments, TrainedScorer(trained, world), corpus)
         title = (
             f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
-            f"segments of {results[0].segment_length}; trained with a memory of "
+            f"{counted(results[0].lanes, 'lane')}, segments of {results[0].segment_length}; "
+            "trained with a memory of "
             f"{trained.config.model.memory_length}"
         )
         values = {"step": trained.step, "results": list(map(dataclasses.asdict, results))}

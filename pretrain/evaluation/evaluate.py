@@ -1,8 +1,8 @@
 """The loss of a model on a split, with memories of any length; every token is scored once.
 
-Each lane carries its memory from segment to segment. Lanes and ranks are combined by sums in
-float64, so the result does not depend on the number of ranks, except for rounding. Letters of
-shapes as in `pretrain.model`.
+Each lane carries its memory from segment to segment. What is summed of each lane, in float64, and
+the exact sum over lanes do not depend on which rank has which lane. So any number of ranks gives
+the same result. N lanes of all ranks; other letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
+from data_pipeline.lanes.evaluation_stream import (
+    EvaluationStream,
+    evaluated_lanes,
+    useful_lanes,
+)
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import RunConfig
@@ -45,6 +49,7 @@ class EvaluationResult:
 
     memory_length: int
     segment_length: int
+    lanes: int  # used: follows from the corpus and the settings, not from the ranks
     loss: float  # nats per token
     perplexity: float
     bits_per_byte: float
@@ -91,43 +96,54 @@ def evaluate(
     the manifest if the whole split is scored, else those of the scored tokens.
     """
     world = scorer.world
-    num_lanes = useful_lanes(
-        corpus, num_lanes, segment_length, max_tokens, multiple_of=world.world_size
-    )
-    per_rank = num_lanes // world.world_size
-    lanes = range(world.rank * per_rank, (world.rank + 1) * per_rank)
-    stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
+    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens)
+    lanes = evaluated_lanes(num_lanes, world.rank, world.world_size)
+    # A rank without a lane computes one that is not counted: under ZeRO-3 every rank must run
+    # every module.
+    stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
     bytes_V, characters_V = (
         torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     )
     remembered = min(memory_length, stream.num_tokens)  # there are no more tokens to remember
     start = time.perf_counter()
-    sums = torch.zeros(2, segment_length, dtype=torch.float64)  # loss and tokens by position
-    sizes = torch.zeros(2, 1, dtype=torch.float64)  # bytes, characters
+    # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
+    losses_NL, tokens_NL = torch.zeros(2, num_lanes, segment_length, dtype=torch.float64)
+    sizes_N2 = torch.zeros(num_lanes, 2, dtype=torch.float64)
+    own = slice(lanes.start, lanes.stop)
     memory: Memory | None = None
     for batch in stream:
         nll_BL, memory = scorer.evaluate(batch, memory, remembered)
-        valid_BL = torch.from_numpy(batch.valid_BL)
-        scored = torch.from_numpy(batch.targets_BL)[valid_BL]
-        sums[0] += nll_BL.double().cpu().where(valid_BL, 0.0).sum(0)
-        sums[1] += valid_BL.sum(0)
-        sizes += torch.stack([bytes_V[scored].sum(), characters_V[scored].sum()])[:, None]
-        advance(len(scored) * world.world_size)
-    total = sum_over_ranks(torch.cat([sums, sizes], dim=1).to(world.device)).cpu()
-    loss, tokens = total[:, :-1].sum(1).tolist()
-    num_bytes, num_characters = total[:, -1].tolist()
+        if not lanes:
+            continue
+        valid_BL, targets_BL = map(torch.from_numpy, (batch.valid_BL, batch.targets_BL))
+        losses_NL[own] += nll_BL.double().cpu().where(valid_BL, 0.0)
+        tokens_NL[own] += valid_BL
+        for column, sizes_V in enumerate((bytes_V, characters_V)):
+            sizes_N2[own, column] += sizes_V[targets_BL].where(valid_BL, 0).sum(1)
+        advance(int(valid_BL.sum()) * num_lanes // len(lanes))
+    sums_NX = torch.cat([losses_NL, tokens_NL, sizes_N2], dim=1).to(world.device)
+    # Each row is of one rank, so that nothing is rounded here; nor is it by the sums over lanes.
+    rows = sum_over_ranks(sums_NX).tolist()
+    *by_position, num_bytes, num_characters = (
+        math.fsum(column) for column in zip(*rows, strict=True)
+    )
+    losses_L, tokens_L = by_position[:segment_length], by_position[segment_length:]
+    loss, tokens = math.fsum(row[x] for row in rows for x in range(segment_length)), sum(tokens_L)
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
     return EvaluationResult(
         memory_length=memory_length,
         segment_length=segment_length,
+        lanes=num_lanes,
         loss=loss / tokens,
         perplexity=perplexity(loss / tokens),
         bits_per_byte=loss / math.log(2) / max(num_bytes, 1),
         bits_per_character=loss / math.log(2) / max(num_characters, 1),
         tokens=int(tokens),
         seconds=time.perf_counter() - start,
-        loss_by_position=tuple((total[0, :-1] / total[1, :-1].clamp(min=1)).tolist()),
+        loss_by_position=tuple(
+            of_tokens / max(count, 1) for of_tokens, count in zip(losses_L, tokens_L, strict=True)
+        ),
     )
 
 

@@ -35,6 +35,7 @@ from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimConfig,
     RecoveryConfig,
@@ -44,6 +45,7 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import World, destroy_process_group, init_world, sum_over_ranks
 from pretrain.engines.engine import Engine, StepResult
+from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
@@ -119,8 +121,15 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
     losses, norms, scales, layers = {}, {}, {}, {}
+    validation: dict[int, str] = {}
+
+    def measure_validation() -> None:
+        if state.step in cell.get("evaluate_at", []):
+            validation[state.step] = evaluate(run, engine)["loss"].hex()
+
     if state.step in cell["save_at"]:
         checkpointer.save(engine, state)
+    measure_validation()
     while state.step < cell["until"]:
         batch = next(stream)
         to_be_skipped = state.step + 1 in cell.get("skips", [])
@@ -152,10 +161,17 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)
+        measure_validation()
     checkpointer.finish()
     if "drift" in cell:
         layers["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
-    return {"losses": losses, "norms": norms, "scales": scales, **layers}
+    return {"losses": losses, "norms": norms, "scales": scales, "validation": validation, **layers}
+
+
+def evaluate(run: RunConfig, engine: Engine) -> dict[str, float]:
+    """Return what an evaluation in three lanes finds: not one for every rank of four."""
+    settings = EvaluationConfig(lanes=3, max_tokens=700)
+    return training_evaluator(dataclasses.replace(run, evaluation=settings), engine)()
 
 
 def refusal_of_drift(

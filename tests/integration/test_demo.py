@@ -133,7 +133,7 @@ def test_a_finished_demo_only_writes_its_report_again(story):
 def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path):
     directory = story[0]
     command = [sys.executable, "-m", "pretrain", "evaluate", str(directory / "killed"), "--json"]
-    command += ["--memory-length", "0", "64", "--max-tokens", "4000"]
+    command += ["--memory-length", "0", "64", "--max-tokens", "4000", "--lanes", "7"]
     single = run(command)
     assert single.returncode == 0, single.stderr
     with RankGroup(command, 2, tmp_path / "logs", environment=ENVIRONMENT) as group:
@@ -143,9 +143,7 @@ def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path
         json.loads(single.stdout)["results"], json.loads(printed[-1])["results"], strict=True
     )
     for one, two in pairs:
-        assert two["tokens"] == one["tokens"]
-        assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
-        assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], abs=1e-6)
+        assert {**two, "seconds": 0} == {**one, "seconds": 0}
 
 
 def test_sampling_repeats_itself_with_the_same_seed_and_only_then(story):

@@ -34,6 +34,7 @@ def chain_cells() -> list[dict[str, Any]]:
         link = cell(f"{ranks}-ranks-zero-{stage}", ranks, stage, until=end, save_at=[end])
         if begin:
             link |= {"resume": cells[-1]["name"], "save_at": [begin, end]}
+        link["evaluate_at"] = link["save_at"]
         cells.append(link)
         begin = end
     cells[-1]["drift"] = [1, "layers.1.attention.output_weight"]  # after its save
@@ -145,6 +146,15 @@ def test_the_odd_ranks_are_those_outside_the_majority(
     found: list[list[int]], odd: list[int]
 ) -> None:
     assert odd_ranks(found) == odd
+
+
+@pytest.mark.slow
+def test_an_evaluation_has_the_same_digits_at_every_world_size_and_stage(output: Path) -> None:
+    """Three lanes on two, four, one and two ranks; the last of four has none."""
+    links = [json.loads((output / f"{each['name']}.json").read_text()) for each in chain_cells()]
+    for before, after in itertools.pairwise(link["validation"] for link in links[1:]):
+        (step,) = before.keys() & after.keys()
+        assert after[step] == before[step]
 
 
 def assert_same_tensors(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, evaluated_lanes, useful_lanes
 from tests.helpers.corpora import write_numbered_corpus
 
 
@@ -17,16 +17,12 @@ def corpus(tmp_path_factory) -> Corpus:
 def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
     """All valid targets of all ranks; checks what holds for every batch on the way."""
     targets, batches = [], set()
-    per_rank = num_lanes // world_size
     for rank in range(world_size):
-        stream = EvaluationStream(
-            corpus,
-            num_lanes,
-            segment_length,
-            range(rank * per_rank, (rank + 1) * per_rank),
-            max_tokens,
-        )
-        before_B = np.full(per_rank, corpus.manifest.end_id)
+        lanes = evaluated_lanes(num_lanes, rank, world_size)
+        if not lanes:
+            continue
+        stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
+        before_B = np.full(len(lanes), corpus.manifest.end_id)
         count = 0
         for batch in stream:
             count += 1
@@ -42,7 +38,7 @@ def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
     return targets
 
 
-@pytest.mark.parametrize("num_lanes", [4, 8, 32, 128])
+@pytest.mark.parametrize("num_lanes", [1, 3, 8, 21, 128])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_token_is_a_target_exactly_once(corpus, num_lanes, world_size):
     assert sorted(evaluated(corpus, num_lanes, world_size)) == list(range(corpus.num_tokens))
@@ -80,8 +76,16 @@ def test_each_lane_starts_with_an_end_of_document_token_and_a_document(corpus):
 
 def test_lanes_that_long_documents_would_leave_empty_are_not_used(corpus, tmp_path):
     assert useful_lanes(corpus, 8, 7) == 8
-    assert useful_lanes(corpus, 7, 7, multiple_of=2) == 8
     books = write_numbered_corpus(tmp_path, [[9000, 10], [10, 9000, 10]])
     assert useful_lanes(books, 16, 7) == 2
     assert useful_lanes(books, 16, 7, max_tokens=500) == 1
-    assert useful_lanes(books, 16, 7, max_tokens=500, multiple_of=4) == 4
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3, 8, 21])
+def test_ranks_share_the_lanes_evenly_and_the_first_always_has_one(num_lanes):
+    for world_size in range(1, 9):
+        shares = [evaluated_lanes(num_lanes, rank, world_size) for rank in range(world_size)]
+        assert [lane for share in shares for lane in share] == list(range(num_lanes))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes[0] >= 1

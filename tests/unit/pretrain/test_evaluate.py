@@ -135,3 +135,9 @@ def test_the_table_aligns_its_columns(scorer, corpus):
     assert len(rows) == 3
     assert len({len(row) for row in rows}) == 1
     assert rows[2].split()[0] == "16"
+
+
+def test_the_number_of_lanes_follows_from_the_corpus_and_is_reported(scorer, corpus):
+    result = measured(scorer, corpus, num_lanes=1000, segment_length=1)
+    assert 1 < result.lanes <= corpus.num_documents
+    assert measured(scorer, corpus, num_lanes=2).lanes == 2
