@@ -35,17 +35,21 @@ class Part:
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """Return the parts of one rank's memory at its peak under the run's settings."""
-    rows = lanes_of_pass(run, world_size) * run.data.segment_length
-    rows = min(run.engine.logits_chunk_tokens or rows, rows)
+    pass_rows = lanes_of_pass(run, world_size) * run.data.segment_length
+    rows = min(run.engine.logits_chunk_tokens or pass_rows, pass_rows)
     bins = bins_of(run.model)
     logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
+    if rows < pass_rows and _width(run) == 2:  # gradients are summed over chunks in float32
+        logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
     gradients = _gradients(run, world_size)
     return [
         *_weights_and_optimizer(run, world_size),
         gradients,
         _recurrent_memory(run, world_size, on_gpu),
         _activations(run, world_size, on_gpu, logits, gradients.bytes),
-        Part("logits", logits, f"{LOGIT_COPIES} * 4 T B V, or of a chunk of T B"),
+        Part(
+            "logits", logits, f"{LOGIT_COPIES} * 4 T B V; in chunks, less of T B, and in bf16 4 d V"
+        ),
     ]
 
 

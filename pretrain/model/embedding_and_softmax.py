@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.run import ModelConfig
+from pretrain.model.gradient_sums import GradientSums
 from pretrain.model.parameters import normal, zeros
 
 
@@ -118,19 +119,24 @@ class OutputBin(nn.Module):
             self.cluster_weight = normal(self._num_clusters, width, std=config.init_std)
             self.cluster_bias = zeros(self._num_clusters)
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        hidden = hidden_TD if self.projection is None else linear(hidden_TD, self.projection.t())
-        if not self._num_clusters:
-            return linear(hidden, self.weight, self.bias)
-        weight = torch.cat([self.weight, self.cluster_weight])
-        return linear(hidden, weight, torch.cat([self.bias, self.cluster_bias]))
+    def forward(self, hidden_TD: Tensor, *, sums: GradientSums | None = None) -> Tensor:
+        """`sums` are those of the chunks that the tokens are one of."""
+        shared = (sums or GradientSums(1)).shared
+        hidden = hidden_TD
+        if self.projection is not None:
+            hidden = linear(hidden_TD, shared(self.projection).t())
+        weight, bias = shared(self.weight), shared(self.bias)
+        if self._num_clusters:
+            weight = torch.cat([weight, shared(self.cluster_weight)])
+            bias = torch.cat([bias, shared(self.cluster_bias)])
+        return linear(hidden, weight, bias)
 
 
 class AdaptiveSoftmax(nn.Module):
     """Negative log-likelihoods in token order; without cutoffs an ordinary softmax.
 
     With `chunk_tokens`, training holds the logits of at most that many tokens at a time; the
-    backward pass computes each chunk's logits again.
+    backward pass computes each chunk's logits again. Gradients are summed over chunks in float32.
     """
 
     def __init__(self, config: ModelConfig, embedding: Embedding, chunk_tokens: int = 0) -> None:
@@ -151,27 +157,28 @@ class AdaptiveSoftmax(nn.Module):
         size = self._chunk_tokens or len(targets_T)
         recomputes = size < len(targets_T) and torch.is_grad_enabled()
         nll = self._recomputed_nll if recomputes else self._nll
-        chunks = zip(hidden_TD.split(size), targets_T.split(size), strict=True)
-        return torch.cat([nll(*chunk) for chunk in chunks]).view(targets_BL.shape)
+        chunks = list(zip(hidden_TD.split(size), targets_T.split(size), strict=True))
+        sums = GradientSums(len(chunks))
+        return torch.cat([nll(*chunk, sums) for chunk in chunks]).view(targets_BL.shape)
 
-    def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+    def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor, sums: GradientSums) -> Tensor:
         nll_T = checkpoint(
-            self._nll, hidden_TD, targets_T, use_reentrant=False, preserve_rng_state=False
+            self._nll, hidden_TD, targets_T, sums, use_reentrant=False, preserve_rng_state=False
         )
         assert isinstance(nll_T, Tensor)
         return nll_T
 
-    def _nll(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+    def _nll(self, hidden_TD: Tensor, targets_T: Tensor, sums: GradientSums) -> Tensor:
         head_targets_T = targets_T
         for index, tokens in enumerate(self._ranges[1:], start=1):
             in_bin_T = (targets_T >= tokens.start) & (targets_T < tokens.stop)
             head_targets_T = head_targets_T.masked_fill(in_bin_T, self._cluster_column(index))
-        nll_T = self._cross_entropy(self.bins[0](hidden_TD), head_targets_T)
+        nll_T = self._cross_entropy(self.bins[0](hidden_TD, sums=sums), head_targets_T)
         for index, tokens in enumerate(self._ranges[1:], start=1):
             chosen = ((targets_T >= tokens.start) & (targets_T < tokens.stop)).nonzero().flatten()
             # Runs even if no token is in the bin: under ZeRO-3 every rank must run every module.
             tail_nll = self._cross_entropy(
-                self.bins[index](hidden_TD[chosen]), targets_T[chosen] - tokens.start
+                self.bins[index](hidden_TD[chosen], sums=sums), targets_T[chosen] - tokens.start
             )
             nll_T = nll_T.index_add(0, chosen, tail_nll)
         return nll_T

@@ -69,7 +69,11 @@ FURTHER = {
     }
     for kind, more in {
         "selective": {"activation_checkpointing": "selective"},
-        "every2": {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2},
+        "every2-chunks": {
+            "activation_checkpointing": "full",
+            "checkpoint_every_n_layers": 2,
+            "logits_chunk_tokens": 6,
+        },
         "offload": {"offload_optimizer": True},
     }.items()
     for stage, precision in (*((stage, "fp32") for stage in STAGES), (3, "bf16"))

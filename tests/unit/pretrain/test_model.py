@@ -206,6 +206,34 @@ def test_a_chunked_head_changes_neither_losses_nor_gradients(
     torch.testing.assert_close(gradients(chunked), gradients(whole), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"cutoffs": (10, 30), "div_val": 2}], ids=str)
+def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(
+    options: dict[str, Any],
+) -> None:
+    num_tokens = 8192
+    config = ModelConfig(vocab_size=50, d_model=16, num_heads=2, **options)
+    torch.manual_seed(1)
+    hidden_BLD = torch.randn(1, num_tokens, config.d_model).bfloat16()
+    targets_BL = torch.randint(0, 50, (1, num_tokens)) // 3  # the front is frequent
+
+    def error_in(num_chunks: int, reference: TransformerXL) -> float:
+        head = TransformerXL(config, logits_chunk_tokens=num_tokens // num_chunks).head
+        head.load_state_dict(reference.head.state_dict())
+        head.bfloat16()(hidden_BLD, targets_BL).sum().backward()
+        errors = [
+            (found.grad.double() - exact.grad).norm() / exact.grad.norm()
+            for found, exact in zip(head.parameters(), reference.head.parameters(), strict=True)
+            if found.grad is not None and exact.grad is not None
+        ]
+        assert len(errors) >= 2
+        return float(max(errors))
+
+    reference = TransformerXL(config).bfloat16().double()
+    reference.head(hidden_BLD.double(), targets_BL).sum().backward()
+    errors = {num_chunks: error_in(num_chunks, reference) for num_chunks in (1, 8, 64, 512)}
+    assert max(errors.values()) < 0.01, errors
+
+
 def test_a_chunked_head_never_holds_the_logits_of_more_tokens_than_a_chunk() -> None:
     model = TransformerXL(TINY, logits_chunk_tokens=5)
     sizes: list[int] = []
