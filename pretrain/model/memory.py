@@ -156,17 +156,26 @@ class Compression(nn.Module):
     def forward(
         self,
         leaving_BXD: Tensor,
-        own_BKX: Tensor | None,
         segment_BLD: Tensor,
+        documents_BX: Tensor | None,
+        documents_BL: Tensor | None,
         *,
         layer: TransformerLayer,
     ) -> tuple[Tensor, Tensor]:
         """Return the compressed rows [B, K, D] and the reconstruction error (0 if nothing learns).
 
-        Rows that `own_BKX` marks False are left out. The norms are those of `layer`. This is called
-        without rows to compress as well: under ZeRO-3 every rank must run every module.
+        With the documents of leaving rows and segment, documents are isolated: a group's rows of
+        another document than its last row's are left out, and no query reads rows of another
+        document. The norms are those of `layer`. This is called without rows to compress as well:
+        under ZeRO-3 every rank must run every module.
         """
         groups_BKXD = leaving_BXD.unflatten(1, (leaving_BXD.shape[1] // self._rate, self._rate))
+        own_BKX = seen_BLX = seen_BLK = None
+        if documents_BX is not None and documents_BL is not None:
+            documents_BK, own_BKX = grouped_documents(documents_BX, self._rate)
+            seen_BLX, seen_BLK = (
+                documents_BL[:, :, None] == rows[:, None] for rows in (documents_BX, documents_BK)
+            )
         compressed_BKD = self._compressed(groups_BKXD, own_BKX)
         if self._kind != "conv" or not torch.is_grad_enabled():
             return compressed_BKD, compressed_BKD.new_zeros(())
@@ -174,9 +183,15 @@ class Compression(nn.Module):
         with torch.no_grad():
             leaving_BXD, segment_BLD = (_normed(rows, norm) for rows in (leaving_BXD, segment_BLD))
             query_BNLH = self._query(segment_BLD, layer.attention.query_norm)
-            expected_BNLH = self._read(query_BNLH, leaving_BXD, key_norm)
-        found_BNLH = self._read(query_BNLH, _normed(compressed_BKD, norm), key_norm)
-        return compressed_BKD, (found_BNLH - expected_BNLH).square().mean()
+            expected_BNLH = self._read(query_BNLH, leaving_BXD, key_norm, seen_BLX)
+        found_BNLH = self._read(query_BNLH, _normed(compressed_BKD, norm), key_norm, seen_BLK)
+        squares_BNLH = (found_BNLH - expected_BNLH).square()
+        if seen_BLK is None:
+            return compressed_BKD, squares_BNLH.mean()
+        # The mean over queries that see a compressed row.
+        sees_B1L1 = seen_BLK.any(2)[:, None, :, None]
+        count = sees_B1L1.sum() * (squares_BNLH.shape[1] * squares_BNLH.shape[3])
+        return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).sum() / count.clamp(min=1)
 
     def _compressed(self, groups_BKXD: Tensor, own_BKX: Tensor | None) -> Tensor:
         own_BKX1 = None if own_BKX is None else own_BKX[..., None]
@@ -193,8 +208,17 @@ class Compression(nn.Module):
         query_BLNH = linear(segment_BLD, self.query_weight).unflatten(-1, (-1, self._head_width))
         return _normed(query_BLNH, query_norm).transpose(1, 2)
 
-    def _read(self, query_BNLH: Tensor, rows_BXD: Tensor, key_norm: nn.Module | None) -> Tensor:
-        """Return what the queries read from the rows by content; attention's weights stay fixed."""
+    def _read(
+        self,
+        query_BNLH: Tensor,
+        rows_BXD: Tensor,
+        key_norm: nn.Module | None,
+        seen_BLX: Tensor | None,
+    ) -> Tensor:
+        """Return what the queries read from the rows by content; attention's weights stay fixed.
+
+        Meaningless for a query that sees no row.
+        """
         key_value = linear(rows_BXD, self.key_value_weight.detach())
         key_BXGH, value_BXGH = key_value.unflatten(-1, (2, -1, self._head_width)).unbind(2)
         key_BNXH, value_BNXH = (
@@ -202,6 +226,10 @@ class Compression(nn.Module):
             for each in (_normed(key_BXGH, key_norm), value_BXGH)
         )
         scores_BNLX = query_BNLH @ key_BNXH.transpose(2, 3) * self._head_width**-0.5
+        if seen_BLX is not None:
+            # Not -inf: where a query sees no row, the softmax's gradient would be NaN.
+            lowest = torch.finfo(scores_BNLX.dtype).min
+            scores_BNLX = scores_BNLX.masked_fill(~seen_BLX[:, None], lowest)
         return scores_BNLX.softmax(-1) @ value_BNXH
 
 

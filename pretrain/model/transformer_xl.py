@@ -193,9 +193,8 @@ class TransformerXL(nn.Module):
         num_tokens, count = documents_BL.shape[1], 0
         if length:
             count = num_leaving_rows(num_recent, num_tokens, length, rate)
-        documents_BK, own_BKX = grouped_documents(
-            leaving_rows(recent[-1], documents_BL, count), rate
-        )
+        leaving_BX = leaving_rows(recent[-1], documents_BL, count)
+        isolated = (leaving_BX, documents_BL) if self.config.isolate_documents else (None, None)
         rows_BKD, errors = [], []
         for index, (compression, segment_BLD) in enumerate(
             zip(self.compressions, inputs_BLD, strict=True)
@@ -203,13 +202,11 @@ class TransformerXL(nn.Module):
             layer = self.layers[index]
             assert isinstance(layer, TransformerLayer)
             leaving_BXD = leaving_rows(recent[index], segment_BLD, count)
-            own = own_BKX if self.config.isolate_documents else None
-            new_BKD, error = self._run(
-                index, compression, leaving_BXD, own, segment_BLD.detach(), layer=layer
-            )
+            inputs = (leaving_BXD, segment_BLD.detach(), *isolated)
+            new_BKD, error = self._run(index, compression, *inputs, layer=layer)
             rows_BKD.append(new_BKD)
             errors.append(error)
-        new = (*rows_BKD, documents_BK)
+        new = (*rows_BKD, grouped_documents(leaving_BX, rate)[0])
         kept = with_compressed(compressed, new, self.config.compressed_length, documents_BL[:, -1:])
         kept_rows = num_recent + num_tokens - count if length else 0
         levels = extended(recent, inputs_BLD, documents_BL, kept_rows)

@@ -168,6 +168,36 @@ def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> Non
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("start", "length"), [(1, 8), (3, 8), (8, 8), (8, 4)])
+def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_before(
+    start: int, length: int
+) -> None:
+    """The second segment is one document, which begins at or before its first token."""
+    stream_BT, starts_BT = random_tokens(2, 17), torch.zeros(2, 17, dtype=torch.bool)
+    starts_BT[:, start] = True
+    other_BT = stream_BT.clone()
+    other_BT[:, :start] = (other_BT[:, :start] + 7) % 37
+    second, results = slice(8, 8 + length), {}
+    for isolated in (True, False):
+        model = tiny_model(**COMPRESSIVE, isolate_documents=isolated)
+        results[isolated] = []
+        for tokens_BT in (stream_BT, other_BT):
+            _, memory = stream_nll(model, tokens_BT[:, :9], [8], starts_BT)
+            _, _, error = model.hidden_states(tokens_BT[:, second], memory, starts_BT[:, second])
+            assert error is not None
+            model.zero_grad()
+            error.backward()
+            assert model.compressions is not None
+            gradients = [each.grad.clone() for each in model.compressions.parameters()
+                         if each.grad is not None]  # fmt: skip
+            results[isolated].append((error.item(), torch.cat([g.flatten() for g in gradients])))
+    (error, gradient), (other_error, other_gradient) = results[True]
+    assert error == other_error
+    assert torch.equal(gradient, other_gradient)
+    assert (error == 0) == (length == 4)  # then every leaving row is of the document before
+    assert results[False][0][0] != results[False][1][0]
+
+
 def test_reconstruction_is_learned() -> None:
     torch.manual_seed(0)
     model = TransformerXL(
