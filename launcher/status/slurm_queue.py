@@ -225,6 +225,9 @@ def _ended(state: RunState, ending: str) -> RunState:
         return replace(state, state=State.PREEMPTED, reason=reason, needs_resume=True)
     if state.state is State.FAILED and not state.is_lost:
         return state
+    if ending == "FAILED" and state.state is State.QUEUED:
+        reason = "its job failed before its supervisor began; see 'launcher logs RUN --errors'"
+        return replace(state, state=State.FAILED, reason=reason)
     if state.is_job_open and ending == "FAILED":
         reason = "its job failed and its supervisor could not write why: it was killed"
         return replace(state, state=State.FAILED, reason=reason)

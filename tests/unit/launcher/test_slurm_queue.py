@@ -184,6 +184,13 @@ def record(state: str) -> JobRecord:
             "no heartbeat from n1",
         ),
         (
+            replace(RUN, state=State.QUEUED),
+            queued("FAILED"),
+            [],
+            "failed",
+            "failed before its supervisor began; see 'launcher logs RUN --errors'",
+        ),
+        (
             replace(BEGUN, state=State.RUNNING),
             queued("PREEMPTED"),
             [],
