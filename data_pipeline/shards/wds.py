@@ -7,6 +7,7 @@ tokens follow numpy's header unchanged. This is the only module that imports web
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import shutil
 from collections.abc import Sequence
@@ -56,9 +57,15 @@ def write_shard(
     with atomic_write(path) as file:
         # Constant times and owners: the same documents give the same bytes.
         writer = TarWriter(file, mtime=0, format="PAX_FORMAT")
-        for number, (document_id, tokens) in enumerate(documents):
-            writer.write({"__key__": _key(number, document_id), FIELD[1:]: tokens})
-        writer.close()
+        try:
+            for number, (document_id, tokens) in enumerate(documents):
+                writer.write({"__key__": _key(number, document_id), FIELD[1:]: tokens})
+            writer.close()
+        finally:
+            # After an error, tarfile's stream would write its buffer when it is collected, to a
+            # file that is closed by then.
+            with contextlib.suppress(OSError):
+                writer.tarstream.fileobj.close()
     return {}
 
 

@@ -171,3 +171,22 @@ def test_a_shard_of_an_unknown_format_is_rejected(tmp_path):
         DataError, match=r"unknown format, expected a name that ends in \.mds or \.tar"
     ):
         ShardReader(tmp_path / "shard.00000.zip", "uint16")
+
+
+def test_a_full_disk_leaves_no_writer_that_fails_again_when_it_is_collected(tmp_path, monkeypatch):
+    import gc
+    import resource
+
+    ignored = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    documents = [(f"d{number}", np.arange(3000, dtype=np.uint16)) for number in range(20)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shard(tmp_path / "shard.00000.tar", documents, tmp_path / "scratch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()
+    assert [str(found.exc_value) for found in ignored] == []
+    assert list(tmp_path.iterdir()) == []
