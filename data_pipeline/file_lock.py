@@ -96,7 +96,7 @@ def _flock(file: IO, operation: int) -> bool:
             raise
         raise NoFileLocksError(
             f"{file.name}: found a file system without file locks (flock: {error.strerror}), "
-            "expected one with them; use a local disk, for the cache with data.cache.path"
+            "expected one with them; use a local disk, for the cache with data.cache.directory"
         ) from None
     return True
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +16,7 @@ from typing import Any, BinaryIO
 from data_pipeline.errors import DataError
 
 HASH_BLOCK_BYTES = 1 << 20
+LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
@@ -35,11 +38,16 @@ def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     `mode` is who may read and write it, less the user's umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        temporary.unlink()  # of a killed process with the same number
+
+    def opener(name: str, flags: int) -> int:
+        # A new file: not one that somebody else has put there, nor what a link leads to.
+        return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
+
     try:
         with named_errors(path):
-            with open(
-                temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)
-            ) as file:
+            with open(temporary, "wb", opener=opener) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -83,6 +91,48 @@ def sha256_of(path: Path) -> str:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:
+    """Return the contents of a file that others may have written.
+
+    ValueError if it is not a regular file, such as a pipe, which could block the reader forever, or
+    is larger than `limit`.
+    """
+    # O_NONBLOCK: opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is a pipe, socket or device")
+        if status.st_size > limit:
+            raise ValueError(f"it has {status.st_size:,} bytes, expected at most {limit:,}")
+        return file.read(limit)
+
+
+def private_directory(path: Path) -> Path:
+    """Create a directory that only this user can use, or check that an existing one is no trap.
+
+    DataError if it is a link, belongs to another user, or others may write into it: they could
+    replace what this process has checked.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise DataError(f"{path} is a link, expected a directory of this user; remove it")
+    if status.st_uid != os.geteuid():
+        raise DataError(
+            f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}; "
+            "choose another directory"
+        )
+    if status.st_mode & 0o022:
+        raise DataError(
+            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), expected "
+            f"700; make sure that its contents are yours, then `chmod 700 {path}`"
+        )
+    return path
 
 
 def path_below(root: Path, name: str) -> Path:

@@ -8,15 +8,22 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.files import read_regular
 
 Tree = dict[str, Any]
 # The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
+# Settings are small; what exceeds these is a mistake or an attack.
+LARGEST_YAML_BYTES = 1 << 20
+MOST_FILES = 64  # that one file extends, directly or not
+MOST_NODES = 100_000  # values, with each alias counted as what it stands for
+DEEPEST_NODE = 100
+TOO_DEEP = "it is nested too deeply"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 # A number in YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text.
 _EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
@@ -30,8 +37,18 @@ def find_config(path: Path) -> Path:
     return shipped if shipped.exists() else path
 
 
-def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
+def read_tree(path: Path) -> Tree:
     """Return `path` merged over everything it extends, as plain dicts without any check."""
+    return _read_tree(path, (), iter(range(MOST_FILES)))
+
+
+def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[int]) -> Tree:
+    """Like `read_tree`; takes one from `remaining` for every file."""
+    if next(remaining, None) is None:
+        raise ConfigError(
+            f"{extended_by[0]} extends more than {MOST_FILES} files, counting a file each time; "
+            "extend fewer"
+        )
     path = find_config(path)
     resolved = path.resolve()
     if resolved in extended_by:
@@ -46,7 +63,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
         )
     merged: Tree = {}
     for parent in parents:
-        merge(merged, read_tree(path.parent / parent, (*extended_by, resolved)))
+        merge(merged, _read_tree(path.parent / parent, (*extended_by, resolved), remaining))
     merge(merged, own)
     return merged
 
@@ -54,7 +71,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
 def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
     wanted_by = f", which {extended_by[-1]} extends," if extended_by else ""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, LARGEST_YAML_BYTES).decode()
     except FileNotFoundError:
         parent = find_config(path.parent)
         names = [item.name for item in parent.glob("*.y*ml")] if parent.is_dir() else []
@@ -66,13 +83,15 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         raise ConfigError(
             f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}{wanted_by} cannot be read ({error}); give a YAML file") from None
 
 
 def _parse_yaml(text: str, path: Path) -> Tree:
     import yaml
 
     try:
-        tree = yaml.load(text, Loader=_loader())
+        tree = _load(text)
     except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -85,6 +104,48 @@ def _parse_yaml(text: str, path: Path) -> Tree:
             f"{path} holds {abbreviated(tree)}, expected settings as 'name: value' lines"
         )
     return tree
+
+
+def _load(text: str) -> Any:
+    """Return the value of a YAML text; ValueError if it is nested too deeply or grows too large."""
+    loader = _loader()(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_growth(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    finally:
+        loader.dispose()
+
+
+def _check_growth(root: Any) -> None:
+    """Raise ValueError unless the nodes, each alias counted as what it stands for, are few.
+
+    Nine lists of nine aliases each are 81 aliases, and 400 million nodes.
+    """
+    import yaml
+
+    sizes: dict[int, int] = {}  # by the node's id; 0 while its own nodes are counted
+
+    def size_of(node: Any, depth: int) -> int:
+        if depth > DEEPEST_NODE:
+            raise ValueError(TOO_DEEP)
+        if sizes.get(id(node)) == 0:
+            raise ValueError("an alias stands for something that contains it")
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            items = () if isinstance(node, yaml.ScalarNode) else node.value
+            pairs = (item if isinstance(item, tuple) else (item,) for item in items)
+            total = 1 + sum(size_of(part, depth + 1) for pair in pairs for part in pair)
+            if total > MOST_NODES:
+                raise ValueError(f"its aliases grow to more than {MOST_NODES:,} values")
+            sizes[id(node)] = total
+        return sizes[id(node)]
+
+    size_of(root, 0)
 
 
 @functools.cache
@@ -123,7 +184,7 @@ def parse_override(override: str) -> Tree:
             f"found the override {override!r}, expected section.name=value such as optim.steps=100"
         )
     try:
-        value = yaml.load(text, Loader=_loader())
+        value = _load(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"override {abbreviated(override)}: invalid YAML: {problem}") from None

@@ -99,7 +99,7 @@ def write_corpus(
         infos.append(ShardInfo(path.name, *totals, path.stat().st_size, sha256_of(path), 0, 0))
     write_index(directory, entries)
     manifest = Manifest(
-        dtype=DTYPE, tokenizer="none", end_id=0, vocab_size=1 << 16, shards=tuple(infos)
+        dtype=DTYPE, tokenizer="0" * 64, end_id=0, vocab_size=1 << 16, shards=tuple(infos)
     )
     manifest.write(directory)
     return manifest

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.corpora.manifest import MANIFEST_NAME, ShardInfo
+from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
 from data_pipeline.files import named_errors, write_json
@@ -82,8 +83,14 @@ class BuildJournal:
                 "resume with those, choose another output, or remove it"
             )
         for record in records[1:]:
-            info = ShardInfo(**record["info"])
-            self._add(FinishedShard(record["split"], info, record["index_entry"]))
+            try:
+                info = checked_shard(Fields(record["info"], "info"))
+                split = Fields(record).choice("split", SPLITS)
+                self._add(FinishedShard(split, info, record["index_entry"]))
+            except (InvalidField, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{self._path} is corrupted ({error}); remove {self.output} and build again"
+                ) from None
         return None
 
     def _add(self, shard: FinishedShard) -> None:

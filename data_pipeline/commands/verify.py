@@ -12,17 +12,19 @@ from data_pipeline.corpora.corpus import Corpus, LocalShards, split_directory
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     TOKENIZER_DIRECTORY,
+    Manifest,
     check_shard,
     read_manifest,
     splits_of,
 )
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
-from data_pipeline.files import path_text, url_of
+from data_pipeline.files import path_below, path_text, url_of
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
+from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 120
@@ -74,12 +76,25 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
     problems = []
     for number, info in enumerate(manifest.shards):
         try:
-            check_shard(path / info.path, info)
-            Corpus(path, manifest, LocalShards(path, check_hashes=False)).shard(number)
+            check_shard(path_below(path, info.path), info)
+            shard = Corpus(path, manifest, LocalShards(path, check_hashes=False)).shard(number)
+            _check_tokens(shard, manifest)
         except DataError as error:
             problems.append(str(error))
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
     return problems + _tokenizer_problems(path, manifest.tokenizer)
+
+
+def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
+    """Raise DataError for the first document with a token that the tokenizer does not have."""
+    for document in range(len(shard)):
+        tokens = shard.tokens(document)
+        if (largest := int(tokens.max())) >= manifest.vocab_size or tokens[-1] != manifest.end_id:
+            raise DataError(
+                f"shard {shard.path}: document {document} has tokens up to {largest} and ends with "
+                f"{tokens[-1]}, expected tokens below {manifest.vocab_size} and "
+                f"{manifest.end_id} at the end; build the corpus again"
+            )
 
 
 def _tokenizer_problems(path: Path, expected: str) -> list[str]:

@@ -46,6 +46,7 @@ from data_pipeline.corpora.stores import (
 )
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock
+from data_pipeline.files import path_below
 from data_pipeline.shards.mds import INDEX_NAME
 
 THREADS = 8
@@ -72,7 +73,7 @@ def fetch_corpus(
             target.mkdir(exist_ok=True)
 
             def fetch(info: ShardInfo, store: Store = store, target: Path = target) -> None:
-                path = target / info.path
+                path = path_below(target, info.path)
                 if not path.exists() or mismatch(path, info):
                     fetch_shard(store, info, path, scratch)
 
@@ -119,7 +120,7 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
                 continue
 
             def read(info: ShardInfo, store: Store = store) -> None:
-                copy = scratch / info.path
+                copy = path_below(scratch, info.path)
                 try:
                     fetch_shard(store, info, copy, scratch)
                     copy.unlink()

@@ -15,13 +15,15 @@ from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
     TOKENIZER_DIRECTORY,
+    FileState,
     Manifest,
     ShardInfo,
     check_shard,
+    file_state,
     read_manifest,
 )
 from data_pipeline.errors import DataError
-from data_pipeline.files import path_text
+from data_pipeline.files import path_below, path_text
 from data_pipeline.shards.shards import ShardReader
 
 OPEN_SHARDS = 16
@@ -55,13 +57,17 @@ class LocalShards:
         self.location = str(directory)
         self._directory = directory
         self._check_hashes = check_hashes
-        self._verified: set[str] = set()
+        self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
-        path = self._directory / info.path
-        check_shard(path, info, with_hash=self._check_hashes and info.path not in self._verified)
-        self._verified.add(info.path)
-        return ShardReader(path, dtype)
+        path = path_below(self._directory, info.path)
+        check_shard(path, info, with_hash=False)
+        with open(path, "rb") as file:
+            state = file_state(file)
+            if self._check_hashes and self._verified.get(info.path) != state:
+                check_shard(path, info)
+            self._verified[info.path] = state
+            return ShardReader(path, dtype, file)
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Do nothing: the operating system reads ahead."""

@@ -20,7 +20,7 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_directory, fsync_file, named_errors
+from data_pipeline.files import fsync_directory, fsync_file, named_errors, path_below
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 
 # Most bytes of a manifest or tokenizer, for the timeout: a manifest has 300 for each shard.
@@ -75,7 +75,7 @@ def fetch_once(
         named_errors(path),
         TemporaryDirectory(dir=scratch, prefix=".", ignore_cleanup_errors=True) as directory,
     ):
-        arrived = Path(directory) / Path(name).name
+        arrived = path_below(Path(directory), Path(name).name)
         timeout = store.retry_policy.seconds_for(size)
         with_timeout(timeout, lambda: store.download(name, arrived, size))
         if problem := check(arrived):
@@ -102,14 +102,7 @@ def fetch_manifest(store: Store, directory: Path) -> Manifest:
         return None
 
     fetch_file(store, MANIFEST_NAME, directory / MANIFEST_NAME, directory, check)
-    manifest = read_manifest(directory)
-    for info in manifest.shards:
-        if Path(info.path).name != info.path:  # it could name a file outside of the cache
-            raise DataError(
-                f"{store.url}/{MANIFEST_NAME} names the shard {info.path!r}, "
-                "expected a plain file name"
-            )
-    return manifest
+    return read_manifest(directory)
 
 
 def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import DataError
-from data_pipeline.files import sha256_of, write_json
+from data_pipeline.files import read_regular, sha256_of, write_json
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
 TOKENIZER_DIRECTORY = "tokenizer"
+FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
+DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
+LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
 
@@ -91,14 +96,14 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand."""
     path = directory / MANIFEST_NAME
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(read_regular(path))
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
         raise DataError(
             f"{directory} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
     manifest = _parse(tree, path)
     if manifest.hash != tree.get("hash"):
@@ -113,20 +118,47 @@ def _parse(tree: Any, path: Path) -> Manifest:
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != MANIFEST_FORMAT:
         raise DataError(
-            f"{path} has format {found!r}, this version reads format {MANIFEST_FORMAT}; "
+            f"{path} has format {shown(found)}, this version reads format {MANIFEST_FORMAT}; "
             "build the corpus again"
         )
     try:
-        values = {field.name: tree[field.name] for field in fields(Manifest)}
-        values["shards"] = tuple(ShardInfo(**shard) for shard in tree["shards"])
-        return Manifest(**values)
-    except (KeyError, TypeError) as error:
+        return _checked_manifest(Fields(tree))
+    except InvalidField as error:
         raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
+
+
+def _checked_manifest(tree: Fields) -> Manifest:
+    dtype = tree.choice("dtype", tuple(DTYPES))
+    vocab_size = tree.integer("vocab_size", 1, DTYPES[dtype])
+    return Manifest(
+        dtype=dtype,
+        tokenizer=tree.sha256("tokenizer"),
+        end_id=tree.integer("end_id", 0, vocab_size - 1),
+        vocab_size=vocab_size,
+        shards=tuple(map(checked_shard, tree.items("shards"))),
+    )
+
+
+def checked_shard(tree: Fields) -> ShardInfo:
+    """Return the entry of a shard; InvalidField unless each of its fields is what it says."""
+    tree.only([field.name for field in fields(ShardInfo)])
+    tokens = tree.integer("tokens", 1)
+    return ShardInfo(
+        path=tree.file_name("path"),
+        documents=tree.integer("documents", 1, tokens),
+        tokens=tokens,
+        longest_document=tree.integer("longest_document", 1, tokens),
+        size=tree.integer("size", 1, LARGEST_FILE_BYTES),
+        sha256=tree.sha256("sha256"),
+        text_bytes=tree.integer("text_bytes"),
+        characters=tree.integer("characters"),
+    )
 
 
 def _missing_manifest(directory: Path) -> str:
     corpus = directory.parent
-    if directory.name in SPLITS[1:] and (corpus / SPLITS[0] / MANIFEST_NAME).exists():
+    is_absent = not directory.exists() or not any(directory.iterdir())
+    if is_absent and (corpus / SPLITS[0] / MANIFEST_NAME).exists() and directory.name in SPLITS:
         return (
             f"data.path={_location(corpus)} has no {directory.name} split; build the corpus with "
             "validation_fraction above 0 or with validation_input"
@@ -175,6 +207,12 @@ def check_shard(path: Path, info: ShardInfo, with_hash: bool = True) -> None:
         raise DataError(
             f"shard {path} is corrupted: {problem}; restore it or build the corpus again"
         )
+
+
+def file_state(file: BinaryIO) -> FileState:
+    """Return what changes when a file is replaced or written: inode, size, time of the change."""
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def mismatch(path: Path, info: ShardInfo, with_hash: bool = True) -> str | None:

@@ -29,7 +29,7 @@ from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import url_of, write_json
+from data_pipeline.files import private_directory, read_regular, url_of, write_json
 from data_pipeline.shards.shards import ShardReader
 
 CORPORA = "corpora"
@@ -49,8 +49,8 @@ def local_corpus_directory(
     retry_policy = retry_policy or RetryPolicy()
     store = store_at(url, retry_policy)
     name = hashlib.sha256(store.url.encode()).hexdigest()[:16]
-    directory = config.path.absolute() / CORPORA / name
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    root = private_directory(config.path.absolute())
+    directory = private_directory(private_directory(root / CORPORA) / name)
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
         write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
@@ -76,9 +76,9 @@ def cached_shards(split: Path) -> CachedShards:
     """Return the source of the shards of a split that `local_corpus_directory` made."""
     path = split.parent / REMOTE_NAME
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(read_regular(path))
         url, gib = str(tree["url"]), float(tree["cache_gib"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} is corrupted ({error!r}); remove {split.parent} to fetch it again"
         ) from None

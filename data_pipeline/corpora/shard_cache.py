@@ -5,7 +5,8 @@ CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds t
 CACHE/locks/000 ... fff    one lock per shard, by the first digits of its SHA-256
 CACHE/room.lock            held while a process evicts and reserves
 
-The cache removes nothing but files in these directories. Locks are released when their process
+The cache removes nothing in these directories but what has such a name, and is a directory of this
+user into which no other can write. Locks are released when their process
 dies, so a reservation whose lock is free was left by a killed process. An open shard is never
 evicted: the lock on the file itself, taken before the file gets its name, protects it. The
 directory must be on a local file system.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,16 +25,18 @@ from typing import BinaryIO
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import fetch_shard
-from data_pipeline.corpora.manifest import ShardInfo, mismatch
+from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import exclusive_lock, open_shared, try_lock
-from data_pipeline.files import fsync_directory
+from data_pipeline.file_lock import exclusive_lock, held_lock, open_shared, try_lock
+from data_pipeline.files import fsync_directory, path_below, private_directory
 
 EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02
 WAITERS = 4  # processes that may fail to fetch a shard one after another while this one waits
 GIB = 1 << 30
+SHARD_NAME = re.compile(r"[0-9a-f]{64}")
+RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")
 
 
 class CacheFullError(DataError):
@@ -48,9 +52,9 @@ class ShardCache:
         self._shards, self._incoming, self._locks = (
             self.directory / name for name in ("shards", "incoming", "locks")
         )
-        self._verified: set[str] = set()
-        for directory in (self._shards, self._incoming, self._locks):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
+        for directory in (self.directory, self._shards, self._incoming, self._locks):
+            private_directory(directory)
 
     def open(self, store: Store, info: ShardInfo, is_urgent: bool = True) -> BinaryIO:
         """Open the shard's file, fetched if absent. It is kept as long as it is open or mapped.
@@ -83,16 +87,18 @@ class ShardCache:
 
     def _find(self, info: ShardInfo) -> BinaryIO | None:
         """Open the shard's file if it is in the cache and valid; the caller holds its lock."""
-        path = self._shards / info.sha256
+        path = path_below(self._shards, info.sha256)
         try:
             file = open_shared(path)
         except FileNotFoundError:
             return None
         # No link left: it was evicted between the opening and the locking.
         is_linked = os.fstat(file.fileno()).st_nlink > 0
-        if is_linked and mismatch(path, info, with_hash=info.sha256 not in self._verified) is None:
-            self._verified.add(info.sha256)
-            os.utime(path)  # the time of the last use
+        is_checked = self._verified.get(info.sha256) == file_state(file)
+        if is_linked and mismatch(path, info, with_hash=not is_checked) is None:
+            self._verified[info.sha256] = file_state(file)
+            # The time of the last use; the one of the last change tells whether it was changed.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return file
         file.close()
         return None
@@ -100,7 +106,7 @@ class ShardCache:
     def _transfer(self, store: Store, info: ShardInfo, is_urgent: bool) -> BinaryIO:
         longest = store.retry_policy.seconds_for(info.size) if is_urgent else 0.0
         reserved = self._reserve(info, longest)
-        arrived = reserved / info.sha256
+        arrived = path_below(reserved, info.sha256)
         try:
             fetch_shard(store, info, arrived, reserved)
             # Lock it before it gets its name: no other process can evict it in between.
@@ -109,12 +115,12 @@ class ShardCache:
             fsync_directory(self._shards)
         finally:
             shutil.rmtree(reserved, ignore_errors=True)
-        self._verified.add(info.sha256)
+        self._verified[info.sha256] = file_state(file)
         return file
 
     def _reserve(self, info: ShardInfo, seconds: float) -> Path:
         """Make a directory with reserved space to download into; CacheFullError after `seconds`."""
-        reserved = self._incoming / f"{info.sha256}.{info.size}"
+        reserved = path_below(self._incoming, f"{info.sha256}.{info.size}")
         shutil.rmtree(reserved, ignore_errors=True)  # left by a killed process: we hold its lock
         deadline = time.monotonic() + seconds
         while True:
@@ -143,22 +149,23 @@ class ShardCache:
         """Return the bytes of active downloads, and remove those of killed processes."""
         total = 0
         for directory in self._incoming.iterdir():
-            name, _, size = directory.name.partition(".")
-            with open(self._lock_of(name), "ab") as lock:
-                if try_lock(lock):
+            if not (match := RESERVATION_NAME.fullmatch(directory.name)):
+                continue
+            with held_lock(self._lock_of(match[1])) as lock:
+                if lock is not None:
                     shutil.rmtree(directory, ignore_errors=True)
                 else:
-                    total += int(size)
+                    total += int(match[2])
         return total
 
     def _oldest_first(self) -> list[tuple[Path, int]]:
         found = [(entry.stat(), entry.path) for entry in self._entries()]
-        found.sort(key=lambda item: item[0].st_mtime_ns)
+        found.sort(key=lambda item: item[0].st_atime_ns)
         return [(Path(path), status.st_size) for status, path in found]
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._shards) as entries:
-            yield from entries
+            yield from (entry for entry in entries if SHARD_NAME.fullmatch(entry.name))
 
 
 def _evict(path: Path) -> bool:

@@ -117,7 +117,7 @@ def write_numbered_corpus(
             )
         )
     Manifest(
-        dtype="uint32", tokenizer="none", end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
+        dtype="uint32", tokenizer="0" * 64, end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
     ).write(directory)
     return Corpus.open(directory)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -248,3 +250,40 @@ def test_a_shipped_configuration_is_found_from_everywhere_after_the_users_own(
     wanted.parent.mkdir(parents=True)
     write(wanted, "name: own\n")
     assert read_tree(wanted) == {"name": "own"}
+
+
+HOSTILE = {
+    "aliases": "a0: &a0 [1,1,1,1,1,1,1,1,1]\n"
+    + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
+    "itself": "a: &a [*a]\n",
+    "deep": "a: " + "[" * 5000 + "]" * 5000,
+    "integer": "a: " + "9" * 5000,
+    "date": "a: 2001-99-99",
+    "large": "#" * (1 << 21),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_yaml_file_is_one_line_and_costs_no_time(tmp_path, name):
+    (tmp_path / "x.yaml").write_text(HOSTILE[name])
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"x\.yaml") as error:
+        read_tree(tmp_path / "x.yaml")
+    assert len(str(error.value)) < 400
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - started < 5
+
+
+def test_files_that_extend_two_files_each_end_in_one_line(tmp_path):
+    for level in range(24):
+        (tmp_path / f"{level}.yaml").write_text(f"extends: [{level + 1}.yaml, {level + 1}.yaml]\n")
+    (tmp_path / "24.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match=r"0\.yaml extends more than 64 files"):
+        read_tree(tmp_path / "0.yaml")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "x.yaml").write_text("extends: pipe.yaml\n")
+    with pytest.raises(ConfigError, match=r"pipe\.yaml, which .*/x\.yaml extends, cannot be read"):
+        read_tree(tmp_path / "x.yaml")

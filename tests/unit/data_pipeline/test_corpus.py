@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.manifest import Manifest
 from data_pipeline.errors import DataError
@@ -49,7 +52,9 @@ def test_opening_names_a_missing_shard(corpus):
 
 
 def test_an_empty_split_is_rejected(tmp_path):
-    Manifest(dtype="uint16", tokenizer="x", end_id=0, vocab_size=300, shards=()).write(tmp_path)
+    Manifest(dtype="uint16", tokenizer="0" * 64, end_id=0, vocab_size=300, shards=()).write(
+        tmp_path
+    )
     with pytest.raises(DataError, match="lists no shards; the split is empty"):
         Corpus.open(tmp_path)
 
@@ -71,3 +76,16 @@ def test_commands_find_the_training_split_of_a_corpus(tmp_path):
         > Corpus.open(directory / "validation").num_bytes
         > 1000
     )
+
+
+def test_verify_names_a_document_whose_tokens_the_tokenizer_does_not_have(tmp_path):
+    corpus = write_numbered_corpus(tmp_path / "train", [[30] * 3])
+    replace(corpus.manifest, end_id=29, vocab_size=60).write(tmp_path / "train")
+    problems = verify_split(tmp_path / "train", lambda line: None)
+    assert (
+        "document 1 has tokens up to 59 and ends with 59, expected tokens below 60 and 29"
+        in (problems[0])
+    )
+    replace(corpus.manifest, end_id=28, vocab_size=29).write(tmp_path / "train")
+    problems = verify_split(tmp_path / "train", lambda line: None)
+    assert "document 0 has tokens up to 29" in problems[0]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,10 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, r
 from data_pipeline.errors import DataError
 
 SHARDS = (
-    ShardInfo("a.mds", 3, 30, 15, 99, "0a", 120, 110),
-    ShardInfo("b.mds", 2, 12, 11, 55, "0b", 40, 40),
+    ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110),
+    ShardInfo("b.mds", 2, 12, 11, 55, "b" * 64, 40, 40),
 )
-MANIFEST = Manifest(dtype="uint16", tokenizer="f00", end_id=1, vocab_size=300, shards=SHARDS)
+MANIFEST = Manifest(dtype="uint16", tokenizer="e" * 64, end_id=1, vocab_size=300, shards=SHARDS)
 
 
 def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
@@ -31,8 +32,8 @@ def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
     "other",
     [
         replace(MANIFEST, shards=SHARDS[::-1]),
-        replace(MANIFEST, tokenizer="f01"),
-        replace(MANIFEST, shards=(replace(SHARDS[0], sha256="0c"), SHARDS[1])),
+        replace(MANIFEST, tokenizer="f" * 64),
+        replace(MANIFEST, shards=(replace(SHARDS[0], sha256="c" * 64), SHARDS[1])),
     ],
 )
 def test_its_hash_changes_with_order_tokenizer_and_content(other):
@@ -45,6 +46,20 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
         (lambda tree: tree["shards"][0].update(tokens=31), "was changed after it was written"),
         (lambda tree: tree["shards"][0].pop("tokens"), "is corrupted"),
         (lambda tree: tree.pop("dtype"), "is corrupted"),
+        (lambda tree: tree["shards"][0].update(sha256="a.1/../x"), r"shards\[0\]\.sha256 is 'a\.1"),
+        (lambda tree: tree["shards"][1].update(path="../../etc/x"), "expected a plain file name"),
+        (lambda tree: tree["shards"][1].update(path="a\nb"), "expected a plain file name"),
+        (lambda tree: tree["shards"][0].update(size=-1), "size is -1, expected an integer from 1"),
+        (lambda tree: tree["shards"][0].update(size=1 << 60), "expected an integer from 1 to"),
+        (lambda tree: tree["shards"][0].update(tokens=30.0), "tokens is 30.0, expected an integer"),
+        (lambda tree: tree["shards"][0].update(documents=True), "documents is True, expected"),
+        (lambda tree: tree["shards"][0].update(rank=1), r"'rank' is unknown"),
+        (lambda tree: tree.update(shards={}), "shards is {}, expected a list"),
+        (lambda tree: tree.update(shards=[3]), r"shards\[0\] is 3, expected an object"),
+        (lambda tree: tree.update(dtype="object"), "expected uint16 or uint32"),
+        (lambda tree: tree.update(vocab_size=70000), "vocab_size is 70000, expected an integer"),
+        (lambda tree: tree.update(end_id=300), "end_id is 300, expected an integer from 0 to 299"),
+        (lambda tree: tree.update(tokenizer=None), "expected 64 hexadecimal digits"),
         (lambda tree: tree.update(format=2), "has format 2, this version reads format 1"),
     ],
 )
@@ -70,4 +85,18 @@ def test_a_truncated_or_missing_manifest_is_an_error_with_advice(tmp_path):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST_NAME).write_text('{"format": 1, "sha')
     with pytest.raises(DataError, match="is corrupted"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"format": ' + "9" * 5000 + "}", "[]", "NaN"])
+def test_a_manifest_that_is_not_an_object_of_json_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / MANIFEST_NAME).write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json (is corrupted|has format)") as error:
+        read_manifest(tmp_path)
+    assert len(str(error.value)) < 400
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    with pytest.raises(DataError, match=r"is corrupted \(it is a pipe, socket or device"):
         read_manifest(tmp_path)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,58 @@ def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
 def test_a_limit_must_be_positive():
     with pytest.raises(ConfigError, match=r"data\.cache\.gib=0 must be above 0"):
         CacheConfig(gib=0)
+
+
+def test_a_hostile_hash_removes_nothing_outside_the_cache(server, shards, tmp_path):
+    precious = tmp_path / "lib" / "python3"
+    precious.mkdir(parents=True)
+    cache = cache_of(tmp_path / "cache")
+    (tmp_path / "cache" / "incoming" / "a.1").mkdir()
+    info = replace(shards[0], sha256="a.1/../../../lib/python3")
+    with pytest.raises(DataError, match="expected a plain path"):
+        cache.open(store_at(server.url, QUICK), info)
+    assert precious.is_dir()
+
+
+def test_the_cache_removes_nothing_that_it_did_not_make(server, shards, tmp_path):
+    cache = cache_of(tmp_path, largest(shards))
+    for name in ("shards/notes.txt", "incoming/mine.3/x", "incoming/plain/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
+    for info in shards[:2]:
+        cache.open(store_at(server.url, QUICK), info).close()
+    assert kept(cache) == {shards[1].sha256, "notes.txt"}
+    assert sorted(path.name for path in (tmp_path / "incoming").iterdir()) == ["mine.3", "plain"]
+
+
+@pytest.mark.parametrize("trap", ["link", "writable", "another user's"])
+def test_a_cache_that_another_user_could_change_is_refused(tmp_path, trap, monkeypatch):
+    path = tmp_path / "cache"
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to("elsewhere")
+    else:
+        path.mkdir()
+    if trap == "writable":
+        path.chmod(0o770)
+    if trap == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(DataError, match=f"{path} (is a link|can be written|belongs to)"):
+        cache_of(path)
+    assert not any(tmp_path.rglob("shards"))
+
+
+def test_a_new_cache_is_private(tmp_path):
+    cache_of(tmp_path / "deep" / "cache")
+    for name in (".", "shards", "incoming", "locks"):
+        assert (tmp_path / "deep" / "cache" / name).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_shard_that_was_swapped_after_its_check_is_checked_again(server, shards, tmp_path):
+    store, cache = store_at(server.url, QUICK), cache_of(tmp_path)
+    cache.open(store, shards[0]).close()
+    path = tmp_path / "shards" / shards[0].sha256
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content)))
+    with cache.open(store, shards[0]) as file:
+        assert file.read() == content, "fetched again"

@@ -1,0 +1,94 @@
+"""Fields of files that others wrote, parsed once into checked types before anything uses them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LARGEST_INTEGER = 1 << 53  # what every reader of JSON can hold
+LONGEST_NAME_BYTES = 255
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+LONGEST_SHOWN = 60  # characters of a wrong value in a message
+
+
+class InvalidField(Exception):
+    """A field is missing or has a wrong value; the message says which."""
+
+
+class Fields:
+    """The fields of a JSON object. Every method raises InvalidField unless the field is right."""
+
+    def __init__(self, tree: object, what: str = "") -> None:
+        if not isinstance(tree, Mapping):
+            raise InvalidField(f"{what or 'the file'} is {shown(tree)}, expected an object")
+        self._tree: Mapping[str, Any] = tree
+        self._what = f"{what}." if what else ""
+
+    def only(self, names: Sequence[str]) -> Fields:
+        """Return these fields; InvalidField if there are others."""
+        if unknown := sorted(map(str, set(self._tree) - set(names))):
+            raise InvalidField(f"{self._what}{shown(unknown[0])} is unknown")
+        return self
+
+    def integer(self, name: str, least: int = 0, most: int = LARGEST_INTEGER) -> int:
+        value = self._value(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self._wrong(name, f"an integer from {least} to {most}")
+        return value
+
+    def sha256(self, name: str) -> str:
+        """Return a SHA-256 as 64 hexadecimal digits."""
+        value = self._value(name)
+        if not isinstance(value, str) or not _SHA256.fullmatch(value):
+            raise self._wrong(name, "64 hexadecimal digits")
+        return value
+
+    def file_name(self, name: str) -> str:
+        """Return the name of a file in a directory: neither hidden nor a path."""
+        value = self._value(name)
+        if not isinstance(value, str) or not is_plain_name(value):
+            raise self._wrong(name, "a plain file name")
+        return value
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        value = self._value(name)
+        if not isinstance(value, str) or value not in choices:
+            raise self._wrong(name, " or ".join(choices))
+        return value
+
+    def items(self, name: str) -> list[Fields]:
+        """Return the objects of a list."""
+        value = self._value(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, "a list")
+        return [Fields(item, f"{self._what}{name}[{n}]") for n, item in enumerate(value)]
+
+    def _value(self, name: str) -> Any:
+        if name not in self._tree:
+            raise InvalidField(f"{self._what}{name} is missing")
+        return self._tree[name]
+
+    def _wrong(self, name: str, expected: str) -> InvalidField:
+        found = shown(self._tree[name])
+        return InvalidField(f"{self._what}{name} is {found}, expected {expected}")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this is the name of a visible file in some directory, and nothing else."""
+    return (
+        0 < len(name.encode(errors="replace")) <= LONGEST_NAME_BYTES
+        and not name.startswith(".")
+        and "/" not in name
+        and not _CONTROL.search(name)
+    )
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: on one line, and short."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of 5,000 digits, a list in lists in lists
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
