@@ -68,11 +68,16 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
     except OSError as error:
         if (advice := _advice(error.errno)) is None:
             raise
-        report(f"{error.filename or 'a file'}: {error.strerror}; {advice}")
+        report(f"{os_error_text(error)}; {advice}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_USER_ERROR
+
+
+def os_error_text(error: OSError) -> str:
+    """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
 
 
 def _advice(number: int | None) -> str | None:

@@ -70,6 +70,35 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
+def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
+    """Append all of `content`, or nothing: what a full disk cuts short is removed again.
+
+    With `sync` it is on disk when this returns.
+    """
+    with named_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            _append_to(descriptor, content, sync)
+        finally:
+            os.close(descriptor)
+
+
+def _append_to(descriptor: int, content: bytes, sync: bool) -> None:
+    size = os.fstat(descriptor).st_size
+    written = 0
+    try:
+        while written < len(content):
+            written += os.write(descriptor, content[written:])
+        if sync:
+            os.fsync(descriptor)
+    except OSError:
+        # Unless another process has added to the file since: its part is not ours to remove.
+        if written and os.fstat(descriptor).st_size == size + written:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+        raise
+
+
 def fsync_directory(path: Path) -> None:
     """Make renames inside `path` survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

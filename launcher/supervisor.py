@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
+from data_pipeline.patience import outlast
 from launcher.restart_policy import (
     AttemptResult,
     Decision,
@@ -121,6 +122,8 @@ def supervise(
     attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):
         before = latest_step(run_dir)
+        if run_dir.exists():  # else the first attempt tells what is wrong
+            outlast(run_dir.patience, run_dir.check_writable)
         ranks = start(number)
         statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile)))
         hung = any(map(_shows_a_hang, ranks.logs))

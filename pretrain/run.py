@@ -24,6 +24,7 @@ import torch
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.patience import Patience, outlast
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -95,7 +96,11 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
 def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[RankProcess]:
     """Open the run's directory on rank 0 for all, and claim the run unless the launcher did."""
     fault = fault_from_environment()
-    run_dir = RunDir(directory)
+    heartbeat = Heartbeat(
+        RunDir(directory).heartbeats, world.rank, config.engine.watchdog_timeout_seconds
+    )
+    patience = Patience(config.checkpoint.storage_patience_seconds, heartbeat.repeat)
+    run_dir = RunDir(directory, patience)
     token = os.environ.get(VARIABLE)
     with contextlib.ExitStack() as stack:
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
@@ -106,12 +111,9 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                 RunDir.create_or_resume(directory, config)
         fence = Fence(run_dir.path, broadcast_object(token or secrets.token_hex(4)))
         if world.is_main and token is None:
-            fence.claim()
+            outlast(patience, fence.claim)
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
-        heartbeat = Heartbeat(
-            run_dir.heartbeats, world.rank, config.engine.watchdog_timeout_seconds
-        )
         stack.enter_context(heartbeat)
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat)
 
@@ -155,7 +157,13 @@ def _train_from(
     run_dir, world = process.run_dir, process.world
     engine = process.fault.wrap(build_engine(config, world))
     checkpointer = Checkpointer(
-        config, run_dir.checkpoints, world, attempt, run_dir.identity.id, process.fence.check
+        config,
+        run_dir.checkpoints,
+        world,
+        attempt,
+        run_dir.identity.id,
+        process.fence.check,
+        run_dir.patience,
     )
     if found is not None:
         state = checkpointer.restore(engine, found)

@@ -62,7 +62,8 @@ class Parts:
 def train(parts: Parts, process: RankProcess) -> Ending:
     """Train until the run or its phase is finished, or any rank is asked to stop; then save.
 
-    Raises SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write.
+    Raises SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write
+    for longer than the run's patience.
     """
     config, state, engine = parts.config, parts.state, parts.engine
     checkpointer, metrics = parts.checkpointer, parts.metrics
@@ -93,11 +94,13 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
-        stopping, save_failed = process.stop.requested_or_failed(checkpointer.has_failed)
+        stopping, save_failed, saves_again = process.stop.requested_and(
+            checkpointer.has_failed, checkpointer.is_to_try_again
+        )
         if save_failed:
-            checkpointer.finish()  # raises on every rank: further training could not be saved
+            checkpointer.finish()  # every rank learns of it, and tries again some steps later
         ending = _ending_at(config, state.step, stopping)
-        saving = ending is not None or state.step % config.checkpoint.interval == 0
+        saving = ending is not None or saves_again or state.step % config.checkpoint.interval == 0
         if saving or state.step % config.metrics.interval == 0:
             offload.wait()
             parts.spike_monitor.check(metrics.write())  # before a save could keep the spike
@@ -113,9 +116,9 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         if saving:
             process.heartbeat.beat(state.step, "save")
             with metrics.saving():
-                checkpointer.save(engine, state, validation_loss)
-                if ending is not None:
-                    checkpointer.finish()
+                # Not before its metrics are on disk: a run resumed from it would lack them.
+                save = checkpointer.save if ending is None else checkpointer.save_last
+                save(engine, state, validation_loss, metrics.unwritten)
         if ending is not None:
             return ending
         process.heartbeat.beat(state.step, "train")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.patience import Patience
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.supervisor import StopSignals, supervise
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = policy_of(arguments)
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     accumulation_steps(config, arguments.ranks)  # ConfigError before anything starts
-    run_dir = RunDir(arguments.run_dir or Path("runs") / config.name)
+    patience = Patience(config.checkpoint.storage_patience_seconds)
+    run_dir = RunDir(arguments.run_dir or Path("runs") / config.name, patience)
     command = train_command(arguments.experiment, run_dir, arguments.overrides)
     existed = run_dir.path.exists()
     with StopSignals() as stop, run_dir.locked("launcher"), live_bar():

@@ -4,6 +4,7 @@ writes runs it."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import secrets
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.patience import Patience
 from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
@@ -60,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     After a stop that Slurm announced, the job is requeued unless it was canceled.
     """
     set_up_logging("supervisor", arguments.log_level)
-    job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir)
+    config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
+    patience = Patience(config.checkpoint.storage_patience_seconds)
+    job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir, patience)
     policy = policy_of(arguments)
     with StopSignals() as stop:
         fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
@@ -108,14 +112,16 @@ class AttemptFences:
     def claim(self, number: int) -> str:
         """Claim the run for attempt `number`; returns its token."""
         self.check()
-        self._fence = Fence(self._run_dir, f"{self._name}.{number}.{secrets.token_hex(2)}")
-        self._fence.claim()
-        return self._fence.token
+        fence = Fence(self._run_dir, f"{self._name}.{number}.{secrets.token_hex(2)}")
+        fence.claim()
+        self._fence = fence
+        return fence.token
 
     def check(self) -> None:
         """Raise StaleAttempt if another supervisor has claimed the run since."""
         if self._fence is not None:
-            self._fence.check()
+            with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
+                self._fence.check()
 
 
 class ExcludeNode(Exception):

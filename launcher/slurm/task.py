@@ -14,10 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from data_pipeline.files import write_text
+from data_pipeline.patience import Patience, outlast
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir.exit_status import EXIT_STOPPED
 
 GRACE_SECONDS = 2.0
+PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
 
 
 def main() -> int:
@@ -46,7 +49,8 @@ def main() -> int:
             stdout=file,
             stderr=file,
         ).wait()
-    log.with_suffix(".status").write_text(str(status))
+    # Whole or absent, and waiting for a full disk: the supervisor decides by it.
+    outlast(Patience(PATIENCE_SECONDS), lambda: write_text(log.with_suffix(".status"), str(status)))
     if status not in (0, EXIT_STOPPED):
         # When this task fails, srun kills the others. Until then they can log the error they see.
         time.sleep(GRACE_SECONDS)

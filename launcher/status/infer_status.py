@@ -26,7 +26,12 @@ from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBe
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
 # by process id.
 UNRESPONSIVE_SECONDS = 300.0
-_ACTIVITIES = {"save": "saving a checkpoint", "evaluate": "evaluating", "start": "starting"}
+_ACTIVITIES = {
+    "save": "saving a checkpoint",
+    "evaluate": "evaluating",
+    "start": "starting",
+    "wait": "waiting until the run directory can be written",
+}
 
 
 class State(str, Enum):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, os_error_text
 from data_pipeline.files import write_json
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
@@ -41,6 +41,14 @@ PUBLISH_SECONDS = 600.0
 
 class SaveCanceled(Exception):
     """The loop canceled the save."""
+
+
+@dataclass(frozen=True)
+class SaveProblem:
+    """Why a rank's part of a save failed."""
+
+    text: str
+    may_pass: bool = True  # storage failed, so a later save may succeed
 
 
 class HostBuffers:
@@ -115,29 +123,31 @@ class Save(threading.Thread):
         self._computed = _event_on(world.device)
         self._copied, self._written = threading.Event(), threading.Event()
         self._canceled = threading.Event()
-        self._error: Exception | None = None
+        self._problem: SaveProblem | None = None
 
     def wait_for_copy(self) -> None:
         """Return when the live tensors may change again."""
         self._copied.wait()
 
-    def wait_for_files(self) -> str:
-        """Return when this rank's files are on disk, with the error or ''."""
+    def wait_for_files(self) -> SaveProblem | None:
+        """Return when this rank's files are on disk, or with the problem."""
         self._written.wait()
-        return self._error_text()
+        return self._problem
 
-    def wait_for_publication(self) -> str:
-        """Return when rank 0 has published (on other ranks at once), with the error or ''."""
+    def wait_for_publication(self) -> SaveProblem | None:
+        """Return when rank 0 has published (on other ranks at once), or with the problem."""
         self.join(PUBLISH_SECONDS)
         if self.is_alive():
             self.cancel()
-            return f"{self.partial}: files of some ranks are missing after {PUBLISH_SECONDS:.0f} s"
-        return self._error_text()
+            return SaveProblem(
+                f"{self.partial}: files of some ranks are missing after {PUBLISH_SECONDS:.0f} s"
+            )
+        return self._problem
 
     @property
     def has_failed(self) -> bool:
         """Whether this rank has failed so far; waits for nothing."""
-        return self._error is not None
+        return self._problem is not None
 
     def cancel(self) -> None:
         """Write and publish nothing more; returns when the thread has ended."""
@@ -152,8 +162,11 @@ class Save(threading.Thread):
             self._written.set()
             if self._world.is_main:
                 self._publish(self._raise_if_canceled)
+        except OSError as error:
+            self._problem = SaveProblem(os_error_text(error))
         except Exception as error:  # the loop asks for it, and every rank then raises it
-            self._error = error
+            text = (str(error) if isinstance(error, UserError) else "") or repr(error)
+            self._problem = SaveProblem(text, may_pass=False)
         finally:
             # Also after an error: whoever waits must wake up and find it.
             self._copied.set()
@@ -184,12 +197,6 @@ class Save(threading.Thread):
     def _raise_if_canceled(self) -> None:
         if self._canceled.is_set():
             raise SaveCanceled
-
-    def _error_text(self) -> str:
-        error = self._error
-        if error is None:
-            return ""
-        return (str(error) if isinstance(error, (OSError, UserError)) else "") or repr(error)
 
 
 def _event_on(device: torch.device) -> torch.cuda.Event | None:

@@ -15,16 +15,23 @@ from typing import Any
 import torch
 
 from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import CheckpointError, UserError
+from data_pipeline.errors import CheckpointError, os_error_text
 from data_pipeline.lanes.lane_stream import LaneCursor
+from data_pipeline.patience import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of_rank
+from pretrain.checkpoint.background_save import (
+    HostBuffers,
+    RankFile,
+    Save,
+    SaveProblem,
+    files_of_rank,
+)
 from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore_random_state
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, broadcast_object, gather_errors, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_object, gather_objects, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
 
@@ -39,6 +46,10 @@ class Checkpointer:
     run with another `run_id` are rejected. `may_write` is called before anything is published; it
     raises UserError if a newer attempt has claimed the run. A context manager: leaving it cancels a
     save in progress, so call `finish` before.
+
+    A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
+    and saves a later step instead. Once saves have failed for longer than the `patience`, every
+    rank raises CheckpointError.
     """
 
     def __init__(
@@ -49,6 +60,7 @@ class Checkpointer:
         attempt: str,
         run_id: str,
         may_write: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
     ) -> None:
         self._run = run
         self._root = root
@@ -58,6 +70,7 @@ class Checkpointer:
         self._may_write = may_write
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
+        self._outage = Outage(patience or Patience())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -71,17 +84,25 @@ class Checkpointer:
         if self._save is not None:
             self._save.cancel()
 
-    def save(self, engine: Engine, state: TrainState, validation_loss: float | None = None) -> None:
+    def save(
+        self,
+        engine: Engine,
+        state: TrainState,
+        validation_loss: float | None = None,
+        obstacle: Callable[[], str] = lambda: "",
+    ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        The one before is finished first. Call `wait_for_copy` before the engine's next
-        update. Raises on every rank if replicas differ, if the disk is too full, or if any rank
-        could not write its part of the checkpoint before.
+        The one before is finished first. Call `wait_for_copy` before the engine's next update.
+        Returns False if the disk is too full, or rank 0's `obstacle` says that something else must
+        be on disk first. Raises on every rank if replicas differ.
         """
         self.finish()
         require_equal_replicas(engine, state)
         rank_files = files_of_rank(engine, state)
-        self._require_space(state.step, rank_files)
+        if problem := self._problem_ahead(rank_files, obstacle):
+            self._give_up_save(state.step, SaveProblem(problem))
+            return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss)
         report = self._report(state)
@@ -89,8 +110,18 @@ class Checkpointer:
             state.step, partial, rank_files, report, self._buffers, self._world, publish
         )
         self._save.start()
-        if not self._run.checkpoint.asynchronous:
-            self.finish()
+        return self._run.checkpoint.asynchronous or self.finish()
+
+    def save_last(
+        self,
+        engine: Engine,
+        state: TrainState,
+        validation_loss: float | None = None,
+        obstacle: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Return when the checkpoint of `state.step` is published, however often it takes."""
+        while not (self.save(engine, state, validation_loss, obstacle) and self.finish()):
+            self._outage.pause()
 
     def wait_for_copy(self) -> None:
         """Return when engine and memories may change: what is being saved has been copied."""
@@ -101,25 +132,42 @@ class Checkpointer:
     def has_failed(self) -> bool:
         """Whether this rank has failed to write its part of the save in progress.
 
-        Ranks can differ. If it is True on any, `finish` raises on all of them.
+        Ranks can differ. If it is True on any, all have to `finish`.
         """
         return self._save is not None and self._save.has_failed
 
-    def finish(self) -> None:
-        """Return when the save in progress is published; raises on every rank if any failed."""
+    @property
+    def is_to_try_again(self) -> bool:
+        """Whether a save has failed and it is time for another; ranks can differ."""
+        return self._save is None and self._outage.is_due
+
+    def finish(self) -> bool:
+        """Return when the save in progress is published, or whether any rank failed: False."""
         if self._save is None:
-            return
+            return True
         save, self._save = self._save, None
         # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks
         # first exchange whether theirs are written. Only then does anyone wait for the publication.
-        problems = gather_errors(save.wait_for_files())
-        problems = problems or gather_errors(save.wait_for_publication())
+        problems = list(filter(None, gather_objects(save.wait_for_files())))
+        problems = problems or list(filter(None, gather_objects(save.wait_for_publication())))
         if not problems:
-            return
+            self._outage.ended()
+            return True
         save.cancel()
+        problem = next((each for each in problems if not each.may_pass), problems[0])
+        self._give_up_save(save.step, problem)
+        return False
+
+    def _give_up_save(self, step: int, problem: SaveProblem) -> None:
+        """Let a later save try again; CheckpointError, on every rank, if none would help."""
+        if problem.may_pass:
+            self._outage.failed(f"step {step} not saved: {problem.text}", "training continues")
+        # Rank 0's clock decides. By now no rank writes any more, so that its files can go.
+        is_hopeless = gather_objects(self._outage.is_over_patience)[0] or not problem.may_pass
         if self._world.is_main:
             files.remove_partial(self._root)
-        raise _could_not_save(save.step, problems[0])
+        if is_hopeless:
+            raise _could_not_save(step, problem.text)
 
     def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state."""
@@ -127,17 +175,19 @@ class Checkpointer:
         load_engine(engine, found)
         return self._restore_state(engine, found)
 
-    def _require_space(self, step: int, rank_files: list[RankFile]) -> None:
+    def _problem_ahead(self, rank_files: list[RankFile], obstacle: Callable[[], str]) -> str:
+        """Return rank 0's reason not to start a save, or ''."""
         own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
         wanted = int(sum_over_ranks(own_bytes)) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = ""
-        if self._world.is_main:
+        if self._world.is_main and not (problem := obstacle()):
             try:
                 files.require_space(self._root, wanted)
-            except (OSError, UserError) as error:
+            except OSError as error:
+                problem = os_error_text(error)
+            except CheckpointError as error:
                 problem = str(error)
-        if problem := broadcast_object(problem):
-            raise _could_not_save(step, problem)
+        return broadcast_object(problem)
 
     def _report(self, state: TrainState) -> dict[str, Any]:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)

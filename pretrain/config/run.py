@@ -195,6 +195,9 @@ class CheckpointConfig:
     keep_every: int = setting(0, Range(0, MOST))
     # Keep this many with the lowest validation loss.
     keep_best: int = setting(0, Range(0, MOST))
+    # How long to train on while the run directory cannot be written (disk full, over quota, not
+    # writable, server away) and to try again; then the run stops. 0: stop at the first failure.
+    storage_patience_seconds: float = setting(1800.0, Range(0, 1e7))
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)

@@ -159,11 +159,6 @@ def raise_on_all_ranks() -> Iterator[None]:
             raise found
 
 
-def gather_errors(error: str) -> list[str]:
-    """Return the non-empty texts of all ranks in rank order, so that ranks agree on a failure."""
-    return [text for text in gather_objects(error) if text]
-
-
 def gather_objects(value: T) -> list[T]:
     """Return the small picklable values of all ranks, in rank order."""
     if dist.get_world_size() == 1:

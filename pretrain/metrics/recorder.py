@@ -158,6 +158,10 @@ class MetricsRecorder:
             self._files.append([{"kind": "evaluation", "step": step, **values}])
             logger.info(evaluation_line(step, values))
 
+    def unwritten(self) -> str:
+        """Why metrics until now are not on disk, after trying once more; '' if they are."""
+        return self._files.write() if self._files is not None else ""
+
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Count the block as time that saving took, not as training time."""
@@ -172,8 +176,6 @@ class MetricsRecorder:
         self._forward_clock.close()
         if self._profiler is not None:
             self._profiler.close()
-        if self._files is not None:
-            self._files.close()
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
         """Sums over ranks: losses by step, ranks' measurements, lanes' counts, squared norms."""
@@ -205,7 +207,7 @@ class MetricsRecorder:
         if slowest is None:
             return {}
         if self._stragglers.observe(slowest):
-            self._run_dir.ledger.append(Straggler(step=step, **asdict(slowest)))
+            self._run_dir.ledger.append_soon(Straggler(step=step, **asdict(slowest)))
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",

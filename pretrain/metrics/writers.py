@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.files import fsync_directory
+from data_pipeline.errors import os_error_text
+from data_pipeline.files import append_whole, fsync_directory
+from data_pipeline.patience import Outage, Patience, outlast
 from pretrain.rundir.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -26,40 +29,102 @@ class MetricsFiles:
     """metrics.jsonl and TensorBoard. Metrics after `step` are removed: those steps are repeated.
 
     `may_write` is called before each write; it raises UserError in an attempt that another one has
-    replaced.
+    replaced. While storage fails, lines are kept in memory and written together with later ones;
+    StorageError once the patience of `run_dir` is over.
     """
 
     def __init__(
         self, run_dir: RunDir, step: int, tensorboard: bool, may_write: Callable[[], None]
     ) -> None:
-        self._path = run_dir.metrics
         self._may_write = may_write
-        run_dir.cut_metrics_after(step)
-        self._tensorboard = _open_tensorboard(run_dir, step) if tensorboard else None
+        outlast(run_dir.patience, lambda: run_dir.cut_metrics_after(step))
+        self._files = [_Buffered(run_dir.metrics, run_dir.patience)]
+        self._tensorboard: TensorBoardEvents | None = None
+        if tensorboard:
+            self._tensorboard = TensorBoardEvents()
+            file = _Buffered(run_dir.tensorboard / self._tensorboard.file_name, run_dir.patience)
+            file.add(self._tensorboard.start(step))
+            self._files.append(file)
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Write the lines; TensorBoard names `loss` in a line of kind `train` `train/loss`."""
-        self._may_write()
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        if self._tensorboard is None:
-            return
-        for line in lines:
-            for name, value in line.items():
-                if name not in NOT_DRAWN and value is not None:
-                    self._tensorboard.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-        self._tensorboard.flush()
-
-    def close(self) -> None:
+        """Write the lines."""
+        self._files[0].add("".join(json.dumps(line) + "\n" for line in lines).encode())
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._files[1].add(self._tensorboard.scalars(lines))
+        self.write()
+
+    def write(self) -> str:
+        """Write what is left in memory; returns why that failed, or ''."""
+        return next(filter(None, [file.write(self._may_write) for file in self._files]), "")
 
 
-def _open_tensorboard(run_dir: RunDir, step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
+class _Buffered:
+    """A file to append to, and what could not be appended yet."""
 
-    # What a killed run logged after its checkpoint is repeated, so TensorBoard is to drop it.
-    return SummaryWriter(str(run_dir.tensorboard), purge_step=step + 1 if step else None)
+    def __init__(self, path: Path, patience: Patience) -> None:
+        self._path = path
+        self._outage = Outage(patience)
+        self._left = b""
+
+    def add(self, content: bytes) -> None:
+        self._left += content
+
+    def write(self, may_write: Callable[[], None]) -> str:
+        if not self._left:
+            return ""
+        try:
+            may_write()
+            self._path.parent.mkdir(exist_ok=True)
+            append_whole(self._path, self._left)
+        except OSError as error:
+            problem = os_error_text(error)
+            self._outage.failed(problem, "training continues, keeps metrics in memory")
+            if self._outage.is_over_patience:
+                raise self._outage.error() from error
+            return problem
+        self._outage.ended()
+        self._left = b""
+        return ""
+
+
+class TensorBoardEvents:
+    """Scalars as TensorBoard's event files have them.
+
+    Its own writer appends from a thread, which after one failed write never writes again.
+    """
+
+    def __init__(self) -> None:
+        # TensorBoard reads files in the order of their names.
+        now, host = time.time(), socket.gethostname()
+        self.file_name = f"events.out.tfevents.{now:017.6f}.{host}.{os.getpid()}"
+
+    def start(self, step: int) -> bytes:
+        """What a file starts with. What a killed run logged after `step` is dropped."""
+        start = _record(file_version="brain.Event:2")
+        return start + _record(step=step + 1, session_log={"status": "START"}) if step else start
+
+    def scalars(self, lines: Sequence[dict[str, Any]]) -> bytes:
+        """`loss` in a line of kind `train` is named `train/loss`."""
+        from torch.utils.tensorboard.summary import scalar
+
+        return b"".join(
+            _record(step=line["step"], summary=scalar(f"{line['kind']}/{name}", value))
+            for line in lines
+            for name, value in line.items()
+            if name not in NOT_DRAWN and value is not None
+        )
+
+
+def _record(**fields: Any) -> bytes:
+    """An event of now, as a record of an event file."""
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    # its classes are made when it is imported
+    event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
 
 
 class StepProfiler:
@@ -90,7 +155,11 @@ class StepProfiler:
             return
         recorded, self._profile = self._profile, None
         recorded.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(self._path))
-        fsync_directory(self._path.parent)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._path))
+            fsync_directory(self._path.parent)
+        except OSError as error:  # not worth ending or delaying a run
+            logger.warning("no profiler trace: %s", os_error_text(error))
+            return
         logger.info("profiler trace of steps %d to %d: %s", self._first, self._last, self._path)

@@ -23,10 +23,9 @@ class StopRequest:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
         return any_rank(self._requested)
 
-    def requested_or_failed(self, failed: bool) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, and whether any passed `failed`: in one exchange."""
-        requested, any_failed = on_any_rank([self._requested, failed])
-        return requested, any_failed
+    def requested_and(self, *flags: bool) -> list[bool]:
+        """Whether any rank was asked to stop, and which flags any passed: in one exchange."""
+        return on_any_rank([self._requested, *flags])
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""

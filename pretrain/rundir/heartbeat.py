@@ -24,12 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, os_error_text
+from data_pipeline.files import named_errors
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["start", "train", "evaluate", "save"]
+Phase = Literal["start", "train", "evaluate", "save", "wait"]
 
 WRITE_SECONDS = 1.0
 REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
@@ -93,6 +94,10 @@ class Heartbeat:
         """
         self._beat = (time.time(), step, phase)
 
+    def repeat(self) -> None:
+        """Report that the rank waits for storage to work again: it does not hang."""
+        self._beat = (time.time(), self._beat[1], "wait")
+
     def __enter__(self) -> Heartbeat:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,18 +126,18 @@ class Heartbeat:
         self._path.unlink(missing_ok=True)
 
     def _write_beats(self) -> None:
-        known, written = None, 0.0
+        known, written, failed = None, 0.0, False
         while True:
             beat = self._beat
             if beat != known and self._watchdog is not None:
                 self._watchdog.feed()
             if beat != known or time.monotonic() - written >= REWRITE_SECONDS:
                 known, written = beat, time.monotonic()
-                self._write(*beat)
+                failed = not self._write(*beat, is_known_to_fail=failed)
             if self._closing.wait(WRITE_SECONDS):
                 return
 
-    def _write(self, when: float, step: int, phase: Phase) -> None:
+    def _write(self, when: float, step: int, phase: Phase, is_known_to_fail: bool) -> bool:
         record = HeartbeatRecord(
             time=when,
             written=time.time(),
@@ -144,8 +149,12 @@ class Heartbeat:
         beside = self._path.with_suffix(".tmp")
         try:
             # Not synced: after a power cut nobody asks whether a rank is alive.
-            beside.write_text(json.dumps(asdict(record)))
-            os.replace(beside, self._path)
+            with named_errors(self._path):
+                beside.write_text(json.dumps(asdict(record)))
+                os.replace(beside, self._path)
         except OSError as error:
-            # A full disk must not end a rank that still trains; the next save reports it.
-            logger.warning("heartbeat not written: %s", error)
+            # A full disk must not end a rank that still trains.
+            if not is_known_to_fail:
+                logger.warning("heartbeat not written: %s", os_error_text(error))
+            return False
+        return True

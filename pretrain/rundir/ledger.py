@@ -7,6 +7,7 @@ a field that is None is left out. Questions are functions of the events, oldest 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -21,6 +22,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from data_pipeline.errors import os_error_text
+from data_pipeline.files import append_whole
+from data_pipeline.patience import Patience, outlast
 from pretrain.rundir.launch_events import (
     PLANNED,
     UNEVENTFUL,
@@ -64,21 +68,34 @@ _log = logging.getLogger(__name__)
 class Ledger:
     """The file. The constructor touches nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: Patience | None = None) -> None:
         self.path = path
+        self._patience = patience or Patience()
+        self._postponed: list[bytes] = []
 
     def append(self, event: Event) -> None:
-        """Add an event, with the time; it is on disk when this returns."""
-        line = json.dumps(_to_tree(dataclasses.replace(event, time=time.time()))).encode() + b"\n"
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        """Add an event, with the time; it is on disk when this returns.
+
+        Waits for storage that fails, as long as the patience lasts.
+        """
+        line = _line(event)
+        outlast(self._patience, lambda: self._write(line))
+
+    def append_soon(self, event: Event) -> None:
+        """Add an event that nothing waits for: if storage fails, together with a later one."""
+        line = _line(event)
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a crash cut the last event short: keep this one readable
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            self._write(line)
+        except OSError as error:
+            self._postponed.append(line)
+            _log.warning("event written later: %s", os_error_text(error))
+
+    def _write(self, line: bytes) -> None:
+        content = b"".join([*self._postponed, line])
+        if _ends_inside_a_line(self.path):  # cut by a crash: keep this event readable
+            content = b"\n" + content
+        append_whole(self.path, content, sync=True)
+        self._postponed = []
 
     def read(self) -> list[Event]:
         """All events, oldest first.
@@ -101,6 +118,17 @@ class Ledger:
             numbers = ", ".join(map(str, unusable))
             _log.warning("%s: skipped what is not an event in line %s", self.path, numbers)
         return events
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(_to_tree(dataclasses.replace(event, time=time.time()))).encode() + b"\n"
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+    return False  # there is none, or it is empty
 
 
 def _to_tree(event: Event) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import datetime
 import fnmatch
 import json
 import logging
+import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import atomic_write, write_json, write_text
+from data_pipeline.files import atomic_write, named_errors, write_json, write_text
+from data_pipeline.patience import Patience
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resume_rules import may_change
@@ -32,6 +34,7 @@ from pretrain.rundir.training_events import SettingsChanged
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+_PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
 
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
 _BEFORE_IDENTITY = (
@@ -59,14 +62,16 @@ class RunIdentity:
 class RunDir:
     """Paths of a run and what is written there.
 
-    The constructor touches nothing; `create` and `open` do.
+    The constructor touches nothing; `create` and `open` do. `patience` is for the ledger, and for
+    what else is written here while the run trains.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: Patience | None = None) -> None:
         self.path = Path(path)
+        self.patience = patience or Patience()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.ledger = Ledger(self.path / "ledger.jsonl")
+        self.ledger = Ledger(self.path / "ledger.jsonl", self.patience)
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.traces = self.path / "traces"
@@ -138,6 +143,16 @@ class RunDir:
     def exists(self) -> bool:
         """Whether the directory holds a run."""
         return self._identity_file.is_file()
+
+    def check_writable(self) -> None:
+        """Raise OSError unless a small file can be written."""
+        probe = self.path / f".writable.{os.getpid()}.tmp"
+        with named_errors(probe):
+            try:
+                probe.write_bytes(b"x" * _PROBE_BYTES)
+            finally:
+                with contextlib.suppress(OSError):
+                    probe.unlink()
 
     # -------------------------------------------------------------------------------------------
     # contents

@@ -57,7 +57,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
 ):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir, "optim.steps=10").returncode == 0
-    ended = train(experiment, run_dir, file_limit_kib=100)
+    ended = train(experiment, run_dir, "checkpoint.storage_patience_seconds=0", file_limit_kib=100)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     error = [line for line in ended.stderr.splitlines() if line.startswith("ERROR ")]
@@ -86,7 +86,10 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
 
 def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(experiment, tmp_path):
     run_dir, interval = RunDir(tmp_path / "run"), 250
-    longer = (f"checkpoint.interval={interval}", "optim.steps=100000", "metrics.interval=5")
+    longer = (
+        f"checkpoint.interval={interval}", "checkpoint.storage_patience_seconds=0",
+        "optim.steps=100000", "metrics.interval=5",
+    )  # fmt: skip
     command = [
         sys.executable,
         "-m",

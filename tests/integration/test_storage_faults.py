@@ -24,13 +24,20 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 SMALL_DISK = """
 set -u
 mount -t tmpfs -o size=2m tmpfs "$RUN"
-$TRAIN 2> "$LOGS/full"; echo "full: $?"
+$TRAIN checkpoint.storage_patience_seconds=0 2> "$LOGS/full"; echo "full: $?"
 $VERIFY; echo "verified: $?"
+# Not a byte is left from the first steps on, until the run has nothing more to train.
+PRETRAIN_FAULT=slow:0.2@1 $TRAIN 2> "$LOGS/room" & training=$!
+seen() { for _ in $(seq 600); do grep -q "$1" "$LOGS/room" && return; sleep 0.1; done; }
+seen "MFU ="; cat /dev/zero > "$RUN/filler"
+seen "step 20 not saved"
+rm "$RUN/filler"
 mount -o remount,size=32m "$RUN"
-$TRAIN 2> "$LOGS/room"; echo "room: $?"
+wait $training; echo "room: $?"
 cp "$RUN/metrics.jsonl" "$LOGS"
 mount -o remount,ro "$RUN"
-$TRAIN optim.steps=30 2> "$LOGS/read-only"; echo "read-only: $?"
+$TRAIN optim.steps=30 checkpoint.storage_patience_seconds=0 2> "$LOGS/read-only"
+echo "read-only: $?"
 cmp "$RUN/metrics.jsonl" "$LOGS/metrics.jsonl"; echo "untouched: $?"
 """
 
@@ -68,7 +75,7 @@ def can_mount() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
-def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_room(
+def test_a_full_and_a_read_only_disk_are_named_and_a_run_outlasts_a_disk_that_is_full_for_a_while(
     experiment, tmp_path
 ):
     run_dir = tmp_path / "run"
@@ -91,6 +98,11 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_goes_on_where_there_is_
     assert re.search(
         r"^ERROR .*: could not save step 20: .*: found .* MiB free, expected .* MiB; ",
         said["full"],
+        re.M,
+    )
+    assert re.search(
+        rf"^WARNING .*: {run_dir}/metrics.jsonl: No space left on device; training continues",
+        said["room"],
         re.M,
     )
     assert re.search(r"^(error|ERROR .*): .*Read-only file system", said["read-only"], re.M)

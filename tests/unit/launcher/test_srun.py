@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,23 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
     assert result.returncode == 2
     assert "put the run on a disk that all nodes share" in result.stderr
+
+
+def test_a_rank_s_exit_status_is_whole_or_absent_and_outlasts_a_full_disk(tmp_path):
+    command = [sys.executable, "-m", "launcher.slurm.task", str(tmp_path / "r{rank}.log")]
+    status = tmp_path / "r3.status"
+    full = (0, resource.RLIM_INFINITY)
+    with subprocess.Popen(
+        [*command, "-c", "import sys; sys.exit(75)"],
+        env={**os.environ, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, full),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as task:
+        assert task.stderr is not None
+        assert f"{status}: File too large; the run waits" in task.stderr.readline()
+        assert not status.exists()
+        room = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(task.pid, resource.RLIMIT_FSIZE, room)
+        task.wait(timeout=30)
+    assert status.read_text() == "75"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
 import threading
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
+from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
@@ -19,6 +21,7 @@ from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, Mode
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.run import build_engine
+from pretrain.rundir.fence import StaleAttempt
 from pretrain.state import TrainState
 from tests.helpers.models import random_tokens
 
@@ -50,9 +53,23 @@ def state_of(engine: Engine, step: int) -> TrainState:
     return TrainState(step=step, memories=memories)
 
 
-def checkpointer(root: Path, world: World, asynchronous: bool = True) -> Checkpointer:
+def checkpointer(
+    root: Path, world: World, asynchronous: bool = True, patience: Patience | None = None
+) -> Checkpointer:
     kept = CheckpointConfig(asynchronous=asynchronous, keep_last=9)
-    return Checkpointer(dataclasses.replace(RUN, checkpoint=kept), root, world, "attempt", "a-run")
+    config = dataclasses.replace(RUN, checkpoint=kept)
+    return Checkpointer(config, root, world, "attempt", "a-run", patience=patience)
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Files of this process cannot become as long as those of the engine."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def scramble(engine: Engine) -> None:
@@ -93,9 +110,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
     saving = checkpointer(tmp_path, world)
     saving.save(engine, state_of(engine, 1))
     saving.finish()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
+    with no_room():
         saving.save(engine, state_of(engine, 2))
         begin = time.monotonic()
         while not saving.has_failed and time.monotonic() < begin + 10:
@@ -105,12 +120,55 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
             CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"
         ):
             saving.finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     saving.save(engine, state_of(engine, 2))
     saving.finish()
     assert files.steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps_later(
+    engine, world, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.2)
+    saving = checkpointer(tmp_path, world, patience=Patience(60))
+    with no_room():
+        assert saving.save(engine, state_of(engine, 1))
+        assert not saving.finish()
+        assert not saving.is_to_try_again, "not at once: storage needs time"
+        assert not list(tmp_path.iterdir())
+        deadline = time.monotonic() + 10
+        while not saving.is_to_try_again:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    saving.save(engine, state_of(engine, 2))
+    assert saving.finish()
+    assert not saving.is_to_try_again
+    assert files.steps_on_disk(tmp_path) == [2]
+    assert f"{tmp_path}/.partial-00000001-attempt/engine-00000.safetensors: " in caplog.text
+    assert caplog.text.count("training continues") == 1
+
+
+def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
+    engine, world, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.01)
+    waited: list[int] = []
+    obstacles = iter(["metrics.jsonl: No space left on device"] * 2)
+    saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))
+    saving.save_last(engine, state_of(engine, 3), obstacle=lambda: next(obstacles, ""))
+    assert files.steps_on_disk(tmp_path) == [3]
+    assert len(waited) >= 2, "the heartbeat goes on meanwhile"
+
+
+def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, world, tmp_path):
+    def newer_attempt() -> None:
+        raise StaleAttempt("a newer attempt has the run")
+
+    saving = checkpointer(tmp_path, world, patience=Patience(60))
+    saving._may_write = newer_attempt
+    saving.save(engine, state_of(engine, 1))
+    with pytest.raises(CheckpointError, match="could not save step 1: a newer attempt"):
+        saving.finish()
 
 
 def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_path):
@@ -130,7 +188,7 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
         ),
     )
     save.start()
-    assert save.wait_for_files() == ""
+    assert save.wait_for_files() is None
     assert save in threading.enumerate()
     save.cancel()
     assert save not in threading.enumerate()

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
+import time
 from dataclasses import replace
 
 import pytest
 
+from data_pipeline.patience import Patience
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.launch_events import (
     AttemptEnded,
@@ -120,6 +123,55 @@ def test_events_are_read_back_as_they_were_and_rendered_as_sentences(tmp_path, e
     assert line["event"] == event.name()
     assert line["time"].startswith("20")
     assert None not in line.values()
+
+
+def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.symlink_to("/dev/full")
+    waiting: list[float] = []
+
+    def free_some_space() -> None:
+        waiting.append(time.time())
+        path.unlink()
+
+    began = time.time()
+    Ledger(path, Patience(60, free_some_space)).append(Finished(step=7))
+    (event,) = Ledger(path).read()
+    assert event == Finished(step=7)
+    assert len(waiting) == 1
+    assert began - 0.01 < event.time <= waiting[0], "when it happened, not when it was written"
+
+
+def test_without_patience_an_event_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        Ledger(path).append(Finished(step=7))
+    assert raised.value.filename == str(path)
+
+
+def test_an_event_that_nothing_waits_for_is_written_with_the_next_one(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.symlink_to("/dev/full")
+    ledger = Ledger(path)
+    ledger.append_soon(Finished(step=6))
+    path.unlink()
+    ledger.append(Finished(step=7))
+    assert ledger.read() == [Finished(step=6), Finished(step=7)]
+
+
+def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(START)
+    before = ledger.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ledger.append(Finished(step=7))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ledger.path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.patience import Patience, StorageError
 from pretrain.config.run import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
@@ -116,7 +117,6 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
     first.close()
     with open(run_dir.metrics, "a") as file:
         file.write('{"kind": "train", "step": 5, "lo')  # killed while it wrote
-    time.sleep(1.1)  # TensorBoard orders files by the second in their names
     second = Recorder(world, run_dir, step=2)
     for loss in (30.0, 40.0):
         second.make_step(loss)
@@ -132,6 +132,34 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == losses_of(
         run_dir
     )
+
+
+def test_measurements_outlast_a_full_disk_in_memory_and_then_nothing_is_missing(
+    world, run_dir, caplog
+):
+    patient = RunDir(run_dir.path, Patience(60))
+    recorder = Recorder(world, patient)
+    patient.metrics.symlink_to("/dev/full")
+    for loss in (1.0, 2.0):
+        recorder.make_step(loss)
+        recorder.metrics.write()
+    assert recorder.metrics.unwritten() == f"{patient.metrics}: No space left on device"
+    assert caplog.text.count("keeps metrics in memory") == 1
+    patient.metrics.unlink()
+    assert not recorder.metrics.unwritten()
+    recorder.make_step(3.0)
+    recorder.close()
+    assert losses_of(patient) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_once_patience_is_over_the_run_ends_with_the_path_that_cannot_be_written(world, run_dir):
+    recorder = Recorder(world, run_dir)
+    run_dir.metrics.symlink_to("/dev/full")
+    recorder.make_step(1.0)
+    with pytest.raises(StorageError, match=f"{run_dir.metrics}: No space left on device; free"):
+        recorder.metrics.write()
+    run_dir.metrics.unlink()
+    recorder.close()
 
 
 def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):

@@ -1,0 +1,117 @@
+"""Outlasting storage: a run works on while its directory cannot be written, for a stated time.
+
+A disk is full until somebody frees space, a quota exceeded until it is raised, a server away until
+it is back. None of these is the run's mistake, and most pass. Whoever writes into a run directory
+therefore notes failures in an `Outage`, which tells when to try again and when patience is over.
+What may happen meanwhile differs: training continues past a save that failed, but a rewind waits
+until the ledger has it.
+
+`checkpoint.storage_patience_seconds` is the patience of a run. Commands have none. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from data_pipeline.errors import UserError, os_error_text
+from data_pipeline.progress import duration
+
+T = TypeVar("T")
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries; doubled after each
+SETTING = "checkpoint.storage_patience_seconds"
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(UserError):
+    """The run directory could not be written for longer than the run's patience."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to outlast storage; `while_waiting` is called about once a second in a pause."""
+
+    seconds: float = 0.0
+    while_waiting: Callable[[], None] = lambda: None
+
+
+class Outage:
+    """Failures in a row of one kind of write, and the pauses between tries."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._since: float | None = None
+        self._pause = self._next_try = 0.0
+        self._problem = ""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a write has failed and it is time to try it again."""
+        return self._since is not None and time.monotonic() >= self._next_try
+
+    @property
+    def is_over_patience(self) -> bool:
+        """Whether writes have failed for longer than the run may wait."""
+        return self._since is not None and (
+            time.monotonic() - self._since >= self._patience.seconds
+        )
+
+    def failed(self, problem: str, meanwhile: str) -> None:
+        """Note a failure; the first one is logged with what happens `meanwhile`."""
+        now = time.monotonic()
+        self._problem = problem
+        if self._since is None:
+            self._since, self._pause = now, FIRST_PAUSE
+            if not self.is_over_patience:
+                limit = duration(self._patience.seconds)
+                logger.warning("%s; %s, and tries again for up to %s", problem, meanwhile, limit)
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        # not beyond the patience: the last try comes at its end
+        self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
+
+    def ended(self) -> None:
+        """Note a success."""
+        if self._since is not None:
+            away = duration(time.monotonic() - self._since)
+            logger.warning("written again after %s: %s", away, self._problem)
+        self._since = None
+
+    def pause(self) -> None:
+        """Wait until the next try."""
+        while (left := self._next_try - time.monotonic()) > 0:
+            self._patience.while_waiting()
+            time.sleep(min(left, 1.0))
+
+    def error(self) -> StorageError:
+        """What to raise once patience is over."""
+        waited = f" (waited {SETTING}={self._patience.seconds:g})" if self._patience.seconds else ""
+        return StorageError(
+            f"{self._problem}{waited}; free disk space or make it writable, and rerun the command "
+            "to resume from the latest checkpoint"
+        )
+
+
+def outlast(patience: Patience, write: Callable[[], T]) -> T:
+    """Return what `write` returns, trying it again after each OSError.
+
+    StorageError once patience is over; without any patience, the OSError itself.
+    """
+    outage = Outage(patience)
+    while True:
+        try:
+            result = write()
+        except OSError as error:
+            if not patience.seconds:
+                raise
+            outage.failed(os_error_text(error), "the run waits")
+            if outage.is_over_patience:
+                raise outage.error() from error
+            outage.pause()
+        else:
+            outage.ended()
+            return result
