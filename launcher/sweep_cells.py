@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ def describe(cells: Sequence[CellRun]) -> str:
     return f"{done} of {len(cells)} cells are done{others}"
 
 
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _NOT_RESULTS = ("kind", "step")
 
 
@@ -134,9 +136,15 @@ def write_results(path: Path, cells: Sequence[CellRun]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text.getvalue())
+
+
+def _cell(value: Any) -> Any:
+    """The value, marked as text if a spreadsheet would run it as a formula."""
+    is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_text and value.startswith(("=", "+", "-", "@")) else value
 
 
 def _settings(cell: CellRun) -> dict[str, str]:

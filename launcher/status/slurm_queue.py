@@ -51,8 +51,6 @@ _FAILED = {
     "BOOT_FAIL": "its nodes did not boot",
     "DEADLINE": "its job missed its deadline",
 }
-# Opening another kind of file, such as a FIFO, could wait forever.
-_FILES = ("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "slurm/experiment.yaml")
 _UNKNOWN_TIMES = ("N/A", "Unknown", "")
 _log = logging.getLogger(__name__)
 
@@ -85,10 +83,14 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
 
 
 def _read_anything(path: Path) -> RunState:
-    """The state of a run; UserError whatever is wrong with its files, so that others are shown."""
-    for file in (path / name for name in _FILES):
-        if file.exists() and not file.is_file():
-            raise UserError(f"{file} is not a regular file; is {path} a run directory?")
+    """The state of a run; UserError whatever is wrong with its files, so that others are shown.
+
+    To open a FIFO or a device could wait forever.
+    """
+    for pattern in ("*", "heartbeats/*", "slurm/*"):
+        for file in path.glob(pattern):
+            if file.exists() and not file.is_file() and not file.is_dir():
+                raise UserError(f"{file} is not a regular file; remove it")
     try:
         return read_state(path)
     except UserError:

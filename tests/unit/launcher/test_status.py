@@ -54,11 +54,14 @@ def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys
     assert "run.json is not JSON" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["fifo", "metrics", "ledger", "nested"])
+@pytest.mark.parametrize("damage", ["fifo", "device", "metrics", "ledger", "nested"])
 def test_one_bad_directory_does_not_hide_the_other_runs(runs, capsys, damage):
     bad = RunDir(runs / "alone")
     if damage == "fifo":
         os.mkfifo(bad.metrics)
+    elif damage == "device":
+        bad.heartbeats.mkdir()
+        (bad.heartbeats / "rank-00000.json").symlink_to("/dev/zero")
     elif damage == "metrics":
         bad.metrics.write_text('{"kind": "train", "tokens_per_second": []}\n')
     elif damage == "ledger":

@@ -240,13 +240,16 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     cell = cells_of(grid)[1]
     make_done(cell)
     with open(RunDir(cell.path).metrics, "a") as file:
-        file.write('{"kind": "evaluation", "step": 10, "loss": 2.5, "bits_per_byte": 1.25}\n')
+        file.write(
+            '{"kind": "evaluation", "step": 10, "loss": 2, "bits_per_byte": 1.25, "x": "=cmd()"}\n'
+        )
     assert main(["sweep", "collect", str(grid)]) == 0
     assert "results.csv: 1 of 4 cells are done" in capsys.readouterr().out
     with open("runs/grid/results.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
     assert rows[1]["optim.learning_rate"] == "0.0003"
+    assert rows[1]["evaluation_x"] == "'=cmd()"  # no formula
     assert (rows[1]["state"], rows[1]["train_loss"], rows[1]["evaluation_bits_per_byte"]) == (
         "done",
         "1.0",
