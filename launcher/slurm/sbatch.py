@@ -11,6 +11,11 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError
 from launcher.slurm.cluster import ClusterConfig, control_characters, referenced_variable
 
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
+_NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
+_MOST_NODES = 65_536  # Slurm's own limit
+
 
 @dataclass(frozen=True)
 class NodeRange:
@@ -25,14 +30,16 @@ class NodeRange:
 
 def parse_nodes(text: str) -> NodeRange:
     """`4` or `4:16`."""
-    parts = text.split(":")
-    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+    found = _NODES.fullmatch(text)
+    if not found:
         raise ConfigError(
-            f"--nodes={text} is neither a number nor a range; write 4, or 4:16 for 4 to 16"
+            f"--nodes={text[:40]} is neither a number nor a range; write 4, or 4:16 for 4 to 16"
         )
-    nodes = NodeRange(int(parts[0]), int(parts[-1]))
-    if not 1 <= nodes.least <= nodes.most:
-        raise ConfigError(f"--nodes={text}: expected 1 or more, the smaller number first")
+    nodes = NodeRange(int(found[1]), int(found[2] or found[1]))
+    if not 1 <= nodes.least <= nodes.most <= _MOST_NODES:
+        raise ConfigError(
+            f"--nodes={text}: expected 1 to {_MOST_NODES:,}, the smaller number first"
+        )
     return nodes
 
 
@@ -50,10 +57,6 @@ class Job:
     nodes: NodeRange
     cluster: ClusterConfig
     attempts_without_progress: int
-
-
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-_LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
 
 
 def quote(value: object) -> str:

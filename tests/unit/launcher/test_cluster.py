@@ -134,7 +134,9 @@ def test_nodes_are_a_number_or_a_range(text, nodes):
     assert parse_nodes(text) == nodes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "4:2", "1:2:3", "two"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "4:2", "1:2:3", "two", "1:99999", "1:" + "9" * 5000, "\u0664", "1:"]
+)
 def test_nodes_that_are_neither_are_refused(text):
     with pytest.raises(ConfigError, match="--nodes"):
         parse_nodes(text)
