@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.launch_events import SupervisorKilled
+from pretrain.rundir.launch_events import JobEnded, JobStarted, SupervisorKilled
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Resumed
@@ -105,8 +105,12 @@ def test_six_cells_as_an_array_are_completed_although_three_were_killed(
         assert len(events_of(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
 
 
-def test_a_canceled_run_stays_canceled_until_it_is_resumed(lab: SlurmLab, folder: Path):
+def test_a_canceled_run_and_one_that_slurm_may_not_requeue_wait_until_they_are_resumed(
+    lab: SlurmLab, folder: Path
+):
     run = folder / "runs" / "alone"
+    cluster = folder / "alone.yaml"
+    cluster.write_text((folder / "cluster.yaml").read_text() + "options: {no-requeue: }\n")
 
     def launcher(command: str, *more: str) -> str:
         result = lab.run(sys.executable, "-m", "launcher", command, *more)
@@ -117,7 +121,7 @@ def test_a_canceled_run_stays_canceled_until_it_is_resumed(lab: SlurmLab, folder
         return json.loads(launcher("status", str(run), "--json"))["state"]
 
     options = [
-        f"--cluster={folder / 'cluster.yaml'}",
+        f"--cluster={cluster}",
         f"--run-dir={run}",
         f"optim.steps={5 * STEPS}",
     ]
@@ -126,6 +130,16 @@ def test_a_canceled_run_stays_canceled_until_it_is_resumed(lab: SlurmLab, folder
     assert "is canceled" in launcher("cancel", str(run))
     until(lambda: state() == "canceled")
     assert lab.run(sys.executable, "-m", "launcher", "cancel", str(run)).returncode == 2
+    assert " continues " in launcher("resume", str(run))
+    steps = len(losses(folder, "alone"))
+    until(lambda: len(losses(folder, "alone")) >= steps + 20)
+    lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=0")
+    (node,) = events_of(RunDir(run).ledger.read(), JobStarted)[-1].nodes
+    urgent = ["-p", "urgent", "-w", node, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
+    assert lab.run("sbatch", *urgent).returncode == 0
+    until(lambda: state() == "preempted")
+    lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
+    assert events_of(RunDir(run).ledger.read(), JobEnded)[-1].is_final
     assert " continues " in launcher("resume", str(run))
     until(lambda: state() == "done")
     assert len(losses(folder, "alone")) == 5 * STEPS
