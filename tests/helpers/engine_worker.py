@@ -27,6 +27,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import CheckpointError
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.marker import latest_step
 from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import end_process
@@ -43,7 +44,13 @@ from pretrain.config.run import (
     accumulation_steps,
     lanes_of_rank,
 )
-from pretrain.distributed.world import World, destroy_process_group, init_world, sum_over_ranks
+from pretrain.distributed.world import (
+    World,
+    destroy_process_group,
+    gather_objects,
+    init_world,
+    sum_over_ranks,
+)
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.optim.layer_norms import layer_metrics, layer_of
@@ -165,6 +172,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     checkpointer.finish()
     if "drift" in cell:
         layers["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
+    if "damage" in cell:
+        layers["resume_points"] = resume_points(output / cell["name"], cell["damage"], world)
     return {"losses": losses, "norms": norms, "scales": scales, "validation": validation, **layers}
 
 
@@ -172,6 +181,21 @@ def evaluate(run: RunConfig, engine: Engine) -> dict[str, float]:
     """Return what an evaluation in three lanes finds: not one for every rank of four."""
     settings = EvaluationConfig(lanes=3, max_tokens=700)
     return training_evaluator(dataclasses.replace(run, evaluation=settings), engine)()
+
+
+def resume_points(root: Path, name: str, world: World) -> dict[str, Any]:
+    """Which step each rank would resume from while a bit of the file is flipped, and after."""
+    found = {}
+    for when in ("damaged", "repaired"):
+        if world.is_main:
+            content = bytearray((root / name).read_bytes())
+            content[len(content) // 2] ^= 1
+            (root / name).write_bytes(content)
+        point = find_resume_point(root, world, run_id="")
+        assert point is not None
+        found[when] = gather_objects(point.step)
+        found[f"{when}, progress"] = latest_step(root)
+    return found
 
 
 def refusal_of_drift(

@@ -37,7 +37,9 @@ def chain_cells() -> list[dict[str, Any]]:
         link["evaluate_at"] = link["save_at"]
         cells.append(link)
         begin = end
-    cells[-1]["drift"] = [1, "layers.1.attention.output_weight"]  # after its save
+    # After its saves. Rank 1 verifies the second rank's files.
+    cells[-1]["drift"] = [1, "layers.1.attention.output_weight"]
+    cells[-1]["damage"] = f"step-{END:08d}/state-00001.safetensors"
     return cells
 
 
@@ -163,6 +165,21 @@ def assert_same_tensors(
     assert left is not None
     assert right is not None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(left, right, strict=True))
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_a_checkpoint_of_which_one_of_them_found_a_file_damaged(
+    output: Path,
+) -> None:
+    link = chain_cells()[-1]
+    found = json.loads((output / f"{link['name']}.json").read_text())["resume_points"]
+    before, end = link["save_at"]
+    assert found == {
+        "damaged": [before, before],
+        "damaged, progress": before,
+        "repaired": [end, end],
+        "repaired, progress": end,
+    }
 
 
 def ends(output: Path) -> tuple[marker.Checkpoint, marker.Checkpoint]:

@@ -131,7 +131,8 @@ def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupte
     assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
     ended = train(experiment, run_dir)
     assert ended.returncode == 0, ended.stderr
-    assert "step-00000012" in ended.stderr, "the border was saved"
+    assert "step-00000012, verified in" in ended.stderr, "the border was saved"
+    assert ended.stderr.count("verified in") == 1, "read once, also to find the phase"
     assert not differing_losses(uninterrupted[0], run_dir)
 
 
