@@ -12,6 +12,7 @@ RUN/checkpoints/step-00000100/
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -20,6 +21,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 INDEX = "index.json"
@@ -110,12 +113,20 @@ def validation_loss(directory: Path) -> float | None:
 def prune(
     root: Path, valid: Sequence[int], keep_last: int, keep_every: int = 0, keep_best: int = 0
 ) -> list[int]:
-    """Remove the checkpoints of `steps_to_prune`; returns their steps."""
+    """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be."""
     best = best_steps(root, valid, keep_best)
-    removed = steps_to_prune(steps_on_disk(root), valid, keep_last, keep_every, best)
-    for step in removed:
-        remove(step_directory(root, step))
-    return removed
+    old = steps_to_prune(steps_on_disk(root), valid, keep_last, keep_every, best)
+    return [step for step in old if _could_remove(step_directory(root, step))]
+
+
+def _could_remove(directory: Path) -> bool:
+    """An old checkpoint that stays, such as another user's, must not fail the save that prunes."""
+    try:
+        remove(directory)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", directory, error.strerror)
+        return False
+    return True
 
 
 def discard_from(root: Path, step: int) -> None:
@@ -136,12 +147,12 @@ def remove(directory: Path) -> None:
     """Remove a published checkpoint.
 
     The rename comes first: a removal that is interrupted must not leave what looks like a corrupted
-    checkpoint.
+    checkpoint. What cannot be deleted then is left to `remove_partial`.
     """
     renamed = directory.with_name(f".partial-{directory.name}-removed")
     shutil.rmtree(renamed, ignore_errors=True)
     directory.rename(renamed)
     if renamed.is_dir():
-        shutil.rmtree(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
     else:
         renamed.unlink()

@@ -106,7 +106,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         pruned = files.steps_to_prune(steps, valid, last, every, kept_best)
         _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:
-            files.prune(root, valid, last, every, best)
+            pruned = files.prune(root, valid, last, every, best)
     verb = "would delete" if arguments.dry_run else "deleted"
     print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
     return 0

@@ -203,6 +203,13 @@ def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, w
     assert files.prune(root, [], keep_last=1) == []
 
 
+def test_a_checkpoint_that_cannot_be_removed_stays_and_fails_no_save(root, caplog):
+    with without_root_permissions():
+        assert files.prune(root, [1, 2], keep_last=1) == []
+    assert files.steps_on_disk(root) == [1, 2]
+    assert "step-00000001 cannot be removed: Permission denied" in caplog.text
+
+
 def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp_path, world):
     run = RunConfig()
     run_dir = RunDir.create(tmp_path / "run", run)
