@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
+from data_pipeline.errors import ConfigError
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.optim.learning_rate import learning_rate_at
 
@@ -29,6 +31,36 @@ def test_no_rate_exceeds_the_peak_or_rises_after_warmup(shape: str) -> None:
 def test_linear_and_cosine_end_at_the_final_fraction() -> None:
     for shape in ("linear", "cosine"):
         assert learning_rate_at(optim(shape, final_fraction=0.1), 100) == pytest.approx(0.2)
+
+
+def test_the_last_update_has_the_rate_that_the_page_states():
+    """The floor belongs to the step after the last, as in the published schedules."""
+    floor, left = 0.1, 90  # steps after warm-up
+    for shape in ("linear", "wsd"):
+        settings = {"decay_steps": 20} if shape == "wsd" else {}
+        length = 20 if shape == "wsd" else left
+        last = learning_rate_at(optim(shape, final_fraction=floor, **settings), 99)
+        assert last == pytest.approx(2.0 * (floor + (1 - floor) / length))
+    last = learning_rate_at(optim("cosine", final_fraction=floor), 99)
+    assert last == pytest.approx(2.0 * (floor + (1 - floor) * math.sin(math.pi / 2 / left) ** 2))
+    for shape in ("linear", "cosine", "wsd"):
+        assert learning_rate_at(optim(shape, final_fraction=floor), 100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "length"), [(10, 0, 20), (90, 0, 10), (80, 20, 20)])
+def test_wsd_decays_from_the_peak_within_what_warm_up_leaves(warmup, decay, length):
+    schedule = ScheduleConfig(shape="wsd", warmup_steps=warmup, decay_steps=decay)
+    wsd = OptimConfig(steps=100, learning_rate=2.0, schedule=schedule)
+    assert wsd.decay_steps == length
+    assert learning_rate_at(wsd, 100 - length) == 2.0
+    assert learning_rate_at(wsd, 100 - length + 1) < 2.0
+
+
+@pytest.mark.parametrize("decay", [21, 100, 10**6])
+def test_a_wsd_decay_that_would_start_below_the_peak_is_refused(decay):
+    schedule = ScheduleConfig(shape="wsd", warmup_steps=80, decay_steps=decay)
+    with pytest.raises(ConfigError, match=f"decay_steps={decay} is longer than the 20 steps"):
+        OptimConfig(steps=100, schedule=schedule)
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
