@@ -20,7 +20,7 @@ from pretrain.costs.device_memory import (
     total_bytes,
 )
 from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
-from pretrain.costs.flops import flops_of_step
+from pretrain.costs.flops import computed_flops_of_step
 
 
 def check_run(
@@ -141,7 +141,7 @@ def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> 
     rate = ranks * GPU_MFU * DEVICES[cluster.gpu_model].peak(config.engine.precision)
     between = (
         config.checkpoint.interval
-        * max(flops_of_step(phase, ranks) for phase in runs_of_phases(config))
+        * max(computed_flops_of_step(phase, ranks) for phase in runs_of_phases(config))
         / rate
     )
     if between <= seconds_of(cluster.time_limit) - cluster.signal_seconds:

@@ -25,6 +25,7 @@ from pretrain.costs.devices import CPU_MFU, DEVICES, GIB, GPU_MFU, USABLE, Devic
 from pretrain.costs.flops import (
     Flops,
     Parameters,
+    computed_flops_of_step,
     flops_of,
     flops_of_step,
     lanes_of_pass,
@@ -87,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="accelerator type of a rank (default: the cluster's, else cpu)",
     )
     parser.add_argument(
-        "--mfu", type=float, help="assumed model FLOPs utilization (default 0.35, on a CPU 0.25)"
+        "--mfu",
+        type=float,
+        help="assumed utilization of the peak, by all FLOPs (default 0.35, on a CPU 0.25)",
     )
     parser.add_argument("--explain", action="store_true", help="show the formula of each number")
 
@@ -235,10 +238,13 @@ def _time_lines(
     flops_per_second = world_size * device.peak(precision) * mfu
     spans = spans_of_phases(config, range(config.optim.steps))
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
+    computed = sum(count * computed_flops_of_step(phase, world_size) for phase, count in spans)
     tokens = sum(count * phase.tokens_per_step for phase, count in spans)
-    seconds_of_step = [flops_of_step(phase, world_size) / flops_per_second for phase, _ in spans]
+    seconds_of_step = [
+        computed_flops_of_step(phase, world_size) / flops_per_second for phase, _ in spans
+    ]
     tokens_per_second = config.tokens_per_step / seconds_of_step[0]
-    seconds = flops / flops_per_second
+    seconds = computed / flops_per_second
     hours = "GPU-hours" if hardware.on_gpu else "core-hours"
     phases = [
         f"  phase {number:<10}{each:>18.3f} s  "
@@ -248,7 +254,7 @@ def _time_lines(
     ]
     advice = advice_on_phases(config)
     formulas = (
-        "  tokens/s = ranks x peak FLOPs per second x MFU / FLOPs per token",
+        "  tokens/s = ranks x peak FLOPs per second x MFU / (FLOPs per token + recomputed ones)",
         "  step = data.lanes x data.segment_length tokens / tokens per second; "
         "run = optim.steps of them, by phase",
     )
@@ -256,6 +262,11 @@ def _time_lines(
         f"at an MFU of {mfu:.0%}  {tokens_per_second:>18,.0f} tokens/s, "
         f"{si(86400 * tokens_per_second)} tokens a day",
         f"  step            {seconds_of_step[0]:>18.3f} s  ({config.tokens_per_step:,} tokens)",
+        *(
+            [_row("recomputed", f"{computed / flops - 1:.1%}", "of these FLOPs, in the time", True)]
+            if computed > flops
+            else ()
+        ),
         *(phases if len(spans) > 1 else ()),
         *([f"  {advice}"] if advice else ()),
         f"  run             {duration(seconds):>20}  "

@@ -110,9 +110,31 @@ def _flops_per_token(run: RunConfig) -> float:
 
 
 def flops_of_step(run: RunConfig, world_size: int) -> float:
-    """Return the FLOPs of all ranks in one step of the phase that `run` describes."""
+    """Return the FLOPs of all ranks in one step of the phase that `run` describes.
+
+    These are what MFU counts: without what is computed a second time to save memory.
+    """
     flops = flops_of(run.model, run.data.segment_length, lanes_of_pass(run, world_size))
     return run.tokens_per_step * flops.training
+
+
+def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
+    """Return `flops_of_step` and what activation checkpointing and chunks of logits repeat."""
+    model, engine, T = run.model, run.engine, run.data.segment_length
+    lanes = lanes_of_pass(run, world_size)
+    flops, w = flops_of(model, T, lanes), _attention_widths(model)[0]
+    of_layers = 0.0
+    if engine.activation_checkpointing == "full":
+        of_layers = flops.forward - flops.head
+        if model.norm_position == "pre":  # only a norm after it needs a layer's last product
+            of_layers -= model.num_layers * 2 * model.d_model * model.inner_width
+    elif engine.activation_checkpointing == "selective":  # the scores, not what they weight
+        keys = T + model.memory_length + model.compressed_length
+        of_layers = flops.attention - model.num_layers * 2 * w * keys
+    checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
+    in_chunks = 0 < engine.logits_chunk_tokens < lanes * T
+    per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
+    return flops_of_step(run, world_size) + run.tokens_per_step * per_token
 
 
 def lanes_of_pass(run: RunConfig, world_size: int) -> int:
@@ -156,7 +178,7 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
         positions=positions,
         attention=layers * (6 if relative else 4) * w * keys,
         feed_forward=layers * (6 if model.feed_forward == "swiglu" else 4) * d * model.inner_width,
-        head=_head_flops(model),
+        head=_embedding_flops(model) + _output_flops(model),
         compression=layers * compression,
         # Memory rows have no gradient. With pre-norm, the parameters of their norm have.
         without_gradient=positions
@@ -231,15 +253,22 @@ def _vocabulary_parameters(model: ModelConfig) -> tuple[int, int]:
     return embedding, head
 
 
-def _head_flops(model: ModelConfig) -> float:
-    bins, d = bins_of(model), model.d_model
-    projected = model.div_val > 1 or model.embedding_width != d
+def _is_projected(model: ModelConfig) -> bool:
+    return model.div_val > 1 or model.embedding_width != model.d_model
+
+
+def _embedding_flops(model: ModelConfig) -> float:
+    """Every token is projected; with div_val > 1, through every bin's projection."""
+    if not _is_projected(model):
+        return 0.0
+    bins = bins_of(model)
+    widths = [width for _, width in bins] if model.div_val > 1 else [bins[0][1]]
+    return 2.0 * model.d_model * sum(widths)
+
+
+def _output_flops(model: ModelConfig) -> float:
+    bins, d, projected = bins_of(model), model.d_model, _is_projected(model)
     total = 0.0
-    if (
-        projected
-    ):  # the embedding projects every token; with div_val > 1, through every bin's projection
-        widths = [width for _, width in bins] if model.div_val > 1 else [bins[0][1]]
-        total = 2.0 * d * sum(widths)
     shares = [1.0, *tail_shares(model)[1:]]  # every token reads the shortlist
     for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
         columns = size + (0 if index else len(bins) - 1)

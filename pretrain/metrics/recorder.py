@@ -33,7 +33,7 @@ from torch import Tensor
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import flops_of_step
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import DTYPES, StepResult
@@ -90,7 +90,7 @@ class MetricsRecorder:
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
-        self._flops_per_token = cost_of(run).flops_per_token
+        self._flops_per_token = flops_of_step(run, world.world_size) / run.tokens_per_step
         own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
         peaks = torch.tensor([own_peak], dtype=torch.float64, device=world.device)
         self._peak = float(sum_over_ranks(peaks))

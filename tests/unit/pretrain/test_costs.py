@@ -12,8 +12,22 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.config_loader import load_config
-from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.costs.flops import cost_of, flops_of, parameters_of, tail_shares
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PhaseConfig,
+    RunConfig,
+)
+from pretrain.costs.flops import (
+    computed_flops_of_step,
+    cost_of,
+    flops_of,
+    flops_of_step,
+    parameters_of,
+    tail_shares,
+)
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.scaling.collect import flops_after
 from tests.helpers.scaling import PUBLISHED_DATA
@@ -185,6 +199,53 @@ def test_flops_are_what_pytorch_counts(norm_position, options):
     assert counter.get_total_flops() / tokens == pytest.approx(
         counted.training + padding, rel=1e-12
     )
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "checkpoint_every_n_layers": 3},
+        {"activation_checkpointing": "selective"},
+        {"logits_chunk_tokens": 9},
+    ],
+    ids=str,
+)
+def test_flops_that_are_computed_twice_are_those_that_pytorch_counts(norm_position, engine):
+    compression = (
+        {"compressed_length": 4} if "logits_chunk_tokens" not in engine else {"d_embed": 8}
+    )
+    model = ModelConfig(
+        **{**SMALL, "memory_length": 9, "positions": "rope", "norm_position": norm_position},
+        **compression,
+    )
+    counted = {}
+    for name, settings in {"once": {}, "twice": engine}.items():
+        run = RunConfig(
+            model=model,
+            data=DataConfig(lanes=3, segment_length=6),
+            engine=EngineConfig(attention_kernel="plain", **settings),
+        )
+        torch.manual_seed(0)
+        module = TransformerXL(
+            model,
+            run.engine.activation_checkpointing,
+            "plain",
+            run.engine.logits_chunk_tokens,
+            run.engine.checkpoint_every_n_layers,
+        )
+        tokens_BL = torch.arange(18).view(3, 6)
+        memory = None
+        for _ in range(5):
+            with torch.no_grad():
+                _, memory = module(tokens_BL, tokens_BL, memory)
+        with FlopCounterMode(display=False) as counter:
+            module(tokens_BL, tokens_BL, memory)[0].mean().backward()
+        assert computed_flops_of_step(run, 1) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+        counted[name] = computed_flops_of_step(run, 1)
+        assert flops_of_step(run, 1) == counted["once"], "MFU counts nothing twice"
+    assert counted["twice"] > counted["once"]
 
 
 def test_the_fractions_of_an_adaptive_softmax_are_a_distribution_that_favors_the_front():

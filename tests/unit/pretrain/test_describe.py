@@ -162,6 +162,19 @@ def test_every_phase_is_accounted_for(capsys):
     assert "data.lanes=6 does not divide over 4 ranks" in capsys.readouterr().err
 
 
+def test_the_time_counts_what_is_computed_twice(capsys):
+    seconds = {}
+    for kind in ("none", "full"):
+        checkpointing = f"engine.activation_checkpointing={kind}"
+        assert main(["describe", str(MODELS / "wt103-base.yaml"), checkpointing]) == 0
+        said = capsys.readouterr().out
+        assert ("  recomputed " in said) is (kind == "full")
+        step = re.search(r"  step +([\d.]+) s", said)
+        assert step is not None
+        seconds[kind] = float(step[1])
+    assert 1.2 < seconds["full"] / seconds["none"] < 1.4
+
+
 CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
 WT103 = str(MODELS / "wt103-base.yaml")
 LANES = "data.lanes=64"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -11,7 +12,15 @@ import torch
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.prefetch import Prefetcher
 from data_pipeline.patience import Patience, StorageError
-from pretrain.config.run import DataConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.cli import main
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder
@@ -38,11 +47,11 @@ def world():
 class Recorder:
     """A run that makes steps whose losses are known."""
 
-    def __init__(self, world, run_dir: RunDir, step: int = 0) -> None:
+    def __init__(self, world, run_dir: RunDir, step: int = 0, run: RunConfig = RUN) -> None:
         self.state = TrainState(step=step, tokens_seen=step * RUN.tokens_per_step)
         self.prefetcher = Prefetcher(iter(()))
         clock = ForwardClock(torch.nn.Identity(), world.device)
-        self.metrics = MetricsRecorder(RUN, run_dir, world, self.state, self.prefetcher, clock)
+        self.metrics = MetricsRecorder(run, run_dir, world, self.state, self.prefetcher, clock)
 
     def make_step(self, *slot_losses: float, grad_norm: float | None = 0.5) -> None:
         for loss in slot_losses:
@@ -89,6 +98,19 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     ].keys()
     assert lines[1]["mfu"] > 0
     assert lines[1]["used_memory_gib"] > 0.05
+
+
+def test_mfu_and_describe_count_the_same_flops_with_accumulation(world, tmp_path, caplog, capsys):
+    """Positions are projected once per forward pass: here of one lane of two."""
+    caplog.set_level("INFO", "pretrain")
+    run = replace(RUN, engine=EngineConfig(kind="torch", micro_batch_lanes=1))
+    run_dir = RunDir.create(tmp_path / "slots", run)
+    Recorder(world, run_dir, run=run).close()
+    (said,) = caplog.messages
+    assert main(["describe", str(run_dir.config_file)]) == 0
+    described = re.search(r"FLOPs per token +(.+?FLOP)", capsys.readouterr().out)
+    assert described is not None
+    assert said.startswith(f"MFU = tokens/s x {described[1]} per token")
 
 
 def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):
