@@ -30,6 +30,7 @@ from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.device_memory import check_host_memory
 from pretrain.distributed.environment import environment_changes, environment_of_ranks
 from pretrain.distributed.world import (
     World,
@@ -81,6 +82,8 @@ EVENT_AT_END = {
 def run_training(config: RunConfig, directory: Path, world: World) -> int:
     """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory."""
     check_precision(config.engine.precision, world.device)
+    on_gpu = world.device.type == "cuda"
+    check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
         lanes_of_rank(phase, world.rank, world.world_size)
         accumulation_steps(phase, world.world_size)

@@ -7,10 +7,13 @@ f inner width, V vocabulary, b bytes of an activation.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
+from data_pipeline.errors import ConfigError
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
 
 MASTER_BYTES = 4
@@ -89,6 +92,21 @@ def checkpoint_bytes(run: RunConfig) -> float:
     return float(elements) * parameters_of(model).total + rows * (
         model.num_layers * model.d_model * _width(run) + 4
     )
+
+
+def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gpu: bool) -> None:
+    """Raise ConfigError if this node cannot hold the weights that its ranks draw, in float32."""
+    if on_gpu and _stage(run) == 3:
+        return  # each parameter goes to the GPUs before the next one is drawn
+    parameters = parameters_of(run.model).total
+    drawn = parameters * ranks_on_node / (world_size if _stage(run) == 3 else 1)
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if MASTER_BYTES * drawn > room:
+        raise ConfigError(
+            f"a model of {parameters:,} parameters takes {MASTER_BYTES * drawn / GIB:,.1f} GiB of "
+            f"this node's host memory, found {room / GIB:,.1f} GiB; use a smaller model, or "
+            "engine.zero_stage=3 on more nodes"
+        )
 
 
 def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:

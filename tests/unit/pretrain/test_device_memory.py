@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from data_pipeline.config_loader import to_tree
+from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 
@@ -75,3 +77,16 @@ def measured() -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_of_a_steps_peak_memory_is_within_15_per_cent(measured, name):
     assert total_bytes(memory_parts(run_of(name), 1)) == pytest.approx(measured[name], rel=0.15)
+
+
+def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(
+        f"data: {{path: {corpus.directory.parent}, lanes: 1}}\n"
+        "model: {d_model: 65536, num_layers: 100}\n"
+    )
+    command = ["train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "run")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert re.search(r"a model of [\d,]+ parameters takes [\d,.]+ GiB of this node", said)
+    assert not (tmp_path / "run").exists()
