@@ -11,6 +11,8 @@ from typing import BinaryIO
 BLOCK_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 LARGEST_WINDOW = 1 << 31  # of a .zst file, in bytes of host memory; `zstd --long=31` needs it
+# Decompressed at once: 4 bytes of .zst can be 128 KiB of text, so these are 32 MiB at most.
+ZST_PIECE_BYTES = 1 << 10
 CORRUPTION = (EOFError, zlib.error, gzip.BadGzipFile)  # raised by `decompressed` files
 
 
@@ -56,7 +58,7 @@ class _ZstFile(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._frame = self._new_frame()
         self._is_inside = False
-        self._ready = b""
+        self._ready = memoryview(b"")  # slices of it are not copied
 
     def readable(self) -> bool:
         return True
@@ -72,7 +74,7 @@ class _ZstFile(io.RawIOBase):
 
     def _more(self) -> bool:
         compressed = self._frame.unused_data if self._frame.eof else b""
-        compressed = compressed or self._file.read(BLOCK_BYTES)
+        compressed = compressed or self._file.read(ZST_PIECE_BYTES)
         if self._frame.eof:
             self._frame, self._is_inside = self._new_frame(), False
         if not compressed:
@@ -81,7 +83,7 @@ class _ZstFile(io.RawIOBase):
             return False
         self._is_inside = True
         try:
-            self._ready = self._frame.decompress(compressed)
+            self._ready = memoryview(self._frame.decompress(compressed))
         except self._error as error:
             raise EOFError(str(error)) from None
         self._is_inside = not self._frame.eof

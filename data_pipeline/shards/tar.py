@@ -6,6 +6,7 @@ the archive and lose the members after it silently, which is why this reader exi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import mmap
@@ -23,6 +24,7 @@ MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
 REGULAR_TYPES, DIRECTORY_TYPE = (b"0", b"\0", b"7"), b"5"
 PAX_TYPE, PAX_GLOBAL_TYPE, GNU_NAME_TYPE, GNU_LINK_TYPE = b"x", b"g", b"L", b"K"
 LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
+NUMBER = re.compile(r"[0-9]{1,18}")  # Python refuses to read thousands of digits
 SKIP_BYTES = 1 << 20
 
 
@@ -76,7 +78,7 @@ def tar_members(file: BinaryIO) -> Iterator[TarMember]:
             elif kind == GNU_NAME_TYPE:
                 extended["path"] = contents.rstrip(b"\0").decode(errors="replace")
         else:
-            size = int(extended["size"]) if extended.get("size", "").isdigit() else size
+            size = _number(extended["size"], offset) if "size" in extended else size
             if kind != DIRECTORY_TYPE:
                 counting, name = _Counting(file), extended.get("path", _name(header))
                 yield TarMember(name, size, kind in REGULAR_TYPES, counting)  # type: ignore[arg-type]
@@ -135,10 +137,16 @@ def _size(header: bytes, offset: int) -> int:
     field = header[SIZE_FIELD.start : SIZE_FIELD.stop + 1]
     if field[0] & 0x80:  # GNU tar stores sizes from 8 GiB on in binary
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.rstrip(b"\0 ") or b"0", 8)
-    except ValueError:
-        raise TarError(f"the header at byte {offset} has no valid size") from None
+    digits = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
+    if digits.strip(b"01234567"):
+        raise TarError(f"the header at byte {offset} has no valid size")
+    return int(digits, 8)
+
+
+def _number(digits: str, offset: int) -> int:
+    if not NUMBER.fullmatch(digits):
+        raise TarError(f"the extended header before byte {offset} has no valid size")
+    return int(digits)
 
 
 def _name(header: bytes) -> str:
@@ -159,7 +167,8 @@ def _pax_records(contents: bytes) -> dict[str, str]:
     records = {}
     while contents:
         length, _, rest = contents.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(contents):
+        is_number = NUMBER.fullmatch(length.decode(errors="replace"))
+        if not is_number or not 0 < int(length) <= len(contents):
             raise TarError("a pax header is corrupted")
         key, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
         records[key.decode(errors="replace")] = value.decode(errors="replace")

@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import tracemalloc
 
 import pytest
 import zstandard
@@ -152,6 +153,19 @@ def test_a_corrupted_archive_is_named(tmp_path, name, damage):
     (tmp_path / name).write_bytes(packed)
     with pytest.raises(DataError, match=rf"{name} is corrupted or truncated"):
         read_all(config_of(tmp_path, max_rejects=10**6))
+
+
+@pytest.mark.parametrize("name", ["x.txt.zst", "x.txt.gz", "x.jsonl.zst"])
+def test_a_small_archive_of_a_huge_text_is_rejected_in_little_memory(tmp_path, name):
+    pack = gzip.compress if name.endswith(".gz") else zstandard.compress
+    (tmp_path / name).write_bytes(pack(bytes(128 << 20), 1))
+    tracemalloc.start()
+    try:
+        (rejected,) = read_all(config_of(tmp_path, max_document_bytes=1000))
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+    assert rejected.reason == "longer than max_document_bytes=1000"
 
 
 def test_input_that_is_absent_or_without_files_is_rejected(tmp_path):

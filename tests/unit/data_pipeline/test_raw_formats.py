@@ -235,3 +235,22 @@ def test_a_link_in_a_tar_is_rejected_and_its_neighbors_are_kept(tmp_path, tar_fo
     assert rejected == Reject(
         "x.tar:b", "b.txt is a link or a device in the archive, expected a file"
     )
+
+
+@pytest.mark.parametrize("size", ["-1", "9" * 5000, "\u00b2", ""])
+def test_an_impossible_size_in_a_tar_is_a_corrupted_tar(tmp_path, size):
+    info = tarfile.TarInfo("a.txt")
+    info.size, info.pax_headers = 4, {"size": size}
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(info, io.BytesIO(b"text"))
+    with pytest.raises(DataError, match=r"x\.tar is corrupted or truncated \(the extended header"):
+        read_all(tmp_path / "x.tar")
+    content = bytearray(tar_of([("a.txt", b"text")], tarfile.USTAR_FORMAT))
+    member = content[512:1024]
+    member[124:136] = b"-0000000001\0"
+    member[148:156] = b" " * 8
+    member[148:156] = f"{sum(member):06o}\0 ".encode()
+    content[512:1024] = member
+    (tmp_path / "y.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"y\.tar is corrupted .*has no valid size"):
+        read_all(tmp_path / "y.tar")
