@@ -51,6 +51,7 @@ class CorpusConfig:
     # Longer records are rejected.
     max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8))
     max_rejects: int = setting(1000, Range(0, MOST))  # more unusable records stop the build
+    normalize_newlines: bool = False  # make every \r\n and \r of a text a \n
     drop_duplicates: bool = False  # keep only the first of documents with equal text
     # Cut longer documents into NAME#1, NAME#2, ...; 0: never.
     split_characters: int = setting(0, Range(0, MOST))

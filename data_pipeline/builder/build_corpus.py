@@ -75,6 +75,8 @@ class BuildResult:
     was_finished: bool = False  # before this call
     duplicates: int = 0  # documents dropped because an earlier one has equal text
     split_documents: int = 0  # documents cut into several
+    crlf_documents: int = 0  # with line ends of Windows
+    cr_documents: int = 0  # with carriage returns alone
     round_trip: RoundTrip = field(default_factory=RoundTrip)
 
 
@@ -135,8 +137,7 @@ def build_sources(
         rules = DocumentRules(config, seen)
         check = RoundTripCheck(tokenizer, report)
         _write_splits(config, sources, tokenizer, rules, check, journal, report, is_part)
-        counts = {"duplicates": rules.duplicates, "split_documents": rules.split_documents}
-        journal.finish({**counts, "round_trip": asdict(check.counts)})
+        journal.finish({**rules.counts, "round_trip": asdict(check.counts)})
         return result_of(output)
 
 

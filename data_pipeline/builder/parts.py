@@ -30,7 +30,7 @@ from data_pipeline.builder.journal import (
     is_finished,
     is_started,
 )
-from data_pipeline.builder.records import REJECTS_NAME
+from data_pipeline.builder.records import REJECTS_NAME, RULE_COUNTS
 from data_pipeline.builder.round_trip import joined
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.splits import (
@@ -152,8 +152,7 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         _merge_rejects(config, directories)
         for split in reversed(splits):  # train last: with its manifest, everything is there
             _merge_split(config, [directory / split for directory in directories], output / split)
-        names = ("duplicates", "split_documents")
-        counts = {name: sum(getattr(result, name) for result in results) for name in names}
+        counts = {name: sum(getattr(result, name) for result in results) for name in RULE_COUNTS}
         round_trip = joined(result.round_trip for result in results)
         journal.finish({**counts, "round_trip": asdict(round_trip)})
     _remove_parts(config)

@@ -19,6 +19,7 @@ from data_pipeline.errors import DataError
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"
 HASH_BYTES = 16
+RULE_COUNTS = ("duplicates", "split_documents", "crlf_documents", "cr_documents")
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
 
 
@@ -59,7 +60,9 @@ def document_of_bytes(
         text = raw.decode()
     except UnicodeDecodeError as error:
         return Reject(source, f"invalid UTF-8 at byte {error.start}")
-    return Document(name, text, source) if text.strip() else Reject(source, "empty")
+    if not text.strip():
+        return Reject(source, "empty")
+    return Document(name, _with_newlines(text, config), source)
 
 
 def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -> Document | Reject:
@@ -86,7 +89,14 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         return Reject(source, f"half a surrogate pair at character {error.start}")
     if size > config.max_document_bytes:
         return too_long(source, config)
-    return Document(document_id(record.get(config.id_field), name), text, source)
+    name = document_id(record.get(config.id_field), name)
+    return Document(name, _with_newlines(text, config), source)
+
+
+def _with_newlines(text: str, config: CorpusConfig) -> str:
+    if not config.normalize_newlines or "\r" not in text:
+        return text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def document_id(value: object, name: str) -> str:
@@ -139,12 +149,22 @@ class DocumentRules:
         self._seen = set(seen)
         self.duplicates = 0
         self.split_documents = 0
+        self.crlf_documents = self.cr_documents = 0  # whose text has \r\n, or \r alone
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was done or found, by the names of a build's result."""
+        return {name: getattr(self, name) for name in RULE_COUNTS}
 
     def apply(self, document: Document) -> Iterator[Document]:
         """Yield nothing for a copy, else the document or its parts NAME#1, NAME#2, ..."""
         if self._config.drop_duplicates and self._is_copy(document.text):
             self.duplicates += 1
             return
+        if "\r" in document.text:
+            pairs = document.text.count("\r\n")
+            self.crlf_documents += pairs > 0
+            self.cr_documents += document.text.count("\r") > pairs
         limit = self._config.split_characters
         if not limit or len(document.text) <= limit:
             yield document

@@ -28,6 +28,7 @@ SETTING_FLAGS = {
     "text-field": (None, "field with the text of a record"),
     "id-field": (None, "field with the id of a record"),
     "max-rejects": (None, "unusable records before the build stops"),
+    "normalize-newlines": (None, "true: make every \\r\\n and \\r a \\n"),
     "drop-duplicates": (None, "true: keep only the first of documents with equal text"),
     "split-characters": (None, "cut longer documents at paragraph ends into NAME#1, NAME#2, ..."),
     "shard-format": (None, "mds or webdataset"),
@@ -42,6 +43,7 @@ SETTING_FLAGS = {
 PARSED_FLAGS = {
     "validation-fraction": "validation_fraction",
     "max-rejects": "max_rejects",
+    "normalize-newlines": "normalize_newlines",
     "drop-duplicates": "drop_duplicates",
     "split-characters": "split_characters",
     "shard-bytes": "shard_bytes",
@@ -118,6 +120,12 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         print(f"{result.duplicates:,} documents were dropped: an earlier one has equal text")
     if result.split_documents:
         print(f"{result.split_documents:,} long documents were cut into NAME#1, NAME#2, ...")
+    if result.crlf_documents or result.cr_documents:
+        print(
+            f"line endings: {result.crlf_documents:,} documents have \\r\\n and "
+            f"{result.cr_documents:,} have \\r alone, which became tokens; "
+            "normalize_newlines=true builds them with \\n"
+        )
     if result.round_trip.altered:
         print(result.round_trip)
     if result.rejects:
