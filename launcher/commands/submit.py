@@ -15,7 +15,7 @@ from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, parse_nodes, render
+from launcher.slurm.sbatch import Job, parse_nodes, quote, render
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot, with_absolute_paths
 from launcher.status.infer_status import State
 from launcher.status.run_state import read_state
@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def planned(arguments: argparse.Namespace, config: RunConfig) -> Job:
     """The job that the command line asks for."""
     run_dir = (arguments.run_dir or Path("runs") / config.name).resolve()
+    quote(run_dir)  # ConfigError now, unless a script can contain it
     return Job(
         name=job_name(config.name, run_dir),
         run_dir=run_dir,

@@ -16,7 +16,7 @@ MOST_RANKS = 1024  # of a node
 USABLE = 0.92
 CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
 GPU_MFU = 0.35
-_GPUS = re.compile(r"([A-Za-z][A-Za-z0-9._-]*:)?\d{1,4}")
+_GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*:)?[0-9]{1,4}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         check_ranges("", self)  # those of a subclass, too
-        if not _GPUS.fullmatch(self.gpus_per_node):
+        # Without quotes, YAML reads a type of digits, 100:8, as a number to the base of 60.
+        if not _GPUS.fullmatch(self.gpus_per_node) or self.num_gpus > MOST_RANKS:
             raise ConfigError(
                 f"gpus_per_node: found {self.gpus_per_node!r}, expected a number or a type and a "
                 "number; write 8, or h100:8"

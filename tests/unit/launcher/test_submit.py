@@ -55,6 +55,7 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     [
         (["--nodes=3"], "does not divide over 6 ranks"),
         (["--nodes=many"], "--nodes=many"),
+        (["--run-dir=/runs/not-utf-8-\udcff"], "found a control character"),
         (["--attempts-without-progress=0"], "must be 1 or more"),
     ],
 )
