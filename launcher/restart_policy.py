@@ -12,7 +12,12 @@ from typing import TypeGuard
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
 from data_pipeline.progress import duration
-from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.exit_status import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_STOPPED,
+    NEVER_STARTED,
+    ended_by_watchdog,
+)
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -69,11 +74,15 @@ class AttemptResult:
     step_before: int
     step_after: int
     first_failure: int | None = None  # the rank that failed first, or was unresponsive, where known
-    hung: bool = False  # the watchdog of a rank ended it because a step took too long
 
     @property
     def made_progress(self) -> bool:
         return self.step_after > self.step_before
+
+    @property
+    def hung(self) -> bool:
+        """Whether the watchdog of a rank ended it because a step took too long."""
+        return any(map(ended_by_watchdog, self.statuses))
 
     @property
     def ran_out_of_memory(self) -> bool:

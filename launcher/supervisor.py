@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +25,10 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from pretrain.checkpoint import marker
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.launch_events import AttemptEnded, NextAction
 from pretrain.rundir.run_dir import RunDir
 
-# What the watchdog of a rank (pretrain/rundir/watchdog.py) writes above the stacks.
-_WATCHDOG = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
     NextAction.STOPPED: EXIT_STOPPED,
@@ -126,14 +123,13 @@ def supervise(
             outlast(run_dir.patience, run_dir.check_writable)
         ranks = start(number)
         statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile)))
-        hung = any(map(_shows_a_hang, ranks.logs))
+        hung = any(map(ended_by_watchdog, statuses))
         attempts.append(
             AttemptResult(
                 statuses=statuses,
                 step_before=before,
                 step_after=latest_step(run_dir),
                 first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
-                hung=hung,
             )
         )
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)
@@ -199,11 +195,6 @@ def _pause(seconds: float, stop: StopSignals) -> bool:
             return False
         time.sleep(0.05)
     return not stop.requests
-
-
-def _shows_a_hang(log: Path) -> bool:
-    """Whether the rank's watchdog killed it."""
-    return log.exists() and _WATCHDOG.search(log.read_text(errors="replace")) is not None
 
 
 def _event(

@@ -17,7 +17,8 @@ import sys
 import time
 
 STACKS_SIGNAL = signal.SIGQUIT  # the rank's handler for it writes the stacks of all threads
-END_SIGNAL = signal.SIGALRM  # no handler, no core file
+# By which the supervisor knows a hang. No handler, no core file.
+END_SIGNAL = signal.SIGALRM
 _STACKS_SECONDS = 1.0  # that writing them may take
 _TICK_SECONDS = 1.0
 # Slurm signals all processes of a step: requests for the ranks alone.
@@ -74,7 +75,6 @@ def main() -> None:
     if not is_hungry(sys.stdin.fileno(), seconds) or os.getppid() != rank:
         return
     minutes, rest = divmod(round(seconds), 60)
-    # The supervisor recognizes a hang by this line (launcher/supervisor.py).
     print(f"Timeout ({minutes // 60}:{minutes % 60:02}:{rest:02})!", file=sys.stderr, flush=True)
     os.kill(rank, STACKS_SIGNAL)
     time.sleep(_STACKS_SECONDS)

@@ -27,10 +27,10 @@ POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_del
 
 
 def attempt(
-    *statuses: int, before: int = 0, after: int = 0, first: int | None = None, hung: bool = False
+    *statuses: int, before: int = 0, after: int = 0, first: int | None = None
 ) -> AttemptResult:
     return AttemptResult(
-        statuses=statuses, step_before=before, step_after=after, first_failure=first, hung=hung
+        statuses=statuses, step_before=before, step_after=after, first_failure=first
     )
 
 
@@ -135,7 +135,7 @@ def test_training_that_no_checkpoint_holds_and_a_start_that_never_trained_gain_n
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():
-    assert decide([attempt(-9, -9, hung=True)], POLICY).reason is AttemptReason.HANG
+    assert decide([attempt(-14, -9)], POLICY).reason is AttemptReason.HANG, "a watchdog's SIGALRM"
     assert [unresponsive_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [
         1,
         None,
