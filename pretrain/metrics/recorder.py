@@ -8,7 +8,8 @@ and rank 0 writes:
                    "overflowed".
                    The last line of an interval adds "seconds", "time" (since 1970),
                    "tokens_per_second", "mfu", "data_wait", "used_memory_gib" (mean over ranks),
-                   "save_stall" (seconds the loop waited for saves); with several ranks
+                   "save_stall" (seconds the loop waited for saves), "stall" (seconds lost in steps
+                   that took far longer than usual; not in "seconds"); with several ranks
                    "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
                    "loss_scale"; at full intervals norms per layer (`layer_norms`)
     {"kind": "evaluation", "step", "loss", "perplexity", ...}
@@ -34,15 +35,17 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import flops_of_step
-from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
+from pretrain.costs.throughput import memory_in_use_gib
 from pretrain.distributed.world import World, sum_over_ranks
-from pretrain.engines.engine import DTYPES, StepResult
+from pretrain.engines.engine import StepResult
 from pretrain.metrics.lane_meter import LaneMeter
+from pretrain.metrics.peak import peak_of_run
+from pretrain.metrics.stalls import StallMeter, StandstillClock, rank_that_stalled
 from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Straggler
+from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
@@ -91,9 +94,9 @@ class MetricsRecorder:
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
         self._flops_per_token = flops_of_step(run, world.world_size) / run.tokens_per_step
-        own_peak = measured_matmul_peak(world.device, DTYPES[run.engine.precision])
-        peaks = torch.tensor([own_peak], dtype=torch.float64, device=world.device)
-        self._peak = float(sum_over_ranks(peaks))
+        self._peak = peak_of_run(run_dir, world, run.engine.precision)
+        self._standstill_clock = StandstillClock()
+        self._stalls = StallMeter()
         if world.is_main:
             self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
@@ -122,6 +125,7 @@ class MetricsRecorder:
             _Step(state.step, state.tokens_seen, total, len(losses), learning_rate, result)
         )
         self._idle_since = time.perf_counter()
+        self._end_of_step()
         if self._profiler is not None:
             self._profiler.after_step(state.step)
 
@@ -131,17 +135,21 @@ class MetricsRecorder:
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses, (waited, used_memory_gib, *busy_R), of_lanes, squares = self._over_ranks(steps)
-        seconds = time.perf_counter() - self._start - self._paused
+        losses, (waited, used_memory_gib, *of_R), of_lanes, squares = self._over_ranks(steps)
+        self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
+        stalled = self._stalls.take()
+        seconds = time.perf_counter() - self._start - self._paused - stalled
         if self._files is not None:
             ranks = self._world.world_size
+            busy_R, standstill_R = of_R[:ranks], of_R[ranks:]
             lines = [
                 _line(step, loss / ranks / step.num_slots)
                 for step, loss in zip(steps, losses, strict=True)
             ]
             last = steps[-1]
             lines[-1] |= self._rates(len(steps), seconds, waited / ranks, used_memory_gib / ranks)
-            lines[-1] |= self._slowest(last.step, [busy / len(steps) for busy in busy_R])
+            lines[-1] |= self._slowest(last.step, busy_R, len(steps))
+            lines[-1] |= self._stall(last.step, stalled, standstill_R, busy_R)
             if last.result.loss_scale is not None:
                 lines[-1]["loss_scale"] = last.result.loss_scale
             lines[-1] |= self._lane_meter.numbers(of_lanes)
@@ -174,6 +182,7 @@ class MetricsRecorder:
         """Write what is left. A collective."""
         self.write()
         self._forward_clock.close()
+        self._standstill_clock.close()
         if self._profiler is not None:
             self._profiler.close()
 
@@ -189,11 +198,16 @@ class MetricsRecorder:
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
 
     def _own_measurements(self) -> list[float]:
-        """Data wait, memory, and busy seconds by rank: 0 for all others, so that sums are all's."""
+        """Data wait, memory, and by rank the seconds it was busy and those it stood still.
+
+        0 for all other ranks, so that sums are all's.
+        """
         waited = self._prefetcher.wait_seconds - self._waited_before
         busy_R = [0.0] * self._world.world_size
+        standstill_R = list(busy_R)
         busy_R[self._world.rank] = waited + self._forward_clock.take()
-        return [waited, memory_in_use_gib(self._world.device), *busy_R]
+        standstill_R[self._world.rank] = self._standstill_clock.take()
+        return [waited, memory_in_use_gib(self._world.device), *busy_R, *standstill_R]
 
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:
@@ -202,11 +216,28 @@ class MetricsRecorder:
             result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm
         )
 
-    def _slowest(self, step: int, busy_R: list[float]) -> dict[str, float]:
-        slowest = slowest_of(busy_R)
+    def _end_of_step(self, is_whole: bool = True) -> None:
+        now, paused = time.perf_counter(), self._paused
+        self._stalls.observe(now - self._step_start - (paused - self._paused_before), is_whole)
+        self._step_start, self._paused_before = now, paused
+
+    def _stall(
+        self, step: int, seconds: float, standstill_R: list[float], busy_R: list[float]
+    ) -> dict[str, float]:
+        if not seconds:
+            return {}
+        event = Stalled(
+            step=step, seconds=seconds, rank=rank_that_stalled(seconds, standstill_R, busy_R)
+        )
+        self._run_dir.ledger.append_soon(event)
+        logger.warning("%s; this time is not productive", event.description)
+        return {"stall": seconds}
+
+    def _slowest(self, step: int, busy_R: list[float], num_steps: int) -> dict[str, float]:
+        slowest = slowest_of([busy / num_steps for busy in busy_R])
         if slowest is None:
             return {}
-        if self._stragglers.observe(slowest):
+        if self._stragglers.observe(slowest, num_steps):
             self._run_dir.ledger.append_soon(Straggler(step=step, **asdict(slowest)))
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
@@ -218,7 +249,8 @@ class MetricsRecorder:
     def _start_interval(self) -> None:
         self._paused = self._save_stall = 0.0
         self._waited_before = self._prefetcher.wait_seconds
-        self._start = self._idle_since = time.perf_counter()
+        self._start = self._idle_since = self._step_start = time.perf_counter()
+        self._paused_before = 0.0
 
     def _pause_since(self, start: float) -> None:
         self._idle_since = time.perf_counter()

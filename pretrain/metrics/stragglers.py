@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-INTERVALS_IN_A_ROW = 3  # a rank must be slow for this many: one may be a hiccup
+INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
+LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
 
 
 class ForwardClock:
@@ -66,6 +67,11 @@ class SlowestRank:
     seconds: float
     ratio: float
 
+    @property
+    def excess(self) -> float:
+        """The seconds that it took longer than the others."""
+        return self.seconds - self.seconds / self.ratio
+
 
 def slowest_of(seconds_R: Sequence[float]) -> SlowestRank | None:
     """The rank that took longest for its own work; None if there is only one rank."""
@@ -77,18 +83,25 @@ def slowest_of(seconds_R: Sequence[float]) -> SlowestRank | None:
 
 
 class StragglerWatch:
-    """Names a rank once: when it took `limit` times as long as others for 3 intervals in a row."""
+    """Names a rank once: when it took `limit` times as long as others for some intervals in a row.
+
+    At least 3 intervals, and enough of them that it has cost a second.
+    """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit  # 0: none is named
         self._rank = -1
-        self._count = 0
+        self._count, self._cost, self._is_named = 0, 0.0, False
 
-    def observe(self, slowest: SlowestRank) -> bool:
-        """Whether the rank is to be named at this interval."""
-        if not self._limit or slowest.ratio < self._limit:
-            self._rank, self._count = -1, 0
+    def observe(self, slowest: SlowestRank, num_steps: int) -> bool:
+        """Whether the rank is to be named at this interval of so many steps."""
+        is_slow = bool(self._limit) and slowest.ratio >= self._limit
+        if not is_slow or slowest.rank != self._rank:
+            self._count, self._cost, self._is_named = 0, 0.0, False
+        self._rank = slowest.rank if is_slow else -1
+        self._count += is_slow
+        self._cost += slowest.excess * num_steps if is_slow else 0.0
+        if self._is_named or self._count < INTERVALS_IN_A_ROW or self._cost < LEAST_SECONDS:
             return False
-        self._count = self._count + 1 if slowest.rank == self._rank else 1
-        self._rank = slowest.rank
-        return self._count == INTERVALS_IN_A_ROW
+        self._is_named = True
+        return True

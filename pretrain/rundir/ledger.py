@@ -46,6 +46,7 @@ from pretrain.rundir.training_events import (
     Resumed,
     Rewind,
     SettingsChanged,
+    Stalled,
     Started,
     Stopped,
     Straggler,
@@ -58,8 +59,8 @@ E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
     kind.name(): kind
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
-                 Straggler, Rewind, GaveUp, SuspectDocuments, AttemptEnded, Submitted, Canceled,
-                 JobStarted, JobEnded, SupervisorKilled)
+                 Straggler, Stalled, Rewind, GaveUp, SuspectDocuments, AttemptEnded, Submitted,
+                 Canceled, JobStarted, JobEnded, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)

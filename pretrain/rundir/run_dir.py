@@ -74,6 +74,7 @@ class RunDir:
         self.ledger = Ledger(self.path / "ledger.jsonl", self.patience)
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
+        self.matmul_peaks = self.path / "matmul_peaks.json"  # that MFU refers to
         self.traces = self.path / "traces"
         self.heartbeats = self.path / "heartbeats"
         self._identity_file = self.path / "run.json"

@@ -152,6 +152,20 @@ class Straggler(Event):
         return f"rank {self.rank} took {self.ratio:.1f} times as long as the others"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one."""
+
+    step: int
+    seconds: float
+    rank: int | None = None
+
+    @property
+    def description(self) -> str:
+        who = "the ranks" if self.rank is None else f"rank {self.rank}"
+        return f"{who} stood still for {self.seconds:.0f} s"
+
+
 def describe_spike(first: int, last: int, loss: float | None, usual: float | None) -> str:
     """Steps `first` to `last` had losses up to `loss`, or None if all were skipped."""
     steps = f"steps {first} to {last}"

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from pretrain.processes.local_ranks import RankGroup
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Stalled
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_a_stopped_one_write_their_stacks_and_exit(
+def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     tiny_corpus: Path, tmp_path: Path
 ):
     experiment = tmp_path / "tiny.yaml"
@@ -44,7 +46,16 @@ def test_ranks_that_wait_for_a_stopped_one_write_their_stacks_and_exit(
             assert group.poll() == [None, None], group.logs[0].read_text()
             time.sleep(0.05)
         os.kill(group.pids[1], signal.SIGSTOP)
+        time.sleep(5.5)
+        os.kill(group.pids[1], signal.SIGCONT)
+        while not (stalls := events_of(run_dir.ledger.read(), Stalled)):
+            assert time.monotonic() < deadline, group.logs[0].read_text()
+            time.sleep(0.05)
+        os.kill(group.pids[1], signal.SIGSTOP)
         statuses = group.wait(timeout=60, grace=1)
+    assert [event.rank for event in stalls] == [1]
+    (stalled,) = [line for line in run_dir.read_metrics() if "stall" in line]
+    assert stalled["stall"] > 5 > stalled["seconds"], "not in the time that goodput counts"
     assert statuses == [-signal.SIGALRM, -signal.SIGKILL]
     log = group.logs[0].read_text()
     assert "Timeout" in log

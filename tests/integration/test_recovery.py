@@ -243,7 +243,7 @@ def test_ranks_restart_together_when_one_is_out_of_memory_and_a_slow_one_is_name
 
     slow = subprocess.run(
         [*command, "optim.steps=50", "metrics.interval=4"],
-        env={**os.environ, VARIABLE: "slow:0.05@31"},
+        env={**os.environ, VARIABLE: "slow:0.15@31"},
         capture_output=True,
         text=True,
         timeout=240,

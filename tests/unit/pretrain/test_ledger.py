@@ -39,6 +39,7 @@ from pretrain.rundir.training_events import (
     Resumed,
     Rewind,
     SettingsChanged,
+    Stalled,
     Started,
     Stopped,
     Straggler,
@@ -74,6 +75,7 @@ EXAMPLES = [
     (PhaseFinished(step=7), "finished a phase after step 7"),
     (SettingsChanged(changes={"optim.steps": [10, 20]}), "optim.steps from 10 to 20"),
     (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
+    (Stalled(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
     (Straggler(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
     (
         Rewind(**SPIKE, to_step=10, segments=(12, 25)),

@@ -144,6 +144,7 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
         second.make_step(loss)
     second.close()
     assert losses_of(run_dir) == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert second.metrics._peak == first.metrics._peak, "measured once: MFU stays comparable"
     assert all(line["kind"] == "train" for line in run_dir.read_metrics()), (
         "the evaluation after step 4 comes again"
     )

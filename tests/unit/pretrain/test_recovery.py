@@ -176,8 +176,15 @@ def test_a_rank_is_named_once_and_only_when_it_stays_slow():
     watch = StragglerWatch(limit=1.5)
     slow, other, even = SlowestRank(2, 3.0, 3.0), SlowestRank(1, 3.0, 2.0), SlowestRank(2, 1.0, 1.1)
     observed = [
-        watch.observe(each)
+        watch.observe(each, num_steps=1)
         for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)
     ]
     assert observed == [False] * 7 + [True, False, False]
-    assert not any(StragglerWatch(limit=0.0).observe(slow) for _ in range(9))
+    assert not any(StragglerWatch(limit=0.0).observe(slow, num_steps=1) for _ in range(9))
+
+
+def test_a_rank_is_not_named_before_it_has_cost_a_second():
+    watch = StragglerWatch(limit=1.5)
+    short = SlowestRank(2, 0.031, 3.0)  # 20 ms more than the others, for each of 10 steps
+    observed = [watch.observe(short, num_steps=10) for _ in range(7)]
+    assert observed == [False] * 4 + [True, False, False]
