@@ -109,7 +109,7 @@ def read_manifest(directory: Path) -> Manifest:
     if manifest.hash != tree.get("hash"):
         raise DataError(
             f"{path} was changed after it was written: its contents hash to {manifest.hash[:16]}, "
-            f"it records {str(tree.get('hash'))[:16]}; restore it or build the corpus again"
+            f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
         )
     return manifest
 
