@@ -26,6 +26,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_pipeline.files import named_errors
+
 TOUCH_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -63,10 +65,10 @@ class OwnerFile:
         self._owner = None
 
     def is_held(self) -> bool | None:
-        """Whether its holder is alive; None if only another machine could tell."""
+        """Whether its holder is alive; None if only another machine, or time, can tell."""
         owner = _read(self.path)
-        if owner is None:
-            return self.path.exists()  # just being written
+        if owner is None:  # no file, or one whose maker was killed, or is about to write it
+            return None if self.path.exists() else False
         if owner.machine != _machine():
             return None
         return _started(owner.pid) == owner.started
@@ -83,8 +85,12 @@ class OwnerFile:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
-        with open(file, "w") as text:
-            json.dump(asdict(owner), text)
+        try:
+            with named_errors(self.path), open(file, "w") as text:
+                json.dump(asdict(owner), text)
+        except OSError:  # a full disk
+            self.path.unlink()
+            raise
         self._owner = owner
         threading.Thread(target=self._touch, name="lock", daemon=True).start()
         return True
@@ -112,6 +118,8 @@ class OwnerFile:
             if _read(aside) != left:  # another process was faster and holds it now: put it back
                 os.link(aside, self.path)
                 return False
+        except FileNotFoundError:
+            return True  # released, or removed by another process
         except OSError:
             return False
         finally:

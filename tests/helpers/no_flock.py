@@ -16,12 +16,12 @@ _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER_MODE = 38, 22, 2
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
-def deny_flock(number: int = errno.ENOSYS) -> None:
-    """From now on every flock of this process and its children fails with this error number."""
+def deny_flock() -> None:
+    """From now on every flock of this process and its children fails: not implemented."""
     instructions = [
         (0x20, 0, 0, 0),  # load the number of the system call
         (0x15, 0, 1, _FLOCK[platform.machine()]),  # skip the next unless it is flock
-        (0x06, 0, 0, _ERROR | number),
+        (0x06, 0, 0, _ERROR | errno.ENOSYS),
         (0x06, 0, 0, _ALLOW),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in instructions))
@@ -36,7 +36,7 @@ def deny_flock(number: int = errno.ENOSYS) -> None:
 
 
 @contextlib.contextmanager
-def without_flock() -> Iterator[None]:
+def without_flock(number: int = errno.ENOSYS) -> Iterator[None]:
     """The same inside this process only, where a filter could not be taken back."""
-    with mock.patch.object(fcntl, "flock", side_effect=OSError(errno.ENOSYS, "not implemented")):
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "no locks")):
         yield

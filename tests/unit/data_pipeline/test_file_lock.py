@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pathlib import Path
 from tests.helpers.no_flock import deny_flock
 from pretrain.rundir.run_dir import RunDir
 from data_pipeline.errors import exit_status_of
-deny_flock(int(sys.argv[2]))
+deny_flock()
 def hold():
     with RunDir(Path(sys.argv[1])).locked("train"):
         print("held", flush=True)
@@ -37,9 +38,9 @@ sys.exit(exit_status_of(hold))
 """
 
 
-def start(run: Path, number: int = errno.ENOSYS) -> subprocess.Popen[str]:
+def start(run: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(run), str(number)],
+        [sys.executable, "-c", PROGRAM, str(run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -47,17 +48,14 @@ def start(run: Path, number: int = errno.ENOSYS) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_without_flock_a_run_is_locked_against_a_second_process_and_free_after_a_kill(
-    tmp_path, number
-):
-    first = start(tmp_path, number)
+def test_without_flock_a_run_is_locked_against_a_second_process_and_free_after_a_kill(tmp_path):
+    first = start(tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "held\n", first.communicate()
     lock = read_lock(tmp_path / "train.lock")
     assert lock is not None
     assert (lock.pid, lock.is_held) == (first.pid, True)
-    second = start(tmp_path, number)
+    second = start(tmp_path)
     out, error = second.communicate(timeout=30)
     assert (second.returncode, out) == (2, "")
     assert f"is in use by process {first.pid} (train) on" in error
@@ -67,13 +65,14 @@ def test_without_flock_a_run_is_locked_against_a_second_process_and_free_after_a
     killed = read_lock(tmp_path / "train.lock")
     assert killed is not None
     assert killed.is_held is False
-    third = start(tmp_path, number)
+    third = start(tmp_path)
     out, error = third.communicate("", timeout=30)
     assert (third.returncode, out) == (0, "held\n"), error
     assert [path.name for path in tmp_path.iterdir()] == ["train.lock"]
 
 
-def test_without_flock_one_of_many_threads_holds_the_lock_at_a_time(tmp_path):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_flock_one_of_many_threads_holds_the_lock_at_a_time(tmp_path, number):
     inside, most = [0], [0]
 
     def work() -> None:
@@ -83,7 +82,7 @@ def test_without_flock_one_of_many_threads_holds_the_lock_at_a_time(tmp_path):
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
 
-    with without_flock():
+    with without_flock(number):
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -109,6 +108,25 @@ def test_a_lock_of_another_machine_is_taken_over_only_after_a_long_silence(tmp_p
     assert OwnerFile(tmp_path / "lock").is_held() is True
     owner.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_file_that_its_maker_could_not_write_is_free_after_the_same_silence(tmp_path):
+    owner = OwnerFile(tmp_path / "lock")
+    owner.path.touch()  # killed right after it made the file
+    assert not owner.try_acquire()
+    now = owner.path.stat().st_mtime
+    os.utime(owner.path, (now, now - PATIENCE_SECONDS - 1))
+    assert owner.try_acquire()
+    owner.release()
+    assert not owner.path.exists()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # the same as a full disk
+    try:
+        with pytest.raises(OSError, match="large"):
+            owner.try_acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not owner.path.exists()
 
 
 def test_a_holder_touches_its_file_and_does_not_remove_that_of_a_successor(
