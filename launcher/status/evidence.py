@@ -6,20 +6,19 @@ Changes nothing.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.lock import Lock
+from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event
 
@@ -104,23 +103,16 @@ def summarize_metrics(path: Path) -> MetricsSummary:
             if b'"kind": "train"' not in line:
                 continue
             trained.append(line)
-            if b'"tokens_per_second"' in line and (interval := _parsed(line)):
-                seconds += interval["seconds"]
+            if b'"tokens_per_second"' in line and (interval := measurement_of(line)):
+                seconds += interval.get("seconds", 0.0)
                 speeds.append(interval["tokens_per_second"])
-    latest_first = [found for line in reversed(trained) if (found := _parsed(line))]
+    latest_first = [found for line in reversed(trained) if (found := measurement_of(line))]
     return MetricsSummary(
         step=latest_first[0]["step"] if latest_first else 0,
         loss=next((line["loss"] for line in latest_first if line["loss"] is not None), None),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=seconds,
     )
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _time_saved(checkpoint: Path) -> float | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import atomic_write, named_errors, write_json, write_text
+from data_pipeline.files import named_errors, write_json, write_text
 from data_pipeline.patience import Patience
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.marker import latest_step
@@ -29,6 +29,7 @@ from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
+from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
 from pretrain.rundir.training_events import SettingsChanged
 
 logger = logging.getLogger(__name__)
@@ -175,26 +176,16 @@ class RunDir:
         return load_config(RunConfig, self.config_file)
 
     def cut_metrics_after(self, step: int) -> int:
-        """Remove every measurement after `step`, and a line that a crash cut short; returns how
-        many.
+        """Remove every measurement after `step`, and lines that are damaged or cut short; returns
+        how many.
 
         A resumed run repeats and measures those steps, so that each is measured once in the end.
         """
-        if not self.metrics.exists():
-            return 0
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _is_measured_until(line, step)]
-        if len(kept) < len(lines):
-            with atomic_write(self.metrics) as file:
-                file.writelines(kept)
-        return len(lines) - len(kept)
+        return cut_measurements_after(self.metrics, step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All measurements, oldest first; a line that a crash cut short is skipped."""
-        if not self.metrics.exists():
-            return []
-        measurements = (_json_object(line) for line in self.metrics.read_bytes().splitlines())
-        return [measurement for measurement in measurements if measurement is not None]
+        """All measurements, oldest first; damaged lines are skipped with a warning."""
+        return read_measurements(self.metrics)
 
     def locked(
         self, holder: str = "train", is_fenced: bool = False
@@ -289,16 +280,3 @@ def _refusal(key: str, old: Any, new: Any, step: int) -> str:
             change = f"{started[0]} -> {started[1]}"
             return f"{key}: {change} (before step {step}; only later phases may change)"
     return ""
-
-
-def _is_measured_until(line: bytes, step: int) -> bool:
-    measurement = _json_object(line) if line.endswith(b"\n") else None
-    return measurement is not None and measurement.get("step", step + 1) <= step
-
-
-def _json_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -10,6 +10,7 @@ import pytest
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.metrics import train_line
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
@@ -38,10 +39,7 @@ def test_a_run_resumes_with_fewer_ranks_and_another_stage_within_rounding(
 def written(path: Path, losses: list[float | None]) -> RunDir:
     path.mkdir()
     run_dir = RunDir(path)
-    lines = [
-        {"kind": "train", "step": step, "loss": loss, "learning_rate": 0.1, "tokens": 8 * step}
-        for step, loss in enumerate(losses, 1)
-    ]
+    lines = [train_line(step, loss) for step, loss in enumerate(losses, 1)]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir
 

@@ -13,6 +13,7 @@ from launcher.cli import main
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
+from tests.helpers.metrics import train_line
 
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
 HOLDER = """
@@ -68,7 +69,7 @@ def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
 
 def test_a_finished_run_is_not_resumed(run_dir, capsys):
     steps = run_dir.config.optim.steps
-    run_dir.metrics.write_text(json.dumps({"kind": "train", "step": steps, "loss": 1.0}) + "\n")
+    run_dir.metrics.write_text(json.dumps(train_line(steps)) + "\n")
     run_dir.ledger.append(Finished(step=steps))
     assert main(["resume", str(run_dir.path)]) == 2
     assert f"is done after step {steps:,}; to train further" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from pretrain.rundir.launch_events import (
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
+from tests.helpers.metrics import train_line
 from tests.unit.pretrain.test_checkpoint_marker import publish_step
 
 NOW = 1_700_000_000.0
@@ -291,14 +292,15 @@ def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host()
 def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one(
     tmp_path,
 ):
-    lines = [{"kind": "train", "step": step, "loss": 9.0 - step} for step in range(1, 5)]
+    lines = [train_line(step, 9.0 - step) for step in range(1, 5)]
     lines[1] |= {"seconds": 2.0, "tokens_per_second": 100.0}
     lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0}
     lines[3]["loss"] = None
     lines.append({"kind": "evaluation", "step": 4, "loss": 1.0, "tokens_per_second": 1.0})
     path = tmp_path / "metrics.jsonl"
+    damaged = '{"kind": "train", "stdp": 3, "tokens_per_second": 1.0}\n'
     path.write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "train", "step": 5, "lo'
+        damaged.join(json.dumps(line) + "\n" for line in lines) + '{"kind": "train", "step": 5, "lo'
     )
     assert summarize_metrics(path) == MetricsSummary(
         step=4, loss=6.0, tokens_per_second=200.0, seconds=5.0
@@ -311,7 +313,7 @@ def test_a_directory_is_read_as_a_whole(tmp_path):
     run_dir.ledger.append(Started(step=0, world_size=2))
     run_dir.ledger.append(attempt_ended(NextAction.RETRY, step=10))
     run_dir.ledger.append(Resumed(step=10, world_size=2))
-    line = {"kind": "train", "step": 12, "loss": 3.5, "tokens_per_second": 1e3, "seconds": 1e-3}
+    line = train_line(12, 3.5, tokens_per_second=1e3, seconds=1e-3)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
     publish_step(run_dir.checkpoints, 10)
     with run_dir.locked("launcher"):

@@ -5,6 +5,7 @@ tests/slurm.
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, Started
 from pretrain.scaling.sweep_file import read_sweep
+from tests.helpers.metrics import train_line
 
 CLUSTER = ClusterConfig(ranks_per_node=2)
 
@@ -48,9 +50,7 @@ def cells_of(sweep: Path) -> list[CellRun]:
 
 def make_done(cell: CellRun) -> None:
     run_dir = RunDir.create(cell.path, cell.config)
-    run_dir.metrics.write_text(
-        f'{{"kind": "train", "step": {cell.config.optim.steps}, "loss": 1.0}}\n'
-    )
+    run_dir.metrics.write_text(json.dumps(train_line(cell.config.optim.steps)) + "\n")
     run_dir.ledger.append(Finished(step=cell.config.optim.steps))
 
 

@@ -24,6 +24,7 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, Resumed, Rewind, Started
+from tests.helpers.metrics import train_line
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
 STEPS = 40
@@ -208,8 +209,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
 
 
 def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):
-    steps = [{"kind": "train", "step": step, "loss": 9.0 - step, "skipped": False, "tokens": step}
-             for step in range(1, 5)]  # fmt: skip
+    steps = [train_line(step, 9.0 - step) for step in range(1, 5)]
     steps += [{**steps[-1], "step": step, "loss": 4.0} for step in range(5, 400)]
     steps[200] = {**steps[200], "loss": 7.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))

@@ -27,6 +27,7 @@ from pretrain.checkpoint import marker
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.metrics import train_line
 
 KILLS = 1000
 STEPS, INTERVAL = 60, 3
@@ -132,9 +133,7 @@ class Run:
             self.step += 1
             self.power.use("step")
             with open(self.run_dir.metrics, "a") as file:
-                file.write(
-                    json.dumps({"kind": "train", "step": self.step, "hashes": self.seen()}) + "\n"
-                )
+                file.write(json.dumps(train_line(self.step, hashes=self.seen())) + "\n")
             if self.step % INTERVAL == 0:
                 self.save([batch.cursor for batch in batches])
 

@@ -12,9 +12,12 @@ import pytest
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import SettingsChanged
+from tests.helpers.metrics import train_line
 
+MEASURED = train_line(1)
 RUN = RunConfig(name="first", model=ModelConfig(vocab_size=300))
 
 
@@ -134,13 +137,45 @@ def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
 
 def test_cut_metrics_keep_every_step_up_to_the_one_resumed(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
-    lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in (1, 2, 3, 3, 4)]
+    lines = [json.dumps(MEASURED | {"step": step}) + "\n" for step in (1, 2, 3, 3, 4)]
     run_dir.metrics.write_text("".join(lines) + '{"kind": "train", "st')
     assert run_dir.cut_metrics_after(3) == 2
     assert run_dir.metrics.read_text() == "".join(lines[:4])
     assert run_dir.cut_metrics_after(3) == 0
     assert run_dir.cut_metrics_after(0) == 4
     assert run_dir.metrics.read_text() == ""
+
+
+def test_no_flipped_bit_of_a_key_makes_a_line_that_readers_trip_over(tmp_path, caplog):
+    line = json.dumps(MEASURED).encode() + b"\n"
+    keys = [
+        at
+        for name in MEASURED
+        for at in range(
+            line.index(f'"{name}"'.encode()) + 1, line.index(f'"{name}"'.encode()) + 1 + len(name)
+        )
+    ]
+    flipped = [line[:at] + bytes([line[at] ^ 1 << bit]) + line[at + 1 :]
+               for at in keys for bit in range(8)]  # fmt: skip
+    assert len(flipped) > 250
+    assert all(measurement_of(each) is None for each in flipped)
+    assert measurement_of(line) == MEASURED
+    for other in (b"[]", b"{}", b"3", b'{"kind": []}', b"\xff", b'{"kind": "train", "step": true}'):
+        assert measurement_of(other) is None
+
+
+def test_damaged_lines_are_skipped_with_one_warning_that_has_their_numbers(tmp_path, caplog):
+    run_dir = RunDir.create(tmp_path, RUN)
+    lines = [json.dumps(MEASURED | {"step": step}) + "\n" for step in range(1, 6)]
+    damaged = ['{"kind": "train"}\n', "\n", "garbage\n"]
+    run_dir.metrics.write_text("".join([*lines[:2], *damaged, *lines[2:], '{"kind": "tra']))
+    assert [line["step"] for line in run_dir.read_metrics()] == [1, 2, 3, 4, 5]
+    [warning] = caplog.messages
+    assert warning.endswith("metrics.jsonl: skipped what is not a measurement in line 3, 5")
+    assert run_dir.cut_metrics_after(4) == 5
+    assert run_dir.metrics.read_text() == "".join(lines[:4])
+    run_dir.read_metrics()
+    assert len(caplog.messages) == 2, "a start reports them and removes them"
 
 
 def test_cutting_metrics_that_are_not_there_is_fine(tmp_path):

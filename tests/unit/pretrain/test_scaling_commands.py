@@ -22,6 +22,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Resumed, Started
 from pretrain.scaling.collect import read_curves
 from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.metrics import train_line
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA
 
 EXPERIMENT = """
@@ -47,9 +48,7 @@ def train_by_the_law(
     for step in sorted({*range(1, last, max(1, last // 40)), last}):
         tokens = step * cost.tokens_per_step
         value = float(HOFFMANN.loss(cost.parameters, tokens))
-        lines.append(
-            {"kind": "train", "step": step, "tokens": tokens, "loss": value, "seconds": 2.0}
-        )
+        lines.append(train_line(step, value, tokens=tokens, seconds=2.0))
     if until == 1.0:
         final = lines[-1]["loss"] if loss is None else loss
         lines.append({"kind": "evaluation", "step": last, "loss": final})
