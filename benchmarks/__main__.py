@@ -1,4 +1,4 @@
-"""`python -m benchmarks model | data | gpu | peers`."""
+"""`python -m benchmarks model | data | gpu | peers | recovery`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ COMMANDS = {
     ),
     "data": ("benchmarks.data.command", "reading, planning, fetching and building a corpus"),
     "gpu": ("benchmarks.gpu", "the fused kernel and a 1.3B model on an NVIDIA GPU"),
+    "recovery": (
+        "benchmarks.recovery",
+        "false alarms and detected loss spikes of automatic recovery, on small runs",
+    ),
     "peers": (
         "benchmarks.peers",
         "speed and losses against checkouts of the original's code and of NVIDIA's",

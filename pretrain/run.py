@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +47,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
-from pretrain.recovery.rewind import rewind, segments_consumed, skip_windows, skipped_windows
+from pretrain.recovery.rewind import inherited_windows, rewind, segments_consumed, skip_windows
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.recovery.suspects import name_suspects
 from pretrain.rundir.code_version import code_version
@@ -133,7 +133,7 @@ def _start(process: RankProcess, attempt: str) -> int | None:
         run_at(process.config, found.step if found else 0), world.world_size, ledger
     )
     try:
-        ending = _train_from(found, process, config, attempt, skipped_windows(ledger))
+        ending = _train_from(found, process, config, attempt)
     except SpikeFound as found:
         spike = found.spike
     except torch.OutOfMemoryError as error:
@@ -150,11 +150,7 @@ def _start(process: RankProcess, attempt: str) -> int | None:
 
 
 def _train_from(
-    found: Checkpoint | None,
-    process: RankProcess,
-    config: RunConfig,
-    attempt: str,
-    windows: Sequence[range],
+    found: Checkpoint | None, process: RankProcess, config: RunConfig, attempt: str
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
@@ -175,6 +171,7 @@ def _train_from(
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
     _record_start(process, state.step, where)
+    windows = inherited_windows(config, run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state, lane_seed)
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)

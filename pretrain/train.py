@@ -103,7 +103,8 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         saving = ending is not None or saves_again or state.step % config.checkpoint.interval == 0
         if saving or state.step % config.metrics.interval == 0:
             offload.wait()
-            parts.spike_monitor.check(metrics.write())  # before a save could keep the spike
+            # Before a save could keep the spike.
+            parts.spike_monitor.check(metrics.write(), ends_run=ending is Ending.FINISHED)
         process.fault.trigger(state.step)
 
         validation_loss = None
@@ -118,7 +119,8 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             with metrics.saving():
                 # Not before its metrics are on disk: a run resumed from it would lack them.
                 save = checkpointer.save if ending is None else checkpointer.save_last
-                save(engine, state, validation_loss, metrics.unwritten)
+                suspected_since = parts.spike_monitor.suspected_since
+                save(engine, state, validation_loss, metrics.unwritten, suspected_since)
         if ending is not None:
             return ending
         process.heartbeat.beat(state.step, "train")

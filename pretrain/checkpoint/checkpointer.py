@@ -90,12 +90,14 @@ class Checkpointer:
         state: TrainState,
         validation_loss: float | None = None,
         obstacle: Callable[[], str] = lambda: "",
+        suspected_since: int | None = None,
     ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        The one before is finished first. Call `wait_for_copy` before the engine's next update.
-        Returns False if the disk is too full, or rank 0's `obstacle` says that something else must
-        be on disk first. Raises on every rank if replicas differ.
+        The one before is finished first. Call `wait_for_copy` before the engine's next update. The
+        latest checkpoint from before step `suspected_since` is kept for a rewind. Returns False if
+        the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
+        Raises on every rank if replicas differ.
         """
         self.finish()
         require_equal_replicas(engine, state)
@@ -104,7 +106,7 @@ class Checkpointer:
             self._give_up_save(state.step, SaveProblem(problem))
             return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
-        publish = self._publication(partial, engine, state, validation_loss)
+        publish = self._publication(partial, engine, state, validation_loss, suspected_since)
         report = self._report(state)
         self._save = Save(
             state.step, partial, rank_files, report, self._buffers, self._world, publish
@@ -118,9 +120,11 @@ class Checkpointer:
         state: TrainState,
         validation_loss: float | None = None,
         obstacle: Callable[[], str] = lambda: "",
+        suspected_since: int | None = None,
     ) -> None:
         """Return when the checkpoint of `state.step` is published, however often it takes."""
-        while not (self.save(engine, state, validation_loss, obstacle) and self.finish()):
+        what = (engine, state, validation_loss, obstacle, suspected_since)
+        while not (self.save(*what) and self.finish()):
             self._outage.pause()
 
     def wait_for_copy(self) -> None:
@@ -198,7 +202,12 @@ class Checkpointer:
         }
 
     def _publication(
-        self, partial: Path, engine: Engine, state: TrainState, validation_loss: float | None
+        self,
+        partial: Path,
+        engine: Engine,
+        state: TrainState,
+        validation_loss: float | None,
+        suspected_since: int | None,
     ) -> Callable[[Callable[[], None]], None]:
         """Return what rank 0's thread calls after writing its files.
 
@@ -221,8 +230,14 @@ class Checkpointer:
         def publish(while_waiting: Callable[[], None]) -> None:
             num_ranks = self._world.world_size
             marker.publish(partial, final, index, num_ranks, while_waiting, self._may_write)
-            valid = marker.steps_that_count(self._root)
-            files.prune(self._root, valid, kept.keep_last, kept.keep_every, kept.keep_best)
+            files.prune(
+                self._root,
+                marker.steps_that_count(self._root),
+                kept.keep_last,
+                kept.keep_every,
+                kept.keep_best,
+                suspected_since,
+            )
 
         return publish
 

@@ -77,17 +77,20 @@ def steps_to_prune(
     keep_last: int,
     keep_every: int,
     best: Collection[int] = (),
+    suspected_since: int | None = None,
 ) -> list[int]:
     """Return the steps before the last `valid` ones, without `best` and multiples of `keep_every`.
 
     `steps` and `valid` are sorted, oldest first. A step that is not valid keeps no other from being
-    kept: it is removed when it is old, like all others.
+    kept: it is removed when it is old, like all others. While losses since step `suspected_since`
+    may become a spike, the latest valid step before it is not returned: the run would rewind to it.
     """
     oldest_kept = min(valid[-keep_last:], default=0)
+    kept = {*best, *[step for step in valid if step < (suspected_since or 0)][-1:]}
     return [
         step
         for step in steps
-        if step < oldest_kept and not (keep_every and step % keep_every == 0) and step not in best
+        if step < oldest_kept and not (keep_every and step % keep_every == 0) and step not in kept
     ]
 
 
@@ -111,11 +114,17 @@ def validation_loss(directory: Path) -> float | None:
 
 
 def prune(
-    root: Path, valid: Sequence[int], keep_last: int, keep_every: int = 0, keep_best: int = 0
+    root: Path,
+    valid: Sequence[int],
+    keep_last: int,
+    keep_every: int = 0,
+    keep_best: int = 0,
+    suspected_since: int | None = None,
 ) -> list[int]:
     """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be."""
     best = best_steps(root, valid, keep_best)
-    old = steps_to_prune(steps_on_disk(root), valid, keep_last, keep_every, best)
+    steps = steps_on_disk(root)
+    old = steps_to_prune(steps, valid, keep_last, keep_every, best, suspected_since)
     return [step for step in old if _could_remove(step_directory(root, step))]
 
 

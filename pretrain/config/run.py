@@ -164,18 +164,20 @@ class RecoveryConfig:
     """What a run does on its own about anomalous gradients and losses.
 
     A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
-    the last `window` losses. After `spike_steps` anomalous or skipped steps in a row the run
-    rewinds to the checkpoint before the first of them, and skips the data from there to
-    `skip_margin_segments` segments after the last.
+    the last `window` losses. If losses stay there, or updates are skipped, for `spike_steps` steps
+    in a row, the run rewinds to the checkpoint before the first of them and skips their data.
     """
 
     # Skip steps with a larger norm; 0: only non-finite ones.
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
+    # Stop the run if more than this part of the last `window` updates were skipped; 1: never.
+    max_skipped_fraction: float = setting(0.5, Range(0, 1))
     spike_threshold: float = setting(8.0, Range(0, 1e6))  # 0: never rewind
-    spike_steps: int = setting(3, Range(1, 1_000_000))
-    # Steps; short, so that the loss falls little within it.
+    spike_steps: int = setting(20, Range(1, 1_000_000))  # a shorter jump of the loss is no spike
+    # Losses to compare with: short, so that the loss falls little within it. The run cannot rewind
+    # before it has as many of the same data, or in the warm-up of the learning rate.
     window: int = setting(50, Range(10, 1_000_000))
-    skip_margin_segments: int = setting(10, Range(0, MOST))
+    skip_margin_segments: int = setting(10, Range(0, MOST))  # after the spike, skipped as well
     max_rewinds: int = setting(3, Range(0, 1_000_000))  # then the run stops, with a report
     # Name a rank that takes this many times as long as the median of the others; 0: never.
     straggler_ratio: float = setting(1.5, Range(1, 1e6, or_zero=True))

@@ -9,7 +9,6 @@ resumed anywhere reads the same data, and rewinding needs no other state.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,19 +19,22 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, raise_on_all_ranks
+from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks
 from pretrain.recovery.loss_spikes import Spike
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, GaveUp, Rewind
+from pretrain.rundir.training_events import Event, GaveUp, Rewind, WindowDropped
 
 logger = logging.getLogger(__name__)
+
+_TURN_OFF = "set recovery.spike_threshold=0 to train without rewinding"
 
 
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     """Let the next start resume from before the spike and skip its data.
 
-    Raises TrainingError after `recovery.max_rewinds` rewinds. CheckpointError, with nothing
+    Raises TrainingError after `recovery.max_rewinds` rewinds, or if no checkpoint is from before
+    the spike: to start from scratch is for the user to decide. CheckpointError, with nothing
     deleted, if there are checkpoints from before the spike and none of them is valid.
     """
     before = find_resume_point(
@@ -42,34 +44,69 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         if not world.is_main:
             return
         ledger = run_dir.ledger.read()
-        num_rewinds = len(events_of(ledger, Rewind))  # windows that touch are one
+        rewinds = events_of(ledger, Rewind)  # not windows: those that touch are one
         at: dict[str, Any] = {
             "first_step": spike.first_step,
             "step": spike.last_step,
             "loss": spike.loss,
             "usual_loss": spike.usual,
         }
-        if num_rewinds >= run.recovery.max_rewinds:
+        if before is None or len(rewinds) >= run.recovery.max_rewinds:
             run_dir.ledger.append(GaveUp(**at))
-            raise TrainingError(_report(run, spike, ledger))
+            raise TrainingError(
+                _nothing_saved(run, spike)
+                if before is None
+                else _too_many_rewinds(run, run_dir, spike, rewinds)
+            )
         # Checkpoints go first. After a crash in between, the run just meets the spike again. In the
         # other order the window could skip segments that the remaining weights have already read.
         files.discard_from(run_dir.checkpoints, spike.first_step)
-        step = before.step if before else 0
+        step = before.step
         window = window_of(spike, skipped_windows(ledger), run, step)
         run_dir.ledger.append(Rewind(**at, to_step=step, segments=(window.start, window.stop)))
         logger.warning(
             "recovery: %s; rewinding to step %d, skipping segments %d to %d "
             "(rewind %d of at most %d)",
-            spike.describe(), step, window.start, window.stop - 1, num_rewinds + 1,
+            spike.describe(), step, window.start, window.stop - 1, len(rewinds) + 1,
             run.recovery.max_rewinds,
         )  # fmt: skip
 
 
+def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) -> list[range]:
+    """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them.
+
+    If recovery is off now, those that the run has not reached are dropped from the ledger.
+    """
+    windows: list[range] = []
+    if world.is_main:
+        windows = skipped_windows(run_dir.ledger.read())
+        reached = segments_consumed(step, windows)
+        for window in windows:
+            first, last, is_ahead = window.start, window.stop - 1, window.start >= reached
+            if not is_ahead or run.recovery.spike_threshold:
+                state = "skips" if is_ahead else "has skipped"
+                advice = "; recovery.spike_threshold=0 reads them after all" if is_ahead else ""
+                logger.info("recovery: the run %s segments %d to %d%s", state, first, last, advice)
+                continue
+            run_dir.ledger.append(WindowDropped(step=step, segments=(first, window.stop)))
+            logger.info(
+                "recovery: off; the run reads segments %d to %d, which it was to skip", first, last
+            )
+        windows = skipped_windows(run_dir.ledger.read())
+    return broadcast_object(windows)
+
+
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:
     """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    spans: list[tuple[int, ...]] = []
+    for event in events_of(ledger, Rewind, WindowDropped):
+        if isinstance(event, Rewind):
+            spans.append(event.segments)
+        else:
+            first, end = event.segments
+            spans = [span for span in spans if span[0] < first or span[1] > end]
     windows: list[range] = []
-    for start, stop in sorted(event.segments for event in events_of(ledger, Rewind)):
+    for start, stop in sorted(spans):
         if windows and start <= windows[-1].stop:
             start, stop = windows[-1].start, max(stop, windows[-1].stop)
             windows.pop()
@@ -91,18 +128,11 @@ def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: i
     """The segments to skip: from one before the spike to `skip_margin_segments` after it.
 
     One before, because a step's loss shows what the update before it did. None is from before
-    step `to_step`, to which the run rewinds, or from before the phase in which the spike started.
-    Segments are counted in that phase, so longer ones of a later phase count for several.
+    step `to_step`, to which the run rewinds, or from before the spike's phase.
     """
     first_phase = first_step_at(run, spike.first_step - 1)
     kept = segments_consumed(max(to_step, first_phase), windows)
-    length = run_at(run, first_phase).data.segment_length
-    lengths = [
-        run_at(run, step - 1).data.segment_length
-        for step in range(spike.first_step, spike.last_step + 1)
-    ]
-    more = max(0, math.ceil(sum(lengths) / length) - len(lengths))
-    stop = segments_consumed(spike.last_step, windows) + more + run.recovery.skip_margin_segments
+    stop = segments_consumed(spike.last_step, windows) + run.recovery.skip_margin_segments
     return range(max(kept, segments_consumed(spike.first_step, windows) - 2), stop)
 
 
@@ -136,11 +166,21 @@ def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> Segment
     return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
-def _report(run: RunConfig, spike: Spike, ledger: Sequence[Event]) -> str:
-    rewinds = [f"\n  step {event.step}: {event.spike}" for event in events_of(ledger, Rewind)]
+def _too_many_rewinds(
+    run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind]
+) -> str:
+    steps = f", at steps {', '.join(str(event.step) for event in rewinds)}" if rewinds else ""
     return (
         f"{spike.describe()}, after {len(rewinds)} rewinds "
-        f"(recovery.max_rewinds={run.recovery.max_rewinds}):{''.join(rewinds)}\n"
-        "lower optim.learning_rate or clean the documents that ledger.jsonl names; "
-        "to continue anyway, raise recovery.max_rewinds"
+        f"(recovery.max_rewinds={run.recovery.max_rewinds}){steps}; lower optim.learning_rate, "
+        f"clean the documents that {run_dir.ledger.path} names, raise recovery.max_rewinds, or "
+        f"{_TURN_OFF}"
+    )
+
+
+def _nothing_saved(run: RunConfig, spike: Spike) -> str:
+    return (
+        f"{spike.describe()}; found no checkpoint from before step {spike.first_step} to rewind "
+        f"to; use a checkpoint.interval below {run.checkpoint.interval}, lower "
+        f"optim.learning_rate, or {_TURN_OFF}"
     )

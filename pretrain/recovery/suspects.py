@@ -19,7 +19,12 @@ from pretrain.engines.engine import Engine, Memory
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, skipped_windows
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Rewind, SuspectDocument, SuspectDocuments
+from pretrain.rundir.training_events import (
+    Rewind,
+    SuspectDocument,
+    SuspectDocuments,
+    WindowDropped,
+)
 from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -70,10 +75,12 @@ def name_suspects(
 
 def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
     """The windows of earlier rewinds, and that of the last one if it has no suspects yet."""
-    events = events_of(run_dir.ledger.read(), Rewind, SuspectDocuments)
-    if not events or isinstance(events[-1], SuspectDocuments):
+    ledger = run_dir.ledger.read()
+    events = events_of(ledger, Rewind, WindowDropped, SuspectDocuments)
+    if not events or not isinstance(events[-1], Rewind):
         return [], None
-    return skipped_windows(events[:-1]), range(*events[-1].segments)
+    earlier = [event for event in ledger if event is not events[-1]]
+    return skipped_windows(earlier), range(*events[-1].segments)
 
 
 def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:

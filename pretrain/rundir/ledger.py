@@ -53,14 +53,15 @@ from pretrain.rundir.training_events import (
     SuspectDocuments,
     TrainingBegan,
     TrainingEnded,
+    WindowDropped,
 )
 
 E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
     kind.name(): kind
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
-                 Straggler, Stalled, Rewind, GaveUp, SuspectDocuments, AttemptEnded, Submitted,
-                 Canceled, JobStarted, JobEnded, SupervisorKilled)
+                 Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, AttemptEnded,
+                 Submitted, Canceled, JobStarted, JobEnded, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)

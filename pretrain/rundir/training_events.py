@@ -174,6 +174,11 @@ def describe_spike(first: int, last: int, loss: float | None, usual: float | Non
     return f"{steps} had losses up to {loss:.3f} where {usual:.3f} was usual"
 
 
+def describe_skipped(skipped: int, first: int, last: int) -> str:
+    """Of the updates of steps `first` to `last`, `skipped` were skipped."""
+    return f"{skipped} of the {last - first + 1} updates of steps {first} to {last} were skipped"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpikeEvent(Event):
     """Base of Rewind and GaveUp: the loss spike, of which `step` is the last step."""
@@ -204,8 +209,29 @@ class Rewind(SpikeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowDropped(Event):
+    """The run, now without recovery, reads `segments` after all: it had not reached them."""
+
+    step: int
+    segments: tuple[int, ...]
+
+    @property
+    def description(self) -> str:
+        start, stop = self.segments
+        return f"recovery is off: segments {start} to {stop - 1} are no longer skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GaveUp(SpikeEvent):
-    """A spike after as many rewinds as the settings allow."""
+    """A spike that the run cannot rewind from, or too many `skipped` updates among these steps."""
+
+    skipped: int | None = None
+
+    @property
+    def spike(self) -> str:
+        if self.skipped is None:
+            return super().spike
+        return describe_skipped(self.skipped, self.first_step, self.step)
 
     @property
     def description(self) -> str:

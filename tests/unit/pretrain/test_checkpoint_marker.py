@@ -188,6 +188,14 @@ def test_prune_keeps_those_of_lowest_validation_loss(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [2, 5, 7]
 
 
+def test_prune_keeps_the_latest_from_before_a_suspicion_until_it_is_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        publish_step(tmp_path, step, num_ranks=1)
+    for since, removed in ((4, [1, 2]), (2, [3]), (None, [])):
+        valid = marker.steps_that_count(tmp_path)
+        assert files.prune(tmp_path, valid, keep_last=1, suspected_since=since) == removed
+
+
 def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:
     files.require_space(tmp_path / "checkpoints", 1)
     with pytest.raises(CheckpointError, match="MiB free"):

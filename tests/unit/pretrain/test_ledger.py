@@ -45,6 +45,7 @@ from pretrain.rundir.training_events import (
     Straggler,
     SuspectDocument,
     SuspectDocuments,
+    WindowDropped,
 )
 
 SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
@@ -85,7 +86,12 @@ EXAMPLES = [
         Rewind(first_step=1, step=2, to_step=0, segments=(0, 9), loss=None, usual_loss=None),
         "steps 1 to 2 were all skipped: rewound to step 0",
     ),
+    (WindowDropped(step=9, segments=(12, 25)), "segments 12 to 24 are no longer skipped"),
     (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
+    (
+        GaveUp(first_step=1, step=30, skipped=29),
+        "gave up: 29 of the 30 updates of steps 1 to 30 were skipped",
+    ),
     (
         SuspectDocuments(
             segments=(12, 25),

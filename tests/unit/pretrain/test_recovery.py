@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,18 @@ from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
 from pretrain.recovery.loss_spikes import Spike, SpikeDetector
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, skipped_windows, window_of
-from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started
+from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started, WindowDropped
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)
 
 
-def first_spike(losses: list[float | None], settings: RecoveryConfig = SETTINGS) -> Spike | None:
-    detector = SpikeDetector(settings)
+def first_spike(
+    losses: Sequence[float | None],
+    settings: RecoveryConfig = SETTINGS,
+    warmup_steps: int = 0,
+    data_changes: Collection[int] = (),
+) -> Spike | None:
+    detector = SpikeDetector(settings, warmup_steps, data_changes)
     found = (detector.observe(step, loss) for step, loss in enumerate(losses, start=1))
     return next((spike for spike in found if spike), None)
 
@@ -53,12 +59,50 @@ def test_normal_variation_is_not_a_spike(losses):
     assert first_spike(losses) is None
 
 
-def test_skipped_steps_in_a_row_count_as_a_spike_at_any_time():
-    assert first_spike([None, None, None]) == Spike(1, 3, None, None)
+def test_skipped_steps_in_a_row_count_as_a_spike_after_the_warm_up():
+    assert first_spike([3.0] * 20 + [None, None, None]) == Spike(21, 23, None, 3.0)
     assert first_spike([*noisy(30), 9.0, None, 9.5]) == Spike(
         31, 33, 9.5, pytest.approx(3.0, abs=0.05)
     )
-    assert first_spike([None, 3.0, None, None, 3.0]) is None
+    assert first_spike([3.0] * 20 + [None, 3.0, None, None, 3.0]) is None
+    assert first_spike([None] * 20) is None
+    assert first_spike([*noisy(30), None, None, None], warmup_steps=33) is None
+
+
+def test_a_loss_that_rises_from_6_6_to_10_and_falls_back_within_12_steps_is_no_spike():
+    """What was found: three rewinds to step 0 of a run that recovered without them."""
+    jump = [7.5, 9.0, 10.0, 9.6, 9.1, 8.6, 8.2, 7.8, 7.5, 7.2, 6.9, 6.65]
+    assert first_spike([*noisy(100, level=6.6), *jump, *noisy(30, 6.5)], RecoveryConfig()) is None
+    stays = [*noisy(100, level=6.6), *jump[:3], *noisy(60, level=10.0)]
+    assert first_spike(stays, RecoveryConfig()), "a jump that lasts is a spike"
+
+
+def test_nothing_is_a_spike_in_the_warm_up_of_the_learning_rate():
+    losses = [*noisy(40), *noisy(30, level=6.0), *noisy(10)]
+    assert first_spike(losses)
+    assert first_spike(losses, warmup_steps=40)
+    assert first_spike(losses, warmup_steps=70) is None
+
+
+def test_a_harder_phase_is_compared_with_its_own_losses_only():
+    harder = [*noisy(60), *noisy(40, level=3.6), *noisy(5, level=5.0)]
+    assert first_spike(harder) == Spike(
+        61, 63, *[pytest.approx(3.6, abs=0.2), pytest.approx(3.0, abs=0.1)]
+    )
+    assert first_spike(harder[:100], data_changes=[60]) is None
+    assert first_spike(harder, data_changes=[60]) == Spike(
+        101, 103, pytest.approx(5.0, abs=0.2), pytest.approx(3.6, abs=0.05)
+    )
+    too_early = [*noisy(60), *noisy(19, level=3.6), *noisy(3, level=5.0)]
+    assert first_spike(too_early, data_changes=[60]) is None, "19 losses are too few"
+
+
+def test_a_suspicion_opens_at_the_first_anomalous_step_and_closes_with_the_jump():
+    detector = SpikeDetector(SETTINGS)
+    losses = [*noisy(40), 4.0, 3.3, 3.0]  # 3.3: closer, but not back
+    since = [(detector.observe(step, loss), detector.suspected_since)[1]
+             for step, loss in enumerate(losses, 1)]  # fmt: skip
+    assert since == [None] * 40 + [41, 41, None]
 
 
 def test_a_threshold_of_zero_turns_rewinding_off():
@@ -81,6 +125,13 @@ def ledger_of(*windows: range) -> list[Event]:
             for each in windows
         ),
     ]
+
+
+def test_a_dropped_window_is_read_and_later_ones_are_skipped():
+    dropped = WindowDropped(step=3, segments=(20, 40))
+    ledger = [*ledger_of(range(5, 8), range(20, 30), range(29, 40)), dropped]
+    assert skipped_windows(ledger) == [range(5, 8)]
+    assert skipped_windows([*ledger, *ledger_of(range(25, 35))]) == [range(5, 8), range(25, 35)]
 
 
 def test_windows_that_touch_are_one():
@@ -159,7 +210,14 @@ def test_a_single_lane_that_does_not_fit_is_an_error_with_advice():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"spike_threshold": -1.0}, {"spike_steps": 0}, {"window": 5}, {"skip_grad_norm": -1.0}],
+    [
+        {"spike_threshold": -1.0},
+        {"spike_steps": 0},
+        {"window": 5},
+        {"skip_grad_norm": -1.0},
+        {"max_skipped_fraction": -0.1},
+        {"max_skipped_fraction": 1.5},
+    ],
 )
 def test_settings_without_meaning_are_errors(wrong):
     with pytest.raises(ConfigError, match=f"recovery.*{next(iter(wrong))}"):

@@ -1,0 +1,172 @@
+"""Whole runs in this process that rewind, stop or resume; every update of a harmful one is skipped.
+
+With `skip_grad_norm` below any norm the steps from 11 on are a spike: a run cannot rewind before
+its history of 10 steps is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import TrainingError
+from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.config.resolve import resolve
+from pretrain.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    RecoveryConfig,
+    RunConfig,
+)
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.recovery.loss_spikes import SpikeMonitor
+from pretrain.recovery.rewind import skipped_windows
+from pretrain.run import run_training
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Finished, GaveUp, Rewind, WindowDropped
+from pretrain.state import TrainState
+from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.metrics import train_line
+
+HARMFUL = RecoveryConfig(
+    skip_grad_norm=1e-9, max_skipped_fraction=1.0, spike_steps=3, window=10, max_rewinds=1,
+    skip_margin_segments=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    corpus = make_tiny_corpus(tmp_path_factory.mktemp("rewinds") / "corpus", documents=30)
+    return resolve(
+        RunConfig(
+            model=ModelConfig(num_layers=1, d_model=16, num_heads=2, memory_length=4),
+            data=DataConfig(path=corpus, lanes=2, segment_length=8),
+            optim=OptimConfig(steps=30),
+            engine=EngineConfig(kind="torch", threads=1),
+            checkpoint=CheckpointConfig(interval=5),
+            evaluation=EvaluationConfig(interval=0, max_tokens=100),
+            metrics=MetricsConfig(interval=1, tensorboard=False),
+            recovery=HARMFUL,
+        )
+    )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield init_world()
+    destroy_process_group()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def error_of(run: RunConfig, run_dir: RunDir, world: World) -> str:
+    with pytest.raises(TrainingError) as raised:
+        run_training(run, run_dir.path, world)
+    assert "\n" not in str(raised.value)
+    assert not events_of(run_dir.ledger.read(), Finished)
+    return str(raised.value)
+
+
+def test_the_only_checkpoint_before_a_spike_outlives_saves_within_it(run, run_dir, world):
+    """With keep_last=1, a save in the first spiked steps used to leave nothing to rewind to."""
+    run = replace(run, checkpoint=CheckpointConfig(interval=1, keep_last=1),
+                  recovery=replace(HARMFUL, max_rewinds=2))  # fmt: skip
+    error = error_of(run, run_dir, world)
+    rewinds = events_of(run_dir.ledger.read(), Rewind)
+    assert [(event.first_step, event.to_step) for event in rewinds] == [(11, 10)] * 2
+    assert steps_on_disk(run_dir.checkpoints) == [10, 12]
+    assert len(skipped_windows(rewinds)) == 1, "they touch, and are counted one by one all the same"
+    assert "after 2 rewinds (recovery.max_rewinds=2), at steps 13, 13;" in error
+
+
+def test_a_run_without_a_checkpoint_before_the_spike_stops_and_says_so(run, run_dir, world):
+    run = replace(run, checkpoint=CheckpointConfig(interval=12))
+    error = error_of(run, run_dir, world)
+    assert "steps 11 to 13 were all skipped; found no checkpoint from before step 11" in error
+    assert "checkpoint.interval below 12" in error
+    assert "recovery.spike_threshold=0" in error
+    assert steps_on_disk(run_dir.checkpoints) == [12], "what was saved is not thrown away"
+    ledger = run_dir.ledger.read()
+    assert events_of(ledger, GaveUp)
+    assert not events_of(ledger, Rewind)
+
+
+def test_inherited_windows_are_named_at_each_start_and_dropped_when_recovery_is_off(
+    run, run_dir, world, caplog
+):
+    caplog.set_level(logging.INFO)
+    assert "recovery.spike_threshold=0 to train without rewinding" in error_of(run, run_dir, world)
+    assert skipped_windows(run_dir.ledger.read()) == [range(10, 15)]
+    skips = "the run skips segments 10 to 14; recovery.spike_threshold=0 reads them after all"
+    assert caplog.text.count(skips) == 1
+    caplog.clear()
+    error_of(run, run_dir, world)
+    assert skips in caplog.text, "a later start says it, too"
+
+    harmless = replace(run, recovery=RecoveryConfig(spike_threshold=0.0))
+    assert run_training(harmless, run_dir.path, world) == 0
+    assert "the run reads segments 10 to 14, which it was to skip" in caplog.text
+    ledger = run_dir.ledger.read()
+    assert [event.step for event in events_of(ledger, WindowDropped)] == [10]
+    assert skipped_windows(ledger) == []
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
+        range(1, 31)
+    )
+
+
+@pytest.mark.parametrize(("window", "last"), [(50, 30), (10, 10)])
+def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(run, run_dir, world, window, last):
+    """Without rewinding, such a run used to be called finished."""
+    off = RecoveryConfig(skip_grad_norm=1e-9, spike_threshold=0.0, window=window)
+    error = error_of(replace(run, recovery=off), run_dir, world)
+    assert error.startswith(f"{last} of the {last} updates of steps 1 to {last} were skipped")
+    assert "recovery.max_skipped_fraction=0.5" in error
+    assert "recovery.skip_grad_norm=1e-09" in error
+    assert [event.step for event in events_of(run_dir.ledger.read(), GaveUp)] == [last]
+
+
+def lines(first: int, last: int, **more: bool) -> list[dict]:
+    return [train_line(step, **more) for step in range(first, last + 1)]
+
+
+def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(run, run_dir, world):
+    off = replace(HARMFUL, max_skipped_fraction=0.5, spike_threshold=0.0)
+    run_dir.path.mkdir()
+    monitor = SpikeMonitor(replace(run, recovery=off), run_dir, world, TrainState.fresh(1))
+    monitor.check(lines(1, 40, skipped=True, overflowed=True), ends_run=True)
+    monitor.check([*lines(41, 45), *lines(46, 50, skipped=True)])
+    monitor.check([], ends_run=True)
+    with pytest.raises(TrainingError, match="6 of the 10 updates of steps 42 to 51 were skipped"):
+        monitor.check(lines(51, 51, skipped=True))
+
+
+def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_start(
+    run, run_dir, world, caplog
+):
+    run = replace(run, optim=OptimConfig(steps=6), recovery=RecoveryConfig())
+    assert run_training(run, run_dir.path, world) == 0
+    text = run_dir.metrics.read_text()
+    text = text.replace('"step": 3,', '"stdp": 3,')
+    text = text.replace('"kind": "train", "step": 5,', '"kinl": "train", "step": 5,')
+    run_dir.metrics.write_text(text)
+    longer = replace(run, optim=OptimConfig(steps=8))
+    assert run_training(longer, run_dir.path, world) == 0
+    messages = [record.getMessage() for record in caplog.records]
+    damaged = [text for text in messages if "not a measurement" in text]
+    assert damaged == [f"{run_dir.metrics}: skipped what is not a measurement in line 3, 5"]
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
+        1, 2, 4, 6, 7, 8,
+    ]  # fmt: skip
