@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, write_json
+from data_pipeline.files import atomic_write, read_regular, write_json
 
 # `sentencepiece` is any model that was not trained here.
 TokenizerKind = Literal["unigram", "bpe", "bytes", "sentencepiece"]
@@ -116,7 +116,7 @@ class Tokenizer:
         if path.is_file():
             return _load_foreign(path)
         try:
-            description = json.loads((path / DESCRIPTION_NAME).read_bytes())
+            description = json.loads(read_regular(path / DESCRIPTION_NAME))
             kind = description["kind"]
             if kind not in get_args(TokenizerKind):
                 raise ValueError(f"unknown kind {kind!r}")
