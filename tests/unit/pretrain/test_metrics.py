@@ -232,12 +232,10 @@ def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir
     assert "1.5000 without memory" in evaluation
 
 
-def test_only_the_requested_steps_are_profiled(world, run_dir, monkeypatch, caplog):
+def test_only_the_requested_steps_are_profiled(world, run_dir, caplog):
     caplog.set_level("INFO", "pretrain")
-    monkeypatch.setattr(
-        f"{__name__}.RUN", replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3)))
-    )
-    recorder = Recorder(world, run_dir)
+    profiled = replace(RUN, metrics=replace(RUN.metrics, profile_steps=(2, 3)))
+    recorder = Recorder(world, run_dir, run=profiled)
     for step in range(1, 6):
         with torch.profiler.record_function(f"step {step}"):
             torch.ones(8) @ torch.ones(8)
