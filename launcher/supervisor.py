@@ -140,6 +140,8 @@ def supervise(
             _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
             _log_end(ended, run_dir)
+            if decision.action is NextAction.REFUSED:  # last: what has to be fixed
+                _log.error("not restarted: %s", ranks.describe_failure(statuses))
             return EXIT_STATUS[decision.action]
         count = ended.without_progress
         limit = policy.attempts_without_progress
@@ -219,9 +221,7 @@ def _log_end(ended: AttemptEnded, run_dir: RunDir) -> None:
         _log.info("finished: %s", run_dir.path)
     elif ended.next is NextAction.STOPPED:
         _log_stopped(run_dir)
-    elif ended.next is NextAction.REFUSED:
-        _log.error("not restarted: the error above has to be fixed first")
-    else:
+    elif ended.next is NextAction.GIVE_UP:
         _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
 
 

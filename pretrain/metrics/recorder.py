@@ -47,6 +47,7 @@ from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
+from pretrain.terminal.log import PROGRESS
 from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
 
@@ -155,7 +156,11 @@ class MetricsRecorder:
             lines[-1] |= self._lane_meter.numbers(of_lanes)
             lines[-1] |= self._norms_per_layer(last.result, squares)
             self._files.append(lines)
-            logger.info(train_line(lines, self._run.optim.steps, seconds / len(steps)))
+            total = self._run.optim.steps
+            logger.info(
+                train_line(lines, total, seconds / len(steps)),
+                extra={PROGRESS: last.step / total},
+            )
         self._start_interval()
         return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -15,10 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from data_pipeline.errors import EXIT_USER_ERROR
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
-from pretrain.terminal.live_bar import echo
+from pretrain.terminal.live_bar import LogLine, show
+from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
 # How long the others may run after one rank failed: enough to report errors, too short to wait in a
 # collective for it.
@@ -34,7 +37,8 @@ class RankGroup:
     """`command` as `num_ranks` processes, each in its own process group; they die with this process
     at the latest.
 
-    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` repeats rank 0's lines here. Use it
+    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` shows here what rank 0
+    logs. Use it
     as a context manager: no rank outlives the block, also after Ctrl-C. Create it in a thread that
     stays: to the kernel, the death of that thread is the death of the parent.
     """
@@ -144,19 +148,22 @@ class RankGroup:
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         with open(self.logs[rank], "ab") as log:
+            reader, relay = os.pipe() if echo else (NO_RELAY, NO_RELAY)
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env=environment | ({RELAY_VARIABLE: str(relay)} if echo else {}),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if echo else log,
+                stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=(relay,) if echo else (),
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then decides
                 preexec_fn=lambda: set_parent_death_signal(parent),
             )
-            if echo and process.stdout is not None:
-                copy = open(os.dup(log.fileno()), "ab", buffering=0)  # noqa: SIM115  (closed by the thread)
-                self._echo = threading.Thread(target=_tee, args=(process.stdout, copy), daemon=True)
-                self._echo.start()
+        if echo:
+            os.close(relay)
+            source = open(reader, "rb")  # noqa: SIM115  (closed by the thread)
+            self._echo = threading.Thread(target=_show_lines, args=(source,), daemon=True)
+            self._echo.start()
         return process
 
     def _close_echo(self) -> None:
@@ -235,21 +242,36 @@ def describe_failure(
         else first_failure
     )
     text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
+    if statuses[rank] == EXIT_USER_ERROR and (message := _last_error(text)):
+        return f"rank {rank}: {message}"
     tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
     return f"rank {rank} {describe_exit(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
 
 
+def _last_error(log: str) -> str:
+    """The error that a rank logged last: the reason why it ended itself."""
+    found: list[str] = []
+    for line in log.splitlines():
+        start = LINE_START.match(line)
+        if line.startswith("error: ") or (start and start["level"] == "ERROR"):
+            found = [LINE_START.sub("", line).removeprefix("error: ")]
+        elif start:
+            found = found[:1]
+        elif found:
+            found.append(line)
+    return "\n".join(found)
+
+
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
-    """Of ranks seen to fail together: one killed from outside, because its death makes the others
-    fail."""
-    return next((rank for rank in failed if (statuses[rank] or 0) < 0), failed[0])
+    """Of ranks seen to fail together: one that knows what is wrong, else one killed from outside,
+    because its death makes the others fail."""
+    knows = [rank for rank in failed if statuses[rank] == EXIT_USER_ERROR]
+    killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
+    return (knows or killed or failed)[0]
 
 
-def _tee(source: IO[bytes], log: IO[bytes]) -> None:
-    with source, log:
-        for line in source:
-            log.write(line)
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # our own output may be closed; the log goes on
-                echo(line)
+def _show_lines(relay: IO[bytes]) -> None:
+    with relay:
+        for line in relay:
+            with contextlib.suppress(OSError, ValueError):  # our own output may be closed
+                show(LogLine(**json.loads(line)))

@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from pretrain.terminal.log import LINE_START
-
-_MEASUREMENTS = re.compile(r"step +(\d+)/(\d+)  ")  # the start of `train_lines.train_line`
 _CLEAR = "\r\x1b[2K"
 _BAR_WIDTH = 24
 
@@ -41,15 +38,22 @@ def live_bar() -> Iterator[None]:
         yield
 
 
-def echo(line: bytes) -> None:
-    """Show a log line of another process here, from any thread.
+@dataclass(frozen=True)
+class LogLine:
+    """A logged line; `message` is what comes after level, time and writer."""
 
-    It bypasses Python's buffer, which may be gone while the interpreter exits.
-    """
+    text: str
+    message: str = ""
+    progress: float | None = None  # of a line of measurements: which share of the run is done
+
+
+def show(line: LogLine) -> None:
+    """Write the line to stderr, from any thread; measurements become the bar where there is one."""
     if isinstance(sys.stderr, LiveOutput):
-        sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.show(line)
     else:
-        os.write(2, line)
+        sys.stderr.write(f"{line.text}\n")
+        sys.stderr.flush()
 
 
 class LiveOutput(io.TextIOBase):
@@ -73,10 +77,17 @@ class LiveOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         with self._lock:
             *lines, self._unfinished = (self._unfinished + text).split("\n")
-            above = "".join(map(self._taken, lines))
-            bottom = self._unfinished or self._fitted_bar()
-            os.write(self._terminal, f"{above}{_CLEAR}{bottom}".encode())
+            self._draw("".join(f"{_CLEAR}{line}\n" for line in lines))
         return len(text)
+
+    def show(self, line: LogLine) -> None:
+        """Write a line, or let it become the bar."""
+        with self._lock:
+            if line.progress is None:
+                self._draw(f"{_CLEAR}{line.text}\n")
+            else:
+                self._bar = f"{_drawn(line.progress)}  {line.message}"
+                self._draw("")
 
     def leave(self) -> None:
         """Let the last measurements remain; what others write starts on the next line."""
@@ -85,13 +96,9 @@ class LiveOutput(io.TextIOBase):
                 os.write(self._terminal, b"\n")
             self._unfinished = self._bar = ""
 
-    def _taken(self, line: str) -> str:
-        """What to write for a complete line: nothing if it becomes the bar."""
-        message = LINE_START.sub("", line)
-        if found := _MEASUREMENTS.match(message):
-            self._bar = f"{_drawn(int(found[1]) / max(1, int(found[2])))}  {message}"
-            return ""
-        return f"{_CLEAR}{line}\n"
+    def _draw(self, above: str) -> None:
+        bottom = self._unfinished or self._fitted_bar()
+        os.write(self._terminal, f"{above}{_CLEAR}{bottom}".encode())
 
     def _fitted_bar(self) -> str:
         return self._bar[: shutil.get_terminal_size().columns - 1]

@@ -7,15 +7,22 @@ knows who it is. `print` is for the output that a user asked a command for.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
-import sys
 import warnings
+from dataclasses import asdict
 from typing import TextIO
+
+from pretrain.terminal.live_bar import LogLine, show
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_VARIABLE = "PRETRAIN_LOG_LEVEL"  # the level that started processes inherit
+# The file descriptor on which a launcher reads what a rank logs.
+RELAY_VARIABLE, NO_RELAY = "PRETRAIN_LOG_RELAY", -1
+# Attribute of a record with measurements: which share of the run is done.
+PROGRESS = "progress"
 PACKAGES = ("data_pipeline", "pretrain", "launcher")
 # What each line starts with, for those who read log files.
 LINE_START = re.compile(
@@ -42,9 +49,12 @@ def set_up_logging(who: str, level: str | None = None) -> None:
     name = os.environ.get(LEVEL_VARIABLE, "info").lower()
     threshold = getattr(logging, name.upper() if name in LEVELS else "INFO")
     root = logging.getLogger()
+    # Not left to processes that this one starts: there the number is another file's.
+    relay = int(os.environ.pop(RELAY_VARIABLE, NO_RELAY))
     for handler in [each for each in root.handlers if isinstance(each, _StderrHandler)]:
+        relay = max(relay, handler.relay)
         root.removeHandler(handler)
-    handler = _StderrHandler(threshold)
+    handler = _StderrHandler(threshold, relay)
     start = f"%(levelname)s %(asctime)s {who.replace('%', '%%')}: "
     handler.setFormatter(logging.Formatter(f"{start}%(message)s", datefmt="%H:%M:%S"))
     root.addHandler(handler)
@@ -70,13 +80,22 @@ def adopt_logger(name: str, ignored: str | None = None) -> None:
 class _StderrHandler(logging.Handler):
     """Writes each record with one call, so that lines of several threads or ranks do not mix.
 
-    `sys.stderr` is looked up each time: `live_bar` replaces it for a while.
+    A launcher that shows them gets the same lines as data from the file descriptor `relay`: only
+    them, not the tracebacks and prints that are also written to stderr.
     """
+
+    def __init__(self, level: int, relay: int = NO_RELAY) -> None:
+        super().__init__(level)
+        self.relay = relay
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
+            line = LogLine(
+                self.format(record), record.getMessage(), getattr(record, PROGRESS, None)
+            )
+            show(line)
+            if self.relay != NO_RELAY:
+                os.write(self.relay, json.dumps(asdict(line)).encode() + b"\n")
         except Exception:  # a full disk or a closed terminal must not stop training
             self.handleError(record)
 

@@ -148,7 +148,11 @@ def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experim
     process = launch(experiment, tmp_path / "run", "data.path=nowhere")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "nowhere/train does not exist" in output
+    assert re.search(
+        r"ERROR \S+ supervisor: not restarted: rank \d: nowhere/train does not exist",
+        output.splitlines()[-1],
+    )
+    assert "Traceback" not in output
     assert "attempt 1: " not in output
     assert not list(tmp_path.iterdir())
 

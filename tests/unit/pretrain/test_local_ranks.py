@@ -13,6 +13,7 @@ import pytest
 from pretrain.processes.local_ranks import (
     EXIT_STOPPED,
     RankGroup,
+    _first_hand,
     describe_exit,
     describe_failure,
     rank_environment,
@@ -141,11 +142,44 @@ def test_ranks_die_with_their_parent(tmp_path, number):
 
 
 def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
-    code = "import os; print('from rank', os.environ['RANK'])"
+    code = (
+        "import logging, os; from pretrain.terminal.log import set_up_logging; "
+        "set_up_logging('pretrain'); set_up_logging('rank ' + os.environ['RANK']); "
+        "logging.getLogger('pretrain').warning('logged'); print('noise of a library')"
+    )
     with group_of(code, 2, tmp_path, echo_rank_zero=True) as group:
         assert group.wait(timeout=30) == [0, 0]
-    assert capfd.readouterr().err == "from rank 0\n"
-    assert [log.read_text() for log in group.logs] == ["from rank 0\n", "from rank 1\n"]
+    (shown,) = capfd.readouterr().err.splitlines()
+    assert shown.endswith("rank 0: logged")
+    for rank, log in enumerate(group.logs):
+        assert f"rank {rank}: logged\n" in log.read_text()
+        assert "noise of a library\n" in log.read_text()
+
+
+FAILS_FIRST = """
+import logging, os, sys, time
+from pretrain.terminal.log import set_up_logging
+rank = os.environ["RANK"]
+set_up_logging(f"rank {rank}")
+if rank == "1":
+    logging.getLogger("pretrain").error("http://store/shard-7: found status 403; give access")
+    sys.exit(2)
+raise RuntimeError("gloo: connection closed by peer")
+"""
+
+
+def test_the_rank_that_knows_what_is_wrong_is_reported_and_no_traceback_of_its_peers(
+    tmp_path, capfd
+):
+    with group_of(FAILS_FIRST, 2, tmp_path, echo_rank_zero=True) as group:
+        statuses = group.wait(timeout=30)
+    assert statuses == [1, 2]
+    assert capfd.readouterr().err == ""
+    assert "Traceback" in group.logs[0].read_text()
+    assert (
+        describe_failure(statuses, group.logs, first_failure=_first_hand([0, 1], statuses))
+        == "rank 1: http://store/shard-7: found status 403; give access"
+    )
 
 
 def test_a_command_that_does_not_exist_is_an_error_at_once(tmp_path):
