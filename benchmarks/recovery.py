@@ -40,8 +40,8 @@ HEALTHY_RUNS, MOST_TRIED = 50, 100
 DAMAGED_AFTER, DAMAGED_RUNS_OF_A_KIND = 200, 7
 LANES, LENGTH = 8, 32
 # The level of a loss is its mean over this many steps. A run is healthy if it ends at most
-# HEALTHY_MARGIN above the lowest level it had.
-LEVEL_STEPS, HEALTHY_MARGIN = 40, 0.1
+# HEALTHY_MARGIN above the lowest level it had, and was never HEALTHY_RISE times as high as before.
+LEVEL_STEPS, HEALTHY_MARGIN, HEALTHY_RISE = 40, 0.1, 1.5
 HARMFUL_STEPS = 60  # of documents of random bytes
 NOISE = 4.0  # added to weights, as a multiple of their standard deviation
 LARGE_RATE, LARGE_UPDATES = 100.0, 5
@@ -66,11 +66,12 @@ class Recorded:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it ends at its lowest level, whatever happened before."""
+        """Whether it ends at about its lowest level and never left it for long."""
         if None in self.losses:
             return False
-        means = np.convolve(self.losses, np.ones(LEVEL_STEPS) / LEVEL_STEPS, "valid")  # type: ignore[arg-type]
-        return bool(means[-1] <= (1 + HEALTHY_MARGIN) * means.min())
+        levels = np.convolve(self.losses, np.ones(LEVEL_STEPS) / LEVEL_STEPS, "valid")  # type: ignore[arg-type]
+        rises = levels / np.minimum.accumulate(levels)
+        return bool(rises[-1] <= 1 + HEALTHY_MARGIN and rises.max() <= HEALTHY_RISE)
 
     @property
     def largest_jump(self) -> float:

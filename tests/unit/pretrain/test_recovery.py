@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,6 +105,25 @@ def test_a_suspicion_opens_at_the_first_anomalous_step_and_closes_with_the_jump(
     since = [(detector.observe(step, loss), detector.suspected_since)[1]
              for step, loss in enumerate(losses, 1)]  # fmt: skip
     assert since == [None] * 40 + [41, 41, None]
+
+
+REWINDS = {
+    "23": (64, 83),  # diverged
+    "random documents in half of the lanes 0": (201, 220),
+    "a few much too large updates 1": (202, 221),
+}
+RECORDED = json.loads((Path(__file__).parents[2] / "data/recovery/losses.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_rewind_where_they_were_damaged_or_diverged_and_nowhere_else(name):
+    """By `python -m benchmarks recovery --record FILE`; the healthy three rewound at step 11 when
+    three steps were enough.
+    """
+    run = RECORDED[name]
+    spike = first_spike(run["losses"], RecoveryConfig(), run["warmup_steps"])
+    found = spike and (spike.first_step, spike.last_step)
+    assert found == REWINDS.get(name.split(":")[0])
 
 
 def test_a_threshold_of_zero_turns_rewinding_off():
