@@ -71,7 +71,7 @@ check: $(DEV_STAMP)  ## format, lint and types
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
 	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile --durations=10
 
-test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four hosts on this machine (docs/reliability.md says what it needs)
+test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
 
 chaos: $(DEV_STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one

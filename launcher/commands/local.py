@@ -12,7 +12,9 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.patience import Patience
 from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.status.run_state import is_done
 from launcher.supervisor import StopSignals, supervise
+from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.rundir.run_dir import RunDir
@@ -55,6 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name, patience)
     command = train_command(arguments.experiment, run_dir, arguments.overrides)
     existed = run_dir.path.exists()
+    if run_dir.exists():
+        # Before any rank starts: what is refused must leave no failed attempt in the ledger.
+        RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(with_absolute_paths(config)))
+        if is_done(run_dir.path, config):
+            _log.info("%s is done; to train further, give it more optim.steps", run_dir.path)
+            return 0
     with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():

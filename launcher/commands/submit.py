@@ -16,10 +16,9 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, quote, render
-from launcher.slurm.snapshot import Snapshot, replaced_snapshot, with_absolute_paths
-from launcher.status.infer_status import State
-from launcher.status.run_state import read_state
-from pretrain.config.resolve import with_vocabulary
+from launcher.slurm.snapshot import Snapshot, replaced_snapshot
+from launcher.status.run_state import is_done
+from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
@@ -118,9 +117,8 @@ def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> s
 
 
 def _refuse_done(path: Path, config: RunConfig) -> None:
-    state = read_state(path)
-    if state.state is State.DONE and state.step >= config.optim.steps:
+    if is_done(path, config):
         raise ConfigError(
-            f"{path} is done after step {state.step:,}; to train further, submit it with more "
-            "optim.steps"
+            f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
+            "more optim.steps"
         )

@@ -1,6 +1,6 @@
 """Tables of runs' states and of preflight reports.
 
-The only module of the launcher that imports rich.
+Nothing outside the commands imports rich.
 """
 
 from __future__ import annotations

@@ -10,15 +10,14 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import absolute, write_text
+from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
 from launcher.slurm.cluster import ClusterConfig
-from pretrain.config.run import MixturePart, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 
 _SOURCE = Path(__file__).resolve().parents[2]
@@ -107,22 +106,3 @@ def _git(*command: str) -> str:
     except FileNotFoundError:
         return ""
     return result.stdout if result.returncode == 0 else ""
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The settings with absolute paths: the ranks run in another directory."""
-    data = config.data
-    data = replace(
-        data,
-        path=absolute(Path(data.path)),
-        mixture=_with_absolute_paths(data.mixture),
-        phases=tuple(
-            replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases
-        ),
-    )
-    weights = config.initial_weights
-    return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)
-
-
-def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:
-    return tuple(replace(part, path=absolute(Path(part.path))) for part in mixture)

@@ -108,6 +108,12 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     )
 
 
+def is_done(path: Path, config: RunConfig) -> bool:
+    """Whether the run in this directory has made all steps of `config`."""
+    state = read_state(path)
+    return state.state is State.DONE and state.step >= config.optim.steps
+
+
 def config_of_run(path: Path) -> RunConfig:
     """A run's settings, or those it was submitted with if it has not started.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import exit_status_of
 from pretrain.config.phases import advice_on_phases
-from pretrain.config.resolve import resolve
+from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume the run of the directory, as one rank of WORLD_SIZE."""
-    config = resolve(load_config(RunConfig, arguments.config, arguments.overrides))
+    config = resolve(
+        with_absolute_paths(load_config(RunConfig, arguments.config, arguments.overrides))
+    )
     from pretrain.distributed.world import (
         destroy_process_group,
         init_world,

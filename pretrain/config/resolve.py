@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import path_text, url_of
+from data_pipeline.files import absolute, path_text, url_of
 from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import RunConfig
+from pretrain.config.run import MixturePart, RunConfig
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -62,6 +63,25 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             f"{path_text(config.data.path)} to read it from; set it, or build the corpus"
         )
     return _with_vocab_size(config, int(json.loads(manifest.read_text())["vocab_size"]))
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the run with absolute paths: it can then be used from any directory."""
+    data = config.data
+    data = replace(
+        data,
+        path=absolute(Path(data.path)),
+        mixture=_with_absolute_paths(data.mixture),
+        phases=tuple(
+            replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases
+        ),
+    )
+    weights = config.initial_weights
+    return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)
+
+
+def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:
+    return tuple(replace(part, path=absolute(Path(part.path))) for part in mixture)
 
 
 def _with_vocab_size(config: RunConfig, vocab_size: int) -> RunConfig:

@@ -84,8 +84,7 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
-    # ---------------------------------------------------------------------------------- making and
-    # opening
+    # ------------------------------------------------------------------------- making and opening
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
@@ -156,8 +155,7 @@ class RunDir:
                 with contextlib.suppress(OSError):
                     probe.unlink()
 
-    # -------------------------------------------------------------------------------------------
-    # contents
+    # ----------------------------------------------------------------------------------- contents
 
     @property
     def identity(self) -> RunIdentity:
@@ -211,8 +209,7 @@ class RunDir:
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
 
-    # ---------------------------------------------------------------------------------------------
-    # checks
+    # ------------------------------------------------------------------------------------- checks
 
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may resume with the settings of `config`."""

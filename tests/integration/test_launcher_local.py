@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from launcher.cli import main
 from launcher.status.run_state import read_state
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.device_memory import checkpoint_bytes
@@ -155,6 +156,23 @@ def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experim
     assert "Traceback" not in output
     assert "attempt 1: " not in output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "message"),
+    [((), 0, "is done"), (["data.lanes=2"], 2, "data.lanes: 8 -> 2")],
+    ids=["the same settings", "other settings"],
+)
+def test_a_run_that_is_done_stays_done(
+    experiment, undisturbed, caplog, capsys, overrides, status, message
+):
+    before = undisturbed.ledger.path.read_bytes()
+    caplog.set_level("INFO")
+    run_dir = str(undisturbed.path)
+    assert main(["local", str(experiment), "--run-dir", run_dir, *overrides]) == status
+    assert message in caplog.text + capsys.readouterr().err
+    assert undisturbed.ledger.path.read_bytes() == before
+    assert read_state(undisturbed.path).state == "done"
 
 
 def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):

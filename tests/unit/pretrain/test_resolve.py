@@ -1,10 +1,10 @@
-"""A snapshot means the same from everywhere."""
+"""A run's settings mean the same from every directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.slurm.snapshot import with_absolute_paths
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import DataConfig, MixturePart, PhaseConfig, RunConfig
 
 
