@@ -18,9 +18,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.engines.engine import cpu_has_fp16
-from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Rewind
 from tests.helpers.engine_cells import (
     HALF,
     STAGES,
@@ -205,7 +203,7 @@ def test_another_world_size_and_stage_continue_with_the_scale(
 
 
 @pytest.mark.slow
-def test_overflows_in_a_row_are_reported_and_cause_no_rewind(
+def test_the_search_for_a_loss_scale_at_the_start_is_reported_and_does_not_end_the_run(
     tiny_corpus: Path, tmp_path: Path
 ) -> None:
     if not cpu_has_fp16():
@@ -215,9 +213,8 @@ def test_overflows_in_a_row_are_reported_and_cause_no_rewind(
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     more = [
         f"engine.initial_loss_scale={TOO_LARGE}",
-        "recovery.spike_steps=2",
         "metrics.interval=1",
-        "optim.steps=8",
+        "optim.steps=5",  # more than half of them overflow
     ]
     run_dir = RunDir(tmp_path / "run")
     assert main(["train", str(experiment), *TINY, *more, "--run-dir", str(run_dir.path)]) == 0
@@ -225,7 +222,6 @@ def test_overflows_in_a_row_are_reported_and_cause_no_rewind(
     assert [line["overflowed"] for line in lines[:3]] == [True] * 3
     assert [line["skipped"] for line in lines] == [line["overflowed"] for line in lines]
     assert [line["loss_scale"] for line in lines[:3]] == [TOO_LARGE, TOO_LARGE / 2, TOO_LARGE / 4]
-    assert not events_of(run_dir.ledger.read(), Rewind)
     assert all("memory_norm/layer.0" in line for line in lines), (
         "a segment whose gradients overflow is remembered"
     )

@@ -28,7 +28,7 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.recovery.loss_spikes import SpikeMonitor
+from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.rewind import skipped_windows
 from pretrain.run import run_training
 from pretrain.rundir.ledger import events_of
@@ -150,6 +150,16 @@ def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(run, run_
     monitor.check([*lines(41, 45), *lines(46, 50, skipped=True)])
     monitor.check([], ends_run=True)
     with pytest.raises(TrainingError, match="6 of the 10 updates of steps 42 to 51 were skipped"):
+        monitor.check(lines(51, 51, skipped=True))
+
+
+def test_overflows_are_no_steps_of_a_spike_and_do_not_end_one(run, run_dir, world):
+    monitor = SpikeMonitor(run, run_dir, world, TrainState.fresh(1))
+    monitor.check(lines(1, 40, skipped=True, overflowed=True))
+    assert monitor.suspected_since is None
+    monitor.check([*lines(41, 42, skipped=True), *lines(43, 50, skipped=True, overflowed=True)])
+    assert monitor.suspected_since == 41
+    with pytest.raises(SpikeFound, match="steps 41 to 51 were all skipped"):
         monitor.check(lines(51, 51, skipped=True))
 
 
