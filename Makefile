@@ -74,7 +74,7 @@ test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of i
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
 
-chaos: $(DEV_STAMP)  ## a two-rank run killed at 30 random moments, compared bitwise with the undisturbed one
+chaos: $(DEV_STAMP)  ## a two-rank run disturbed and killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30
 
 golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden

@@ -5,6 +5,9 @@
 Ranks are forked (`forked_ranks`), so that kills hit what a run does rather than its imports. Half
 of the kills wait for a save to be in progress; the rest hit at any time, also before the first
 step. One rank is killed first and the other up to 50 ms later, as when nodes fail one by one.
+
+Before most kills the same attempt has to outlast something, during a save or soon after it: a full
+disk, a directory that cannot be written, or a process that is stopped and continues.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -31,7 +36,8 @@ from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 RANKS = 2
-STEPS_PER_KILL = 15
+STEPS_PER_KILL = 30
+OUTLASTED_SECONDS = (0.2, 0.6)
 SETTINGS = (
     "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8",
     "model.dropout=0.1", "data.lanes=4", "data.segment_length=8", "engine.micro_batch_lanes=1",
@@ -49,6 +55,61 @@ class Moment:
     save: int
     first_rank: int
     seconds_between: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What to outlast: after the start of an attempt's n-th `save`, for so many `seconds`."""
+
+    kind: str
+    delay: float
+    save: int
+    seconds: float
+    rank: int
+
+
+def random_troubles(generator: random.Random) -> Iterator[Trouble]:
+    """All kinds in turn."""
+    for kind in itertools.cycle(TROUBLES):
+        yield Trouble(
+            kind,
+            delay=generator.choice((0.0, generator.uniform(0.0, 0.2))),
+            save=generator.randint(1, 2),
+            seconds=generator.uniform(*OUTLASTED_SECONDS),
+            rank=generator.randrange(RANKS),
+        )
+
+
+@contextlib.contextmanager
+def disk_full(pids: list[int], trouble: Trouble, run_dir: RunDir) -> Iterator[None]:
+    """No file can grow: writes fail at the same calls as on a full disk."""
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    yield
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+@contextlib.contextmanager
+def unwritable(pids: list[int], trouble: Trouble, run_dir: RunDir) -> Iterator[None]:
+    """A file is where the directory of checkpoints was. (Root may write whatever the mode is.)"""
+    away = run_dir.path / "checkpoints-away"
+    run_dir.checkpoints.rename(away)
+    run_dir.checkpoints.touch()
+    yield
+    run_dir.checkpoints.unlink()
+    away.rename(run_dir.checkpoints)
+
+
+@contextlib.contextmanager
+def suspended(pids: list[int], trouble: Trouble, run_dir: RunDir) -> Iterator[None]:
+    """One rank is stopped, and continues."""
+    os.kill(pids[trouble.rank], signal.SIGSTOP)
+    yield
+    os.kill(pids[trouble.rank], signal.SIGCONT)
+
+
+TROUBLES = {"disk full": disk_full, "unwritable": unwritable, "suspended": suspended}
 
 
 @dataclass(frozen=True)
@@ -75,6 +136,20 @@ def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> list[int]:
     return fork_ranks(
         RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs
     )
+
+
+def outlast_trouble(pids: list[int], run_dir: RunDir, trouble: Trouble) -> None:
+    """Let the ranks meet the trouble; SystemExit if they end before it or because of it."""
+    left_behind = _partial(run_dir)
+    saves: set[str] = set()
+    while len(saves) < trouble.save:
+        if all_ended(pids):
+            raise SystemExit("the run ended before its trouble; give it more steps")
+        saves |= _partial(run_dir) - left_behind
+        time.sleep(0.001)
+    time.sleep(trouble.delay)
+    with TROUBLES[trouble.kind](pids, trouble, run_dir):
+        time.sleep(trouble.seconds)
 
 
 def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill | None:
@@ -129,18 +204,26 @@ def _last_phase(pid: int, run_dir: RunDir) -> str:
 def kill_often(
     run_dir: RunDir, arguments: list[str], logs: Path, num_kills: int, seed: int
 ) -> list[Kill]:
-    """Train to the end through `num_kills` kills."""
+    """Train to the end through `num_kills` kills and almost as many troubles."""
     kills: list[Kill] = []
     moments = random_moments(random.Random(seed))
+    troubles = random_troubles(random.Random(seed))
     while len(kills) < num_kills:
-        kill = run_until(start_ranks(run_dir, arguments, logs), run_dir, next(moments))
+        pids, moment, before = start_ranks(run_dir, arguments, logs), next(moments), ""
+        if moment.save:  # else it may come before the first step
+            trouble = next(troubles)
+            outlast_trouble(pids, run_dir, trouble)
+            before = f"{trouble.kind} for {trouble.seconds:.1f} s, then "
+        kill = run_until(pids, run_dir, moment)
         if kill is None:
             raise SystemExit(
                 f"the run ended after {len(kills)} of {num_kills} kills; give it more steps"
             )
         kills.append(kill)
         print(
-            f"kill {len(kills)}: {kill.phase} after the checkpoint of step {kill.step}", flush=True
+            f"kill {len(kills)}: {before}killed {kill.phase} after the checkpoint of step "
+            f"{kill.step}",
+            flush=True,
         )
     run_until(start_ranks(run_dir, arguments, logs), run_dir, None)
     return kills
