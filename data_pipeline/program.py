@@ -19,10 +19,12 @@ argparse's own subparsers do not support that.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
 from data_pipeline.yaml_files import did_you_mean
@@ -69,12 +71,26 @@ class Program:
         module = importlib.import_module(module_name)
         if not function and hasattr(module, "PROGRAM"):
             return module.PROGRAM.dispatch(rest)
-        parser = argparse.ArgumentParser(
-            prog=f"{self.name} {name}", description=f"{summary[0].upper()}{summary[1:]}."
+        parser = _Parser(
+            allow_abbrev=False,
+            prog=f"{self.name} {name}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
         return run(parser.parse_intermixed_args(rest))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as every other error: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _, is_unknown, arguments = message.partition("unrecognized arguments: ")
+        flag = next((each for each in arguments.split() if each.startswith("-")), "")
+        flag = flag.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"did you mean {close[0]!r}?" if is_unknown and close else ""
+        raise UserError(f"{message}; {hint or f'see {self.prog} --help'}")
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:

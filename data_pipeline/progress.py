@@ -131,7 +131,11 @@ class StatusLine:
             print(text, file=sys.stderr, flush=True)
             self._shown = time.monotonic()
 
-    def end(self) -> None:
-        """Keep the last text and start a new line."""
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Keep the last text and start a new line: an error may follow."""
         if self._is_terminal and self._width:
             print(file=sys.stderr)
+            self._width = 0

@@ -74,16 +74,15 @@ def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
 def run_build(arguments: argparse.Namespace) -> int:
     """Build a corpus, or one part of it."""
     config = _corpus_config(arguments)
-    status = StatusLine()
-    if arguments.part:
-        part, num_parts = arguments.part
-        result = build_part(config, part, num_parts, status.show)
-    elif arguments.processes is not None:
-        check_positive(arguments, "processes")
-        result = build_in_processes(config, arguments.processes, status.show)
-    else:
-        result = build_corpus(config, status.show)
-    status.end()
+    with StatusLine() as status:
+        if arguments.part:
+            part, num_parts = arguments.part
+            result = build_part(config, part, num_parts, status.show)
+        elif arguments.processes is not None:
+            check_positive(arguments, "processes")
+            result = build_in_processes(config, arguments.processes, status.show)
+        else:
+            result = build_corpus(config, status.show)
     return _print_result(config, result)
 
 

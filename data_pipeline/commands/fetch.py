@@ -38,11 +38,10 @@ def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_fetch(arguments: argparse.Namespace) -> int:
     """Download a corpus, or with --raw every object under the URL."""
-    status = StatusLine()
     url, directory = arguments.url, arguments.directory
     if arguments.raw:
-        count, problems = fetch_objects(url, directory, status.show)
-        status.end()
+        with StatusLine() as status:
+            count, problems = fetch_objects(url, directory, status.show)
         if problems:
             for problem in problems:
                 print(problem)
@@ -52,16 +51,15 @@ def run_fetch(arguments: argparse.Namespace) -> int:
             )
         print(f"{directory} holds the {count:,} objects under {url}; every object was checked")
         return 0
-    fetch_corpus(url, directory, arguments.splits, status.show)
-    status.end()
+    with StatusLine() as status:
+        fetch_corpus(url, directory, arguments.splits, status.show)
     print(f"{directory} holds {' and '.join(arguments.splits)}; every shard was checked")
     return 0
 
 
 def run_upload(arguments: argparse.Namespace) -> int:
     """Upload a corpus and compare what the store returns."""
-    status = StatusLine()
-    splits = upload_corpus(arguments.directory, arguments.url, status.show)
-    status.end()
+    with StatusLine() as status:
+        splits = upload_corpus(arguments.directory, arguments.url, status.show)
     print(f"{arguments.url} holds {' and '.join(splits)}; every file was read back and compared")
     return 0

@@ -39,19 +39,18 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline inspect`."""
     parser.add_argument("directory", type=Path, help=CORPUS_HELP)
-    parser.add_argument("--lanes", type=int, default=16, help="lanes of a run (default 16)")
+    parser.add_argument("--lanes", type=int, help="lanes of a run (default 16, or what fits)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run (default 1)")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print every problem; DataError for the last one."""
-    status = StatusLine()
-    if url := url_of(arguments.directory):
-        problems = problems_at(url, status.show)
-    else:
-        splits = splits_of(arguments.directory)
-        problems = [problem for split in splits for problem in verify_split(split, status.show)]
-    status.end()
+    with StatusLine() as status:
+        if url := url_of(arguments.directory):
+            problems = problems_at(url, status.show)
+        else:
+            splits = splits_of(arguments.directory)
+            problems = [problem for split in splits for problem in verify_split(split, status.show)]
     if problems:
         for problem in problems[:-1]:
             print(problem)
@@ -62,9 +61,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print a description of each split. A run does not cut the validation split into its lanes."""
-    check_positive(arguments, "lanes")
+    if arguments.lanes is not None:
+        check_positive(arguments, "lanes")
     for split in splits_of(local_corpus_directory(arguments.directory, CacheConfig())):
-        num_lanes = 0 if split.name == "validation" else arguments.lanes
+        num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
         for line in describe_split(split, num_lanes, arguments.seed):
             print(line)
     return 0
@@ -137,6 +137,12 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     reader = corpus.shard(0)
     sample = tokenizer.decode(reader.tokens(0)[:SAMPLE_TOKENS])
     yield f"  sample           {reader.document_id(0)}: {sample!r}"
+
+
+def _usual_lanes(split: Path) -> int:
+    """Return 16, or with little text the largest number of lanes that are never empty."""
+    manifest = read_manifest(split)
+    return max(1, min(16, manifest.tokens // max(manifest.longest_document, 1)))
 
 
 def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:

@@ -34,6 +34,21 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
     assert "2 L" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--promt=x", "unrecognized arguments: --promt=x; did you mean '--prompt'?"),
+        ("--prom=x", "did you mean '--prompt'?"),
+        ("--temperature=hot", "invalid float value: 'hot'; see pretrain generate --help"),
+    ],
+)
+def test_a_misspelt_flag_is_answered_in_one_line_with_the_nearest(capsys, flag, answer):
+    assert main(["generate", "run", flag]) == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert error.count("\n") == 1
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
     assert main(["trian"]) == 2
     assert "did you mean 'train'" in capsys.readouterr().err
