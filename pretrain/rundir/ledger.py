@@ -114,7 +114,7 @@ class Ledger:
                 continue
             try:
                 events.append(_from_tree(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 unusable.append(number)
         if unusable:
             numbers = ", ".join(map(str, unusable))

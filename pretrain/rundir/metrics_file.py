@@ -36,7 +36,7 @@ def measurement_of(line: bytes) -> dict[str, Any] | None:
     """What a line measured; None if it is damaged or not whole yet."""
     try:
         tree = json.loads(line)
-    except ValueError:  # also text that is not UTF-8
+    except (ValueError, RecursionError):  # also text that is not UTF-8, or nested deeply
         return None
     kind = tree.get("kind") if isinstance(tree, dict) else None
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None

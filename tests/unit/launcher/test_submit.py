@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,7 +88,10 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     run_dir = RunDir.create(
         files / "run", load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "optim.steps=10"])
     )
-    run_dir.metrics.write_text('{"kind": "train", "step": 10, "loss": 1.0}\n')
+    measured = {"kind": "train", "step": 10, "tokens": 80, "loss": 1.0, "learning_rate": 0.1}
+    run_dir.metrics.write_text(
+        json.dumps({**measured, "grad_norm": 1.0, "skipped": False}) + "\n", encoding="utf-8"
+    )
     run_dir.ledger.append(Finished(step=10))
     assert submit(files, "optim.steps=10") == 2
     assert "is done after step 10; to train further" in capsys.readouterr().err
