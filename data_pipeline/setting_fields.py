@@ -79,8 +79,9 @@ def check_ranges(section: str, settings: Any) -> None:
     wrong = []
     for name, allowed in ranges_of(settings).items():
         value = getattr(settings, name)
-        if not all(each in allowed for each in (value if isinstance(value, tuple) else (value,))):
-            found = abbreviated(list(value) if isinstance(value, tuple) else value)
+        values = list(value) if isinstance(value, (tuple, list)) else [value]
+        if not all(each in allowed for each in values):
+            found = abbreviated(value if values == [value] else values)
             wrong.append(f"{section}{name}={found} must be {allowed}")
     if wrong:
         raise ConfigError("; ".join(wrong))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 # One thread per process: workers and ranks share the cores, and threads that wait for each other
 # cost many times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+THREADS = int(os.environ["OMP_NUM_THREADS"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +39,16 @@ def _logging_ends_with_the_test() -> Iterator[None]:
             root.removeHandler(handler)
     root.setLevel(level)
     warnings.showwarning = showwarning
+
+
+@pytest.fixture(autouse=True)
+def _threads_end_with_the_test() -> Iterator[None]:
+    """Undo what a command of the test set: another number of threads rounds differently."""
+    yield
+    if torch := sys.modules.get("torch"):
+        if torch.get_num_threads() != THREADS:
+            torch.set_num_threads(THREADS)
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,7 @@ def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experim
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert re.search(
-        r"ERROR \S+ supervisor: not restarted: rank \d: nowhere/train does not exist",
+        r"ERROR \S+ supervisor: not restarted: rank \d: \S+/nowhere/train does not exist",
         output.splitlines()[-1],
     )
     assert "Traceback" not in output

@@ -142,13 +142,13 @@ def test_a_built_corpus_is_not_built_again(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_what_is_neither_file_nor_folder_is_named(tmp_path, kind):
+def test_what_is_neither_file_nor_folder_is_named(tmp_path, monkeypatch, kind):
     path = tmp_path / "in" / "x"
     path.parent.mkdir()
     if kind == "pipe":
         os.mkfifo(path)
     else:
-        os.chdir(path.parent)  # the names of sockets are short
+        monkeypatch.chdir(path.parent)  # the names of sockets are short
         socket.socket(socket.AF_UNIX).bind("x")
     for root in (path, path.parent):
         with pytest.raises(DataError, match=rf"{path} is a pipe, socket or device"):

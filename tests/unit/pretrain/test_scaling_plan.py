@@ -187,7 +187,7 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
         ),
         (
             "format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n",
-            "cannot be the name of a directory",
+            "expected 1 to 100 letters, digits",
         ),
         (
             "format: 1\nname: x\ncells: [{name: a, experiment: e, hold: true}]\n",
