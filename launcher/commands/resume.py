@@ -10,6 +10,7 @@ from launcher.commands import local
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import check_references, load_cluster
+from launcher.slurm.sbatch import is_script_of
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when its job is in the queue, or when the run has finished on this machine."""
     (state,) = read_states([arguments.run])
-    if state.state is State.DONE:
+    if state.state is State.DONE and state.is_saved:
         raise ConfigError(
             f"{arguments.run} is done after step {state.step:,}; to train further, start it again "
             "with more optim.steps"
@@ -40,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if Snapshot(arguments.run).script.is_file():
         return _submit_again(RunDir(arguments.run.resolve()))
+    if state.job is not None:
+        raise ConfigError(
+            f"{arguments.run} was a Slurm job, and its {Snapshot(arguments.run).script} is gone; "
+            "submit it again with 'launcher submit', or train here with 'launcher local'"
+        )
     return local.run(
         argparse.Namespace(
             experiment=arguments.run / "config.yaml",
@@ -56,9 +62,16 @@ def _submit_again(run_dir: RunDir) -> int:
     before = last_of(run_dir.ledger.read(), Submitted)
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
+    script = Snapshot(run_dir.path).script
+    if not is_script_of(script.read_text(), run_dir.path):
+        raise ConfigError(
+            f"{script} was written for another run directory, so this one was moved or copied; "
+            "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
+            f"--run-dir {run_dir.path}"
+        )
     check_references(load_cluster(Snapshot(run_dir.path).cluster))
     with run_dir.locked("submit"):
-        number = slurm.submit(Snapshot(run_dir.path).script, before.job_name)
+        number = slurm.submit(script, before.job_name)
         run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))
     print(f"job {number} ({before.job_name}) continues {run_dir.path}")
     print(f"Status: launcher status {run_dir.path}")

@@ -113,9 +113,17 @@ def render(job: Job) -> str:
         "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; "
         "the run resumes from its latest checkpoint."
     )
-    return _script(
-        job, head, {"output": _log_pattern(job.run_dir, "slurm-%j.log")}, [], quote(job.run_dir)
-    )
+    return _script(job, head, _log_option(job.run_dir), [], quote(job.run_dir))
+
+
+def is_script_of(script: str, run_dir: Path) -> bool:
+    """Whether `render` made the script for this directory: one that was moved has another's."""
+    (flag,) = option_flags(_log_option(run_dir), quote)
+    return f"#SBATCH {flag}" in script.splitlines()
+
+
+def _log_option(run_dir: Path) -> dict[str, str]:
+    return {"output": _log_pattern(run_dir, "slurm-%j.log")}
 
 
 def render_array(

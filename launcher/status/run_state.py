@@ -51,6 +51,11 @@ class RunState:
         return min(1.0, self.step / self.steps) if self.steps else 0.0
 
     @property
+    def is_saved(self) -> bool:
+        """Whether there is a valid checkpoint of the last step."""
+        return (self.checkpoint or 0) >= self.steps
+
+    @property
     def is_active(self) -> bool:
         """Whether the run is running, or will be without anybody's help."""
         return self.state in ACTIVE and not self.needs_resume
@@ -109,9 +114,9 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
 
 
 def is_done(path: Path, config: RunConfig) -> bool:
-    """Whether the run in this directory has made all steps of `config`."""
+    """Whether the run in this directory has made all steps of `config`, and saved the last."""
     state = read_state(path)
-    return state.state is State.DONE and state.step >= config.optim.steps
+    return state.state is State.DONE and state.is_saved and state.steps >= config.optim.steps
 
 
 def config_of_run(path: Path) -> RunConfig:

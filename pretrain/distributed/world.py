@@ -47,6 +47,11 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
             return world_from_environment(rank_variables(environment))
         else:
             rank, world_size, local_rank = 0, 1, 0
+        if not 0 <= rank < world_size or local_rank < 0:
+            raise ConfigError(
+                f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
+                "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
+            )
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"the rank variables are incomplete ({error}); set RANK, WORLD_SIZE and LOCAL_RANK"

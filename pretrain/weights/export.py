@@ -51,7 +51,10 @@ def write_export(
         weights = beside / WEIGHTS
         parameters = module.named_parameters()
         tensors = {name: parameter.detach().contiguous() for name, parameter in parameters}
-        save_file(tensors, weights, metadata={"format": "pt"})
+        try:
+            save_file(tensors, weights, metadata={"format": "pt"})
+        except SafetensorError as error:  # also a full disk
+            raise CheckpointError(f"{weights} cannot be written: {error}") from None
         # safetensors creates files that only their owner can read; give them the usual mode.
         shutil.copymode(beside, weights)
         weights.chmod(weights.stat().st_mode & 0o666)

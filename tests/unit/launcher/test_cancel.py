@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.sbatch import Job, NodeRange, is_script_of, render
+from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
+from pretrain.rundir.launch_events import Canceled, Submitted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
@@ -71,5 +77,33 @@ def test_a_finished_run_is_not_resumed(run_dir, capsys):
     steps = run_dir.config.optim.steps
     run_dir.metrics.write_text(json.dumps(train_line(steps)) + "\n")
     run_dir.ledger.append(Finished(step=steps))
+    publish_step(run_dir.checkpoints, steps)
     assert main(["resume", str(run_dir.path)]) == 2
     assert f"is done after step {steps:,}; to train further" in capsys.readouterr().err
+
+
+def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(tmp_path, capsys):
+    there, copy = RunDir.create(tmp_path / "run", RunConfig()), tmp_path / "run-copy"
+    there.ledger.append(Submitted(job="1", job_name="run-1"))
+    there.ledger.append(Canceled(job="1"))
+    script = render(
+        Job(
+            name="run-1",
+            run_dir=there.path,
+            code=there.path / "slurm" / "code",
+            python="python",
+            nodes=NodeRange(1, 1),
+            cluster=ClusterConfig(ranks_per_node=1),
+            attempts_without_progress=3,
+        )
+    )
+    assert is_script_of(script, there.path)
+    snapshot = Snapshot(there.path)
+    snapshot.take_settings(RunConfig(), ClusterConfig(ranks_per_node=1))
+    snapshot.script.write_text(script)
+    shutil.copytree(there.path, copy)
+    assert main(["resume", str(copy)]) == 2
+    assert "was written for another run directory" in capsys.readouterr().err
+    Snapshot(copy).script.unlink()
+    assert main(["resume", str(copy)]) == 2
+    assert "was a Slurm job" in capsys.readouterr().err

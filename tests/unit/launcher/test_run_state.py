@@ -24,8 +24,8 @@ from pretrain.rundir.launch_events import (
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
-from tests.unit.pretrain.test_checkpoint_marker import publish_step
 
 NOW = 1_700_000_000.0
 

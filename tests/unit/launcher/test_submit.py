@@ -14,6 +14,7 @@ from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
+from tests.helpers.checkpoints import publish_step
 
 SETTINGS = [
     "model.vocab_size=100",
@@ -93,6 +94,9 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
         json.dumps({**measured, "grad_norm": 1.0, "skipped": False}) + "\n", encoding="utf-8"
     )
     run_dir.ledger.append(Finished(step=10))
+    submit(files, "optim.steps=10")
+    assert "is done" not in capsys.readouterr().err, "its last checkpoint is lost"
+    publish_step(run_dir.checkpoints, 10)
     assert submit(files, "optim.steps=10") == 2
     assert "is done after step 10; to train further" in capsys.readouterr().err
     submit(files, "optim.steps=20")

@@ -9,7 +9,8 @@ from pretrain.checkpoint import directory as files
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
 from pretrain.rundir.run_dir import RunDir
-from tests.unit.pretrain.test_checkpoint_marker import flip_a_bit, publish_step
+from tests.helpers.checkpoints import publish_step
+from tests.unit.pretrain.test_checkpoint_marker import flip_a_bit
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.recovery.loss_spikes import Spike
 from pretrain.recovery.rewind import rewind
 from pretrain.rundir.run_dir import RunDir
-from tests.unit.pretrain.test_checkpoint_marker import publish_step, rewrite_index
+from tests.helpers.checkpoints import publish_step
+from tests.unit.pretrain.test_checkpoint_marker import rewrite_index
 
 NAMES = (
     *(files.rank_file(kind, rank) for kind in ("engine", "state", "rank") for rank in (0, 1)),

@@ -13,24 +13,7 @@ from data_pipeline.errors import CheckpointError
 from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-
-
-def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> Path:
-    partial = files.partial_directory(root, step, "attempt")
-    partial.mkdir(parents=True)
-    for rank in range(num_ranks):
-        for kind in ("engine", "state"):
-            (partial / files.rank_file(kind, rank)).write_bytes(bytes([step, rank]) * 100)
-        names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
-        written = {
-            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)}
-            for name in names
-        }
-        report = {"files": written, "cursor": None}
-        write_json(partial / files.rank_file("rank", rank), report)
-    final = files.step_directory(root, step)
-    marker.publish(partial, final, {"step": step, "world_size": num_ranks, **more}, num_ranks)
-    return final
+from tests.helpers.checkpoints import publish_step
 
 
 def flip_a_bit(path: Path) -> None:

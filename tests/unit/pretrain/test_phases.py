@@ -24,7 +24,7 @@ from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
 from pretrain.recovery.loss_spikes import Spike
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
 from pretrain.rundir.run_dir import RunDir
-from tests.unit.pretrain.test_checkpoint_marker import publish_step
+from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_recovery import SETTINGS
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
