@@ -56,7 +56,7 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --out $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv
-	pretrain scale predict $(SCALING)/runs.csv --flops 1e13 \
+	pretrain scale predict $(SCALING)/runs.csv --flops 3.6e12 \
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
 	pretrain scale report $(SCALING)/runs.csv --out $(SCALING)/report \
 		--title "Scaling demo: the workflow on tiny models, no law of large ones"
