@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_a_finished_run_is_not_resumed(run_dir, capsys):
 def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(tmp_path, capsys):
     there, copy = RunDir.create(tmp_path / "run", RunConfig()), tmp_path / "run-copy"
     there.ledger.append(Submitted(job="1", job_name="run-1"))
+    time.sleep(0.002)  # the ledger's times are milliseconds
     there.ledger.append(Canceled(job="1"))
     script = render(
         Job(
