@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.patience import Patience
 from launcher.restart_policy import add_policy_arguments, policy_of
-from launcher.status.run_state import is_done
+from launcher.status.run_state import is_done_already
 from launcher.supervisor import StopSignals, supervise
-from pretrain.config.resolve import with_absolute_paths, with_vocabulary
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.processes.local_ranks import RankGroup, describe_failure
+from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -55,33 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
     accumulation_steps(config, arguments.ranks)  # ConfigError before anything starts
     patience = Patience(config.checkpoint.storage_patience_seconds)
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name, patience)
-    command = train_command(arguments.experiment, run_dir, arguments.overrides)
+    command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
-    if run_dir.exists():
-        # Before any rank starts: what is refused must leave no failed attempt in the ledger.
-        RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(with_absolute_paths(config)))
-        if is_done(run_dir.path, config):
-            _log.info("%s is done; to train further, give it more optim.steps", run_dir.path)
-            return 0
+    # Before any rank starts: what is refused must leave no failed attempt in the ledger.
+    if is_done_already(run_dir, with_absolute_paths(config)):
+        _log.info("%s is done; to train further, give it more optim.steps", run_dir.path)
+        return 0
     with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()
     return status
-
-
-def train_command(experiment: Path, run_dir: RunDir, overrides: Sequence[str]) -> list[str]:
-    """One rank's program."""
-    return [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-        *overrides,
-    ]
 
 
 class LocalRanks(RankGroup):

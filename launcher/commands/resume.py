@@ -12,7 +12,6 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import check_references, load_cluster
 from launcher.slurm.sbatch import is_script_of
 from launcher.slurm.snapshot import Snapshot
-from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
 from launcher.sweep_runs import was_array_task
 from pretrain.rundir.launch_events import Submitted
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when its job is in the queue, or when the run has finished on this machine."""
     (state,) = read_states([arguments.run])
-    if state.state is State.DONE and state.is_saved:
+    if state.is_done:
         raise ConfigError(
             f"{arguments.run} is done after step {state.step:,}; to train further, start it again "
             "with more optim.steps"

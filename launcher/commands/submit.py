@@ -17,7 +17,7 @@ from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, quote, render
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
-from launcher.status.run_state import is_done
+from launcher.status.run_state import is_done_already
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import Submitted
@@ -89,9 +89,11 @@ def job_name(name: str, run_dir: Path) -> str:
 def submit(job: Job, config: RunConfig) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
-    if run_dir.exists():
-        RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
-        _refuse_done(run_dir.path, config)
+    if is_done_already(run_dir, config):
+        raise ConfigError(
+            f"{run_dir.path} is done after step {config.optim.steps:,}; to train further, submit "
+            "it with more optim.steps"
+        )
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
@@ -114,11 +116,3 @@ def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> s
         number = slurm.submit(snapshot.script, job.name)
     run_dir.ledger.append(Submitted(job=number, job_name=job.name))
     return number
-
-
-def _refuse_done(path: Path, config: RunConfig) -> None:
-    if is_done(path, config):
-        raise ConfigError(
-            f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
-            "more optim.steps"
-        )

@@ -13,6 +13,7 @@ from launcher.slurm.snapshot import Snapshot
 from launcher.status.evidence import Evidence, gather
 from launcher.status.infer_status import ACTIVE, State, infer_status
 from pretrain.config.phases import tokens_of_steps
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import JobEnded, JobStarted, Submitted
 from pretrain.rundir.ledger import interruptions, last_of, num_attempts
@@ -51,9 +52,9 @@ class RunState:
         return min(1.0, self.step / self.steps) if self.steps else 0.0
 
     @property
-    def is_saved(self) -> bool:
-        """Whether there is a valid checkpoint of the last step."""
-        return (self.checkpoint or 0) >= self.steps
+    def is_done(self) -> bool:
+        """Whether all steps are made and there is a valid checkpoint of the last one."""
+        return self.state is State.DONE and (self.checkpoint or 0) >= self.steps
 
     @property
     def is_active(self) -> bool:
@@ -113,10 +114,13 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     )
 
 
-def is_done(path: Path, config: RunConfig) -> bool:
-    """Whether the run in this directory has made all steps of `config`, and saved the last."""
-    state = read_state(path)
-    return state.state is State.DONE and state.is_saved and state.steps >= config.optim.steps
+def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the directory holds this run with all its steps; ConfigError if it holds another."""
+    if not run_dir.exists():
+        return False
+    RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
+    state = read_state(run_dir.path)
+    return state.is_done and state.steps >= config.optim.steps
 
 
 def config_of_run(path: Path) -> RunConfig:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from data_pipeline.errors import ConfigError, UserError
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.processes.local_ranks import RankGroup, describe_failure
+from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir
 
@@ -141,8 +140,7 @@ def train_ranks(
     `is_shown` shows the output of rank 0. Raises UserError with the last lines of the rank that
     failed if the ranks exit in any other way.
     """
-    command = [sys.executable, "-m", "pretrain", "train", str(config), *overrides]
-    command += ["--run-dir", str(run_dir.path)]
+    command = train_command(config, run_dir.path, *overrides)
     with RankGroup(
         command, ranks, run_dir.logs, attempt, {FAULT_VARIABLE: fault}, echo_rank_zero=is_shown
     ) as group:

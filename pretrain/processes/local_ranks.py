@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,12 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(
     None, use_errno=True
 )  # loaded before any fork: a child must not take the loader's lock
+
+
+def train_command(experiment: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """One rank's program, in this Python."""
+    train = ["-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir), *overrides]
+    return [sys.executable, *train]
 
 
 class RankGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.processes.local_ranks import RankGroup
+from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
 
@@ -35,15 +34,7 @@ def train(
     experiment: Path, run_dir: RunDir, *more: str, file_limit_kib: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """`pretrain train` with a file size limit, which fails at the same calls as a full disk."""
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-    ]
+    command = train_command(experiment, run_dir.path)
     limited = (
         ["bash", "-c", f'ulimit -f {file_limit_kib}; exec "$@"', "bash"] if file_limit_kib else []
     )
@@ -90,15 +81,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(exper
         f"checkpoint.interval={interval}", "checkpoint.storage_patience_seconds=0",
         "optim.steps=100000", "metrics.interval=5",
     )  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-    ]
+    command = train_command(experiment, run_dir.path)
     only_rank_1 = ["bash", "-c", 'if [ "$RANK" = 1 ]; then ulimit -f 100; fi; exec "$@"', "bash"]
     with RankGroup([*only_rank_1, *command, *SETTINGS, *longer], 2, tmp_path / "logs") as group:
         assert group.wait(timeout=120) == [2, 2]

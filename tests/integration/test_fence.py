@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 
@@ -27,15 +27,7 @@ def test_a_stale_attempt_writes_neither_metrics_nor_checkpoints(tiny_corpus: Pat
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     Fence(run_dir.path, "newer").claim()
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-    ]
+    command = train_command(experiment, run_dir.path)
     environment = {**os.environ, VARIABLE: "older"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.engines.engine import cpu_has_fp16
+from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.engine_cells import (
     HALF,
@@ -49,16 +49,7 @@ def assert_rejected(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None
     """Start a run without fp16 and check that it is rejected."""
     experiment = directory / "half.yaml"
     experiment.write_text(f"data: {{path: {corpus}}}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        *TINY,
-        "--run-dir",
-        str(directory / "run"),
-    ]
+    command = train_command(experiment, directory / "run", *TINY)
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": cpu}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2

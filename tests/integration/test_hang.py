@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from pretrain.processes.local_ranks import RankGroup
+from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled
@@ -24,16 +23,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     run_dir = RunDir(tmp_path / "run")
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-        *SETTINGS,
-    ]
+    command = train_command(experiment, run_dir.path, *SETTINGS)
     command += [
         "optim.steps=100000",
         "checkpoint.interval=100000",

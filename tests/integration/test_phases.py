@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Memory
 from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.ledger import events_of
@@ -66,16 +66,7 @@ metrics: {{interval: 3, tensorboard: false}}
 def train(
     experiment: Path, run_dir: RunDir, *more: str, fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-        *more,
-    ]
+    command = train_command(experiment, run_dir.path, *more)
     return subprocess.run(
         command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True, timeout=120
     )

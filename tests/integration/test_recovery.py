@@ -15,7 +15,7 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
-from pretrain.processes.local_ranks import RankGroup, describe_failure
+from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
@@ -73,16 +73,7 @@ recovery: {{spike_threshold: 5.0, window: 40, skip_margin_segments: 30}}
 def train(
     experiment: Path, run_dir: RunDir, *more: str, fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir.path),
-        *more,
-    ]
+    command = train_command(experiment, run_dir.path, *more)
     environment = {**os.environ, VARIABLE: fault}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 

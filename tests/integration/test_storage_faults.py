@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.run_dir import RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
@@ -50,16 +51,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def command(experiment: Path, run_dir: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "train",
-        str(experiment),
-        "--run-dir",
-        str(run_dir),
-        *SETTINGS,
-    ]
+    return train_command(experiment, run_dir, *SETTINGS)
 
 
 def can_mount() -> bool:
