@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -118,9 +119,10 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             process.heartbeat.beat(state.step, "save")
             with metrics.saving():
                 # Not before its metrics are on disk: a run resumed from it would lack them.
-                save = checkpointer.save if ending is None else checkpointer.save_last
                 suspected_since = parts.spike_monitor.suspected_since
-                save(engine, state, validation_loss, metrics.unwritten, suspected_since)
+                what = (engine, state, validation_loss, metrics.unwritten, suspected_since)
+                save = partial(checkpointer.save, *what)
+                save() if ending is None else checkpointer.until_published(save)
         if ending is not None:
             return ending
         process.heartbeat.beat(state.step, "train")

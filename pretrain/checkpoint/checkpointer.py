@@ -114,17 +114,9 @@ class Checkpointer:
         self._save.start()
         return self._run.checkpoint.asynchronous or self.finish()
 
-    def save_last(
-        self,
-        engine: Engine,
-        state: TrainState,
-        validation_loss: float | None = None,
-        obstacle: Callable[[], str] = lambda: "",
-        suspected_since: int | None = None,
-    ) -> None:
-        """Return when the checkpoint of `state.step` is published, however often it takes."""
-        what = (engine, state, validation_loss, obstacle, suspected_since)
-        while not (self.save(*what) and self.finish()):
+    def until_published(self, save: Callable[[], bool]) -> None:
+        """Return when what `save` saves is published, however often it takes."""
+        while not (save() and self.finish()):
             self._outage.pause()
 
     def wait_for_copy(self) -> None:

@@ -155,7 +155,9 @@ def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
     waited: list[int] = []
     obstacles = iter(["metrics.jsonl: No space left on device"] * 2)
     saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))
-    saving.save_last(engine, state_of(engine, 3), obstacle=lambda: next(obstacles, ""))
+    saving.until_published(
+        lambda: saving.save(engine, state_of(engine, 3), obstacle=lambda: next(obstacles, ""))
+    )
     assert files.steps_on_disk(tmp_path) == [3]
     assert len(waited) >= 2, "the heartbeat goes on meanwhile"
 
