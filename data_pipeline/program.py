@@ -19,7 +19,6 @@ argparse's own subparsers do not support that.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,12 +84,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as every other error: in one line."""
 
     def error(self, message: str) -> NoReturn:
-        _, is_unknown, arguments = message.partition("unrecognized arguments: ")
-        flag = next((each for each in arguments.split() if each.startswith("-")), "")
-        flag = flag.partition("=")[0]
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f"did you mean {close[0]!r}?" if is_unknown and close else ""
-        raise UserError(f"{message}; {hint or f'see {self.prog} --help'}")
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        flag = next((each.partition("=")[0] for each in unknown.split() if each[0] == "-"), "")
+        hint = did_you_mean(flag, list(self._option_string_actions)) if flag else ""
+        raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:
