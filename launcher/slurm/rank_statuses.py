@@ -80,7 +80,7 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 
 
 class SrunPatience:
-    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would for ever."""
+    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self._logs = logs
