@@ -29,6 +29,10 @@ PROGRAM = Program(
             "predict the optimum and its loss for a budget, a size or a number of tokens",
         ),
         "report": ("pretrain.commands.scale_fit:report", "write the fit as one HTML page and PNGs"),
+        "tune": (
+            "pretrain.commands.scale_tune",
+            "find the best learning rate by a small sweep: plan, report",
+        ),
         "context": (
             "pretrain.commands.scale_context",
             "compare segment and memory lengths in a separate sweep: plan, collect, report",

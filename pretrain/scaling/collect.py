@@ -37,7 +37,7 @@ class Row:
     D: int | str = ""
     C: float | str = ""
     C_6ND: float | str = ""
-    loss: float | str = ""
+    loss: float | str = ""  # infinite if it diverged
     budget: float | str = ""
     seed: int | str = ""
     progress: float | str = ""
@@ -158,7 +158,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
         D=cost.tokens,
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
-        loss=float(loss) if loss is not None and _is_finite(loss) else "",
+        loss=_final_loss(loss) if evaluations else "",
         budget=budget,
         seed=config.seed,
         progress=step / config.optim.steps,
@@ -185,6 +185,10 @@ def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str
     if not evaluations:
         return "finished without a last evaluation"
     return "" if _is_finite(loss) else f"diverged: its last evaluation's loss is {loss}"
+
+
+def _final_loss(loss: Any) -> float:
+    return float(loss) if _is_finite(loss) else math.inf
 
 
 def _is_finite(value: Any) -> bool:

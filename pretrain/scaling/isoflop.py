@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
+from pretrain.scaling.parabola import (
+    fitted_and_residuals,
+    frame,
+    parabolas,
+    vertex_draws,
+    widening,
+)
 from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted
 
@@ -86,53 +94,33 @@ def isoflop_draws(
     """
     used = [valley for valley in fit.valleys if valley.is_used]
     n_KF, loss_KF = np.full((2, num_draws, len(used)), np.nan)
+    grids = [_grid(points, valley) for valley in used]
     fitted, residuals = zip(
-        *(_fitted_and_residuals(points, valley) for valley in used), strict=True
+        *(fitted_and_residuals(grid.x_S, grid.loss_S) for grid in grids), strict=True
     )
     pool = np.concatenate(residuals)
     # Few runs per budget, so the residuals of all budgets make one pool, which is widened in turn.
-    pool = (pool - pool.mean()) * _widening(len(pool) - 3 * len(used))
-    for column, (valley, fitted_S) in enumerate(zip(used, fitted, strict=True)):
-        x_S = np.log(points.parameters_P[points.budget_P == valley.budget])
-        center, half = _frame(x_S)
-        loss_KS = fitted_S * (1 + rng.choice(pool, size=(num_draws, len(x_S))))
-        vertex, bottom, bend = _parabola((x_S - center) / half, loss_KS)
-        # A vertex over half a grid width outside is extrapolation; without bend there is none.
-        good_K = (bend > 0) & (np.abs(vertex) < 2)
-        n_KF[good_K, column] = (center + half * vertex)[good_K]
-        loss_KF[good_K, column] = bottom[good_K]
+    pool = (pool - pool.mean()) * widening(len(pool) - 3 * len(used))
+    for column, (grid, fitted_S) in enumerate(zip(grids, fitted, strict=True)):
+        vertex_K, loss_KF[:, column] = vertex_draws(grid.x_S, fitted_S, pool, rng, num_draws)
+        n_KF[:, column] = grid.center + grid.half * vertex_K
     return fit_frontier(np.log([valley.budget for valley in used]), n_KF, loss_KF)
 
 
-def _fitted_and_residuals(points: Points, valley: Valley) -> tuple[Array, Array]:
-    """The parabola at the budget's sizes, and residuals as large as for points left out."""
+class _Grid(NamedTuple):
+    """The runs of one budget: ln N = center + half * x."""
+
+    x_S: Array
+    loss_S: Array
+    center: float
+    half: float
+
+
+def _grid(points: Points, valley: Valley) -> _Grid:
     mine_P = points.budget_P == valley.budget
-    x_S, loss_S = np.log(points.parameters_P[mine_P]), points.loss_P[mine_P]
-    center, half = _frame(x_S)
-    terms_S3 = ((x_S - center) / half)[:, None] ** np.arange(3)
-    hat_SS = terms_S3 @ np.linalg.pinv(terms_S3)
-    fitted_S = hat_SS @ loss_S
-    free_S = np.maximum(1 - hat_SS.diagonal(), 1e-6)  # three sizes leave no residual at all
-    return fitted_S, np.where(free_S > 1e-5, (loss_S / fitted_S - 1) / np.sqrt(free_S), 0.0)
-
-
-def _widening(degrees_of_freedom: int) -> float:
-    """How much wider Student's t is than the normal at 95%; 1 without residuals."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees_of_freedom, 0.975) / 1.959964) if degrees_of_freedom > 0 else 1.0
-
-
-def _frame(x_S: Array) -> tuple[float, float]:
-    """The middle and the half width of the sizes: in their units the grid runs from -1 to 1."""
-    return float((x_S.max() + x_S.min()) / 2), float(max(np.ptp(x_S) / 2, 1e-12))
-
-
-def _parabola(x_S: Array, loss_KS: Array) -> tuple[Array, Array, Array]:
-    """Vertex, loss there and second derivative of each row's least-squares parabola."""
-    c0, c1, c2 = np.linalg.pinv(x_S[:, None] ** np.arange(3)) @ loss_KS.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return -c1 / (2 * c2), c0 - c1**2 / (4 * c2), 2 * c2
+    x_S = np.log(points.parameters_P[mine_P])
+    center, half = frame(x_S)
+    return _Grid((x_S - center) / half, points.loss_P[mine_P], center, half)
 
 
 def _valley(points: Points, budget: float) -> Valley:
@@ -145,9 +133,9 @@ def _valley(points: Points, budget: float) -> Valley:
         return replace(
             valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}"
         )
-    center, half = _frame(x_S)
+    center, half = frame(x_S)
     vertex, bottom, bend = (
-        float(v[0]) for v in _parabola((x_S - center) / half, mine.loss_P[None])
+        float(v[0]) for v in parabolas((x_S - center) / half, mine.loss_P[None])
     )
     if not bend > 0:
         return replace(valley, reason="the losses curve downward: there is no lowest size")

@@ -1,0 +1,95 @@
+"""`pretrain scale tune plan` and `report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.program import Program
+from pretrain.commands.scale import (
+    add_report_output,
+    add_sweep_output,
+    check_output_directory,
+    check_output_file,
+    check_runs_directory,
+)
+from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
+from pretrain.scaling.intervals import amount
+from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
+from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
+from pretrain.terminal.text import counted, text_table
+
+PROGRAM = Program(
+    "pretrain scale tune",
+    "The best learning rate of a run.",
+    {
+        "plan": (
+            "pretrain.commands.scale_tune:plan",
+            "write a sweep of learning rates, and if wanted of batch sizes, at equal tokens",
+        ),
+        "report": (
+            "pretrain.commands.scale_tune:report",
+            "print the best rate and the range around it, and draw the losses",
+        ),
+    },
+)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale tune plan`."""
+    add = parser.add_argument
+    base = "experiment to tune; everything but the rate and the lanes stays as it says"
+    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    rates = "peak learning rates, best 2x apart"
+    add("--rates", type=float, nargs="+", required=True, metavar="LR", help=rates)
+    lanes = "numbers of lanes, and so batch sizes (default: the experiment's)"
+    add("--lanes", type=int, nargs="+", default=[], metavar="N", help=lanes)
+    seeds = "train each run once per seed (default: the experiment's)"
+    add("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
+    steps = "steps with the experiment's lanes (default: the experiment's)"
+    add("--steps", type=int, default=0, metavar="N", help=steps)
+    add_sweep_output(parser)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan and write the sweep file."""
+    base = load_config(RunConfig, arguments.experiment, arguments.set)
+    name = arguments.name or f"{base.name}-tune"
+    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    runs = plan_rates(
+        with_vocabulary(base),
+        arguments.rates,
+        lanes=arguments.lanes,
+        seeds=arguments.seeds,
+        steps=arguments.steps,
+    )
+    unchecked = check_tokens(base, runs)
+    total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
+    total += f"{amount(runs[0].cost.tokens)} tokens and about {runs[0].cost.flops:.3g} FLOPs each"
+    print("\n".join([total, *unchecked]))
+    write_plan(arguments, name, base, runs, [total])
+    return 0
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale tune report`."""
+    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="sweep file that plan wrote")
+    directory = "directory that contains one run directory per cell"
+    parser.add_argument("--runs-dir", type=Path, required=True, metavar="DIR", help=directory)
+    add_report_output(parser, "tune-report", "Learning rates")
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Print the answer and write the page with its chart."""
+    from pretrain.scaling.tune_report import write_tune_report
+
+    check_runs_directory(arguments.runs_dir)
+    check_output_directory("--out", arguments.out)
+    found, left_out = tuned_rates(read_sweep(arguments.sweep), arguments.runs_dir)
+    print(text_table(tuned_table(found)))
+    print("\n".join([*verdicts(found), *left_out]))
+    print(f"report: {write_tune_report(found, arguments.out, arguments.title)}")
+    return 0

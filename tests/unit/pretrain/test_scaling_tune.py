@@ -1,0 +1,162 @@
+"""`pretrain scale tune`: the plan's arithmetic, the valley of known losses, and a real sweep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import write_text
+from pretrain.cli import main
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts
+from tests.helpers.corpora import make_tiny_corpus
+
+BASE = RunConfig(
+    model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
+    data=DataConfig(segment_length=32, lanes=16),
+    optim=OptimConfig(steps=1000),
+)
+RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+BEST, LOWEST, BEND = 1.2e-3, 3.0, 0.1
+
+
+def losses_at(rates, noise=0.0, rng=None) -> list[float]:
+    """Losses of a valley whose lowest point is known."""
+    exact = LOWEST + BEND / 2 * (np.log(rates) - math.log(BEST)) ** 2
+    return list(exact * (1 + noise * rng.standard_normal(len(rates))) if rng else exact)
+
+
+def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens():
+    runs = plan_rates(BASE, RATES, lanes=[16, 32], seeds=[1, 2])
+    assert len(runs) == len({item.name for item in runs}) == 5 * 2 * 2
+    for item in runs:
+        assert item.cost.tokens == 1000 * 512
+        expected = replace(
+            BASE.optim,
+            learning_rate=item.run.optim.learning_rate,
+            steps=item.run.optim.steps,
+            schedule=item.run.optim.schedule,
+        )
+        assert item.run.optim == expected
+        assert item.run.model == BASE.model
+    assert {item.run.optim.steps for item in runs} == {1000, 500}
+    assert {item.run.optim.learning_rate for item in runs} == set(RATES)
+    unchanged = [item.run.optim.schedule for item in runs if item.run.data.lanes == 16]
+    assert all(schedule == BASE.optim.schedule for schedule in unchanged)
+
+
+@pytest.mark.parametrize(
+    ("base", "rates", "options", "said"),
+    [
+        (BASE, [1e-3, 1e-3, 2e-3], {}, "expected at least 3 different positive rates"),
+        (BASE, [0.0, 1e-3, 2e-3], {}, "expected at least 3 different positive rates"),
+        (BASE, [1e-3, 2e-3, math.inf], {}, "expected at least 3 different positive rates"),
+        (BASE, RATES, {"lanes": [100_000]}, "less than one step"),
+        (
+            replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
+            RATES,
+            {},
+            "has phases",
+        ),
+    ],
+)
+def test_rates_that_make_no_sweep_are_refused(base, rates, options, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_rates(base, rates, **options)
+
+
+def test_a_known_valley_is_found_with_the_range_that_loses_half_a_percent():
+    found = fit_rates(512, RATES, losses_at(RATES)).optimum
+    assert found.rate.value == pytest.approx(BEST, rel=1e-9)
+    assert found.loss == pytest.approx(LOWEST, rel=1e-9)
+    for edge in (found.low, found.high):
+        assert losses_at([edge])[0] == pytest.approx(LOWEST * (1 + TOLERABLE), rel=1e-9)
+    assert found.low < BEST < found.high
+
+
+def test_the_interval_holds_the_best_rate_in_about_95_of_100_noisy_sweeps():
+    rng = np.random.default_rng(3)
+    rates = [1.5e-4 * 2 ** (index / 2) for index in range(13)]
+    held = []
+    for _ in range(200):
+        found = fit_rates(512, rates, losses_at(rates, 0.005, rng), num_draws=200).optimum
+        held.append(found.rate.low <= BEST <= found.rate.high)
+    assert 0.90 <= np.mean(held) <= 1.0
+
+
+def test_rates_far_from_the_best_do_not_bend_the_valley():
+    steep = [*losses_at(RATES), 9.0, math.inf]
+    found = fit_rates(512, [*RATES, 3.2e-2, 6.4e-2], steep)
+    assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
+    assert found.diverged == (6.4e-2,)
+
+
+@pytest.mark.parametrize(
+    ("rates", "losses", "said"),
+    [
+        ([1e-4, 1e-2, 1.0], [3.2, 3.1, 3.2], "rates near 0.01 are missing: add 0.005 and 0.02"),
+        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "0.001 is the lowest rate tried: add 0.00025"),
+        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "0.004 is the highest rate tried: add 0.016"),
+        ([1e-3, 2e-3, 4e-3], [3.2, 3.1, 3.2], "no interval: three runs determine a parabola"),
+    ],
+)
+def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
+    (line,) = verdicts([fit_rates(512, rates, losses)])
+    assert said in line
+
+
+def test_fewer_than_three_rates_that_ended_well_are_no_valley():
+    with pytest.raises(DataError, match="2 rates ended with a loss, a valley needs 3"):
+        fit_rates(512, [1e-3, 2e-3, 4e-3], [3.0, 3.1, math.inf])
+
+
+def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    experiment, sweep = tmp_path / "tiny.yaml", tmp_path / "sweep.yaml"
+    write_text(
+        experiment,
+        f"""name: tiny
+model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
+data: {{path: {corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: 30, schedule: {{shape: constant, warmup_steps: 1}}}}
+engine: {{kind: torch, threads: 1}}
+evaluation: {{interval: 0, max_tokens: 200}}
+metrics: {{tensorboard: false}}
+""",
+    )
+    rates = ["2e-2", "8e-2", "3.2e-1"]
+    plan = ["scale", "tune", "plan", str(experiment), "--rates", *rates, "--out", str(sweep)]
+    assert main(plan) == 0
+    cells = read_sweep(sweep).cells
+    for cell in cells:
+        run = ["train", str(experiment), "--run-dir", str(tmp_path / "runs" / cell.name)]
+        assert main([*run, *cell.overrides]) == 0
+    capsys.readouterr()
+    report = ["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path / "runs")]
+    assert main([*report, "--out", str(tmp_path / "report")]) == 0
+    printed = capsys.readouterr().out
+    last = {
+        cell.name: RunDir(tmp_path / "runs" / cell.name).read_metrics()[-1]["loss"]
+        for cell in cells
+    }
+    page = (tmp_path / "report" / "report.html").read_text()
+    for loss in last.values():
+        assert f"{loss:.4f}" in printed
+        assert f"{loss:.4f}" in page
+    assert min(last, key=last.__getitem__) == "b32-lr0.08"
+    assert "32 tokens a step: optim.learning_rate=0.0" in printed
+    assert (tmp_path / "report" / "tune.png").stat().st_size > 5_000
+
+
+def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
+    sweep = tmp_path / "sweep.yaml"
+    write_text(sweep, "format: 1\nname: other\ncells: [{name: a, experiment: a.yaml}]\n")
+    assert main(["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path)]) == 2
+    assert "use one that 'scale tune plan' wrote" in capsys.readouterr().err
