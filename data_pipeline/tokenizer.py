@@ -115,30 +115,38 @@ class Tokenizer:
         """Read what `save` wrote, or any SentencePiece `.model` file with an end token."""
         if path.is_file():
             return _load_foreign(path)
-        try:
-            description = json.loads(read_regular(path / DESCRIPTION_NAME))
-            kind = description["kind"]
-            if kind not in get_args(TokenizerKind):
-                raise ValueError(f"unknown kind {kind!r}")
-            model = b"" if kind == "bytes" else (path / MODEL_NAME).read_bytes()
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(
-                f"{path / DESCRIPTION_NAME} is corrupted ({error!r}); restore it"
-            ) from None
-        found = fingerprint_of(kind, model)
-        if found != description.get("fingerprint"):
-            raise DataError(
-                f"{path} is corrupted: its model has fingerprint {found[:16]}, "
-                f"its description expects {str(description.get('fingerprint'))[:16]}; restore it"
-            )
-        return _of_file(path / MODEL_NAME, kind, model)
+        return _of_file(path / MODEL_NAME, *_read(path))
+
+
+def read_fingerprint(path: Path) -> str:
+    """Return the fingerprint of the tokenizer that `save` wrote, without loading its model."""
+    return fingerprint_of(*_read(path))
 
 
 def fingerprint_of(kind: str, model: bytes) -> str:
     """Return the hash that identifies a tokenizer."""
     return hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
+
+
+def _read(path: Path) -> tuple[TokenizerKind, bytes]:
+    """Return kind and model of what `save` wrote; DataError unless they match the description."""
+    try:
+        description = json.loads(read_regular(path / DESCRIPTION_NAME))
+        kind = description["kind"]
+        if kind not in get_args(TokenizerKind):
+            raise ValueError(f"unknown kind {kind!r}")
+        model = b"" if kind == "bytes" else (path / MODEL_NAME).read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error!r}); restore it") from None
+    found = fingerprint_of(kind, model)
+    if found != description.get("fingerprint"):
+        raise DataError(
+            f"{path} is corrupted: its model has fingerprint {found[:16]}, "
+            f"its description expects {str(description.get('fingerprint'))[:16]}; restore it"
+        )
+    return kind, model
 
 
 def _of_file(path: Path, kind: TokenizerKind, model: bytes) -> Tokenizer:

@@ -31,7 +31,6 @@ from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
-from pretrain.distributed.environment import environment_changes, environment_of_ranks
 from pretrain.distributed.world import (
     World,
     broadcast_object,
@@ -48,22 +47,14 @@ from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import inherited_windows, rewind, segments_consumed, skip_windows
+from pretrain.recovery.starts import checked_tokenizer, record_start
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.recovery.suspects import name_suspects
-from pretrain.rundir.code_version import code_version
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import (
-    Finished,
-    PhaseFinished,
-    Resumed,
-    Started,
-    Stopped,
-    TrainingBegan,
-)
+from pretrain.rundir.training_events import Finished, PhaseFinished, Stopped
 from pretrain.state import TrainState
 from pretrain.train import Ending, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
@@ -104,7 +95,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     )
     patience = Patience(config.checkpoint.storage_patience_seconds, heartbeat.repeat)
     run_dir = RunDir(directory, patience)
-    token = os.environ.get(VARIABLE)
+    token, tokenizer = os.environ.get(VARIABLE), ""
     with contextlib.ExitStack() as stack:
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
@@ -112,13 +103,14 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
+                tokenizer = checked_tokenizer(run_dir, config)
         fence = Fence(run_dir.path, broadcast_object(token or secrets.token_hex(4)))
         if world.is_main and token is None:
             outlast(patience, fence.claim)
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
         stack.enter_context(heartbeat)
-        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat)
+        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, tokenizer)
 
 
 def _start(process: RankProcess, attempt: str) -> int | None:
@@ -170,7 +162,7 @@ def _train_from(
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
-    _record_start(process, state.step, where)
+    record_start(run_dir, world, state.step, process.tokenizer, where)
     windows = inherited_windows(config, run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state, lane_seed)
@@ -206,24 +198,6 @@ def _train_from(
         )
         _log_ending(ending, config, run_dir, state.step)
     return ending
-
-
-def _record_start(process: RankProcess, step: int, where: dict[str, Any]) -> None:
-    """Write to the ledger where and in which environment training starts; log what changed."""
-    environment = environment_of_ranks(process.world)
-    if not process.world.is_main:
-        return
-    ledger = process.run_dir.ledger
-    began: dict[str, Any] = {"step": step, "code": code_version(), "environment": environment}
-    if not step:
-        ledger.append(Started(**began, **where))
-        return
-    before = last_of(ledger.read(), TrainingBegan)
-    changes = environment_changes(before.environment if before else {}, environment)
-    resumed = Resumed(**began, **where, changes=changes)
-    if changes:
-        logger.warning(resumed.not_bitwise)
-    ledger.append(resumed)
 
 
 def _open_lanes(

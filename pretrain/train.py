@@ -44,6 +44,7 @@ class RankProcess:
     stop: StopRequest
     fault: Fault
     heartbeat: Heartbeat
+    tokenizer: str  # fingerprint of the corpus'; on rank 0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.copy_corpus import problems_at
 from data_pipeline.corpora.corpus import Corpus, LocalShards, split_directory
+from data_pipeline.corpora.corpus_tokenizer import check_tokenizer, tokenizer_of
 from data_pipeline.corpora.manifest import (
-    MANIFEST_NAME,
     TOKENIZER_DIRECTORY,
     Manifest,
     check_shard,
@@ -98,16 +98,11 @@ def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
 
 
 def _tokenizer_problems(path: Path, expected: str) -> list[str]:
-    directory = path.parent / TOKENIZER_DIRECTORY
     try:
-        found = Tokenizer.load(directory).fingerprint
+        Tokenizer.load(path.parent / TOKENIZER_DIRECTORY)
+        check_tokenizer(path, expected)
     except DataError as error:
         return [str(error)]
-    if found != expected:
-        return [
-            f"tokenizer {directory} has fingerprint {found[:16]}, "
-            f"{path / MANIFEST_NAME} expects {expected[:16]}"
-        ]
     return []
 
 
@@ -117,7 +112,7 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     manifest = corpus.manifest
     longest = manifest.longest_document
     size = sum(shard.size for shard in manifest.shards)
-    tokenizer = Tokenizer.load(corpus.tokenizer_directory)
+    tokenizer = tokenizer_of(corpus.directory.parent)
     fingerprint = tokenizer.fingerprint[:16]
     yield f"{corpus.location}"
     yield f"  documents        {manifest.documents:,}; the longest has {longest:,} tokens"

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from data_pipeline.corpora.corpus_tokenizer import check_tokenizer
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
@@ -88,7 +89,10 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path, check_hashes: bool = True) -> Corpus:
-        """Open the split in `path`; DataError if its manifest, a document or a shard is missing."""
+        """Open the split in `path`.
+
+        DataError if its manifest or a shard is missing, or the tokenizer is not its own.
+        """
         path = Path(path)
         manifest = read_manifest(path)
         if not manifest.shards:
@@ -96,6 +100,7 @@ class Corpus:
                 f"{path / MANIFEST_NAME} lists no shards; the split is empty: "
                 "build it from more text"
             )
+        check_tokenizer(path, manifest.tokenizer)
         if (path.parent / REMOTE_NAME).exists():
             from data_pipeline.corpora.remote_corpus import cached_shards
 

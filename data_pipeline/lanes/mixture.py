@@ -16,6 +16,7 @@ import numpy as np
 
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError, DataError
@@ -23,7 +24,6 @@ from data_pipeline.lanes.lane_plan import LanePlan
 from data_pipeline.lanes.permutation import key_of, permutation
 from data_pipeline.lanes.segment_batch import LaneCursor
 from data_pipeline.shards.shards import ShardReader
-from data_pipeline.tokenizer import Tokenizer
 
 FINEST_REPEAT = 10_000  # repeats are rounded to fractions with at most this denominator
 
@@ -120,12 +120,11 @@ def open_training_data(
     if not parts:
         return Corpus.open(path / "train")
     mixture = open_mixture(parts, cache=cache)
-    directory = path / TOKENIZER_DIRECTORY
-    if (found := Tokenizer.load(directory).fingerprint) != mixture.manifest.tokenizer:
+    if (found := tokenizer_of(path).fingerprint) != mixture.manifest.tokenizer:
         raise DataError(
             f"the mixture was made with the tokenizer {mixture.manifest.tokenizer[:16]}, "
-            f"{directory} is {found[:16]}; set data.path to a corpus with the mixture's "
-            "tokenizer: validation and generation use it"
+            f"{path / TOKENIZER_DIRECTORY} is {found[:16]}; set data.path to a corpus with the "
+            "mixture's tokenizer: validation and generation use it"
         )
     return mixture
 

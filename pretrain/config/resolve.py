@@ -16,9 +16,9 @@ from pretrain.config.run import MixturePart, RunConfig
 def resolve(config: RunConfig) -> RunConfig:
     """Return the run with its vocabulary size; UserError if the corpus cannot fill the lanes."""
     # Imported late: commands that only estimate costs need no numpy.
+    from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
     from data_pipeline.lanes.lane_stream import LaneStream
     from data_pipeline.lanes.mixture import open_training_data
-    from data_pipeline.tokenizer import Tokenizer
 
     phases = runs_of_phases(config)
     corpora = [
@@ -27,7 +27,7 @@ def resolve(config: RunConfig) -> RunConfig:
     ]
     for phase, corpus in zip(phases, corpora, strict=True):
         LaneStream(corpus, phase.data.lanes, config.seed, phase.data.segment_length, range(1))
-    vocab_size = Tokenizer.load(corpora[0].tokenizer_directory).vocab_size  # the same in all
+    vocab_size = tokenizer_of(corpora[0].tokenizer_directory.parent).vocab_size  # same in all
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer of "

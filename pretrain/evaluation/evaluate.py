@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.lanes.evaluation_stream import (
     EvaluationStream,
     evaluated_lanes,
     useful_lanes,
 )
 from data_pipeline.lanes.lane_stream import SegmentBatch
-from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory, batch_tensors
@@ -102,7 +102,7 @@ def evaluate(
     # every module.
     stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
     bytes_V, characters_V = (
-        torch.from_numpy(sizes) for sizes in Tokenizer.load(corpus.tokenizer_directory).text_sizes()
+        torch.from_numpy(sizes) for sizes in tokenizer_of(corpus.directory.parent).text_sizes()
     )
     remembered = min(memory_length, stream.num_tokens)  # there are no more tokens to remember
     start = time.perf_counter()

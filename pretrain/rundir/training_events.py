@@ -41,6 +41,7 @@ class TrainingBegan(Event):
     attempt: str = ""
     code: str = ""  # version of the source code
     environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
+    tokenizer: str = ""  # fingerprint of the corpus' tokenizer
 
     @property
     def _ranks(self) -> str:

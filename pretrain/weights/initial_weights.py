@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data_pipeline.config_loader import parse_config
+from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.errors import CheckpointError, DataError
-from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine
@@ -66,7 +66,7 @@ def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
     if not (export / "tokenizer").is_dir():
         return
     homes = (export, run.data.directory())
-    its, ours = (Tokenizer.load(home / "tokenizer").fingerprint for home in homes)
+    its, ours = (tokenizer_of(home).fingerprint for home in homes)
     if its != ours:
         raise DataError(
             f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has "

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
 from data_pipeline.files import path_text
 from data_pipeline.tokenizer import Tokenizer
@@ -18,7 +20,9 @@ from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingBegan
 from pretrain.weights.export import is_export, load_export, with_model_settings
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,7 @@ class TrainedModel:
     config: RunConfig
     step: int
     tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
+    tokenizer: str = ""  # fingerprint of the one it was trained with; "" if that is unknown
 
     @property
     def segment_length(self) -> int:
@@ -58,7 +63,8 @@ def load_trained(
                 f"{run} is an export and has one set of weights; use --ema when exporting the run"
             )
         module, config, step = load_export(run, model_settings)
-        return TrainedModel(module.to(device), config, step, run)
+        own = tokenizer_of(run).fingerprint if (run / TOKENIZER_DIRECTORY).is_dir() else ""
+        return TrainedModel(module.to(device), config, step, run, own)
     run_dir = RunDir.open(run)
     found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:
@@ -66,16 +72,22 @@ def load_trained(
     config = with_model_settings(run_dir.config, model_settings)
     module = TransformerXL(config.model)
     load_weights(module, found, ema)
-    return TrainedModel(module.to(device).eval(), config, found.step, config.data.directory())
+    home, began = config.data.directory(), last_of(run_dir.ledger.read(), TrainingBegan)
+    tokenizer = began.tokenizer if began else ""
+    return TrainedModel(module.to(device).eval(), config, found.step, home, tokenizer)
 
 
 def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
     """Return the tokenizer of the corpus in `data`; DataError if the model has another one."""
-    if data == trained.tokenizer_home and is_export(data) and not (data / "tokenizer").is_dir():
+    if (
+        data == trained.tokenizer_home
+        and is_export(data)
+        and not (data / TOKENIZER_DIRECTORY).is_dir()
+    ):
         raise DataError(
             f"{data} was imported without a tokenizer; give a corpus that has it with --data"
         )
-    tokenizer = Tokenizer.load(data / "tokenizer")
+    tokenizer = tokenizer_of(data)
     if tokenizer.vocab_size != trained.config.model.vocab_size:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
@@ -83,14 +95,11 @@ def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
             f"({path_text(trained.config.data.path)}) "
             "or one built with its tokenizer (tokenizer.path)"
         )
-    own = trained.tokenizer_home / "tokenizer"
-    if own.is_dir() and own.resolve() != (data / "tokenizer").resolve():
-        expected = Tokenizer.load(own).fingerprint
-        if tokenizer.fingerprint != expected:
-            raise DataError(
-                f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with "
-                f"{expected[:16]}; build the corpus with tokenizer.path={own}"
-            )
+    if trained.tokenizer and tokenizer.fingerprint != trained.tokenizer:
+        raise DataError(
+            f"{data} has tokenizer {tokenizer.fingerprint[:16]}, the model was trained with "
+            f"{trained.tokenizer[:16]}; give a corpus that was built with that one (tokenizer.path)"
+        )
     return tokenizer
 
 

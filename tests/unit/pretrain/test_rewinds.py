@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import TrainingError
+from data_pipeline.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.cli import main
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -180,3 +181,31 @@ def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_st
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
         1, 2, 4, 6, 7, 8,
     ]  # fmt: skip
+
+
+def test_a_run_whose_corpus_has_another_tokenizer_is_neither_resumed_nor_evaluated(
+    run, tmp_path, world, capsys
+):
+    """Also where the corpus is whole, and lanes that start again have no cursor to tell it by."""
+    corpora = [
+        make_tiny_corpus(tmp_path / name, documents=30, seed=seed, vocabulary="unigram")
+        for seed, name in enumerate(("data", "other"))
+    ]
+    short = replace(run, optim=OptimConfig(steps=2), model=replace(run.model, vocab_size=0))
+    short = resolve(replace(short, data=replace(run.data, path=corpora[0])))
+    directory = tmp_path / "run"
+    assert run_training(short, directory, world) == 0
+    corpora[0].rename(tmp_path / "before")
+    corpora[1].rename(corpora[0])
+    with pytest.raises(DataError, match=r"has fingerprint \w+, the run in .* was trained with \w+"):
+        run_training(replace(short, optim=OptimConfig(steps=4)), directory, world)
+    capsys.readouterr()
+    for arguments in (["evaluate", str(directory)], ["generate", str(directory), "--prompt=a"]):
+        assert main(arguments) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "the model was trained with" in last
+    (tmp_path / "before").joinpath("train").rename(tmp_path / "train")
+    (corpora[0] / "train").rename(tmp_path / "before" / "train")
+    (tmp_path / "train").rename(corpora[0] / "train")
+    assert main(["generate", str(directory), "--prompt=a"]) == 2
+    assert "manifest.json expects" in capsys.readouterr().err

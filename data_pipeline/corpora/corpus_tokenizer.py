@@ -1,0 +1,38 @@
+"""The tokenizer of a corpus, which must be the one that its manifests record.
+
+Token ids mean nothing without it. Another tokenizer of the same kind and size would fit everywhere,
+and give other texts, prompts and bits per byte.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_DIRECTORY, read_manifest
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizer import Tokenizer, read_fingerprint
+
+
+def tokenizer_of(corpus: Path) -> Tokenizer:
+    """Return the tokenizer of a corpus, or of an export, which has no splits to compare it with.
+
+    DataError unless it is the one of each split.
+    """
+    for split in SPLITS:
+        if (corpus / split / MANIFEST_NAME).exists():
+            check_tokenizer(corpus / split, read_manifest(corpus / split).tokenizer)
+    return Tokenizer.load(corpus / TOKENIZER_DIRECTORY)
+
+
+def check_tokenizer(split: Path, expected: str) -> None:
+    """Raise DataError unless the tokenizer beside `split` has the fingerprint that it records.
+
+    A corpus without a tokenizer can be trained on; what needs the tokenizer says that it is gone.
+    """
+    directory = split.parent / TOKENIZER_DIRECTORY
+    if directory.exists() and (found := read_fingerprint(directory)) != expected:
+        raise DataError(
+            f"tokenizer {directory} has fingerprint {found[:16]}, {split / MANIFEST_NAME} expects "
+            f"{expected[:16]}; restore the tokenizer that the corpus was built with, or build the "
+            "corpus again"
+        )

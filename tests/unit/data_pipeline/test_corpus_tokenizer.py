@@ -1,0 +1,46 @@
+"""A tokenizer of the same kind and size in place of a corpus' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.builder.train_tokenizer import train_tokenizer
+from data_pipeline.cli import main
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
+from data_pipeline.errors import DataError
+from tests.helpers.corpora import make_tiny_corpus, some_texts
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with the tokenizer of another one."""
+    root = tmp_path_factory.mktemp("exchanged")
+    corpus = make_tiny_corpus(root / "corpus", documents=30, vocabulary="unigram")
+    own = tokenizer_of(corpus)
+    other = train_tokenizer("unigram", own.vocab_size, some_texts(30, seed=1))
+    assert other.vocab_size == own.vocab_size
+    other.save(corpus / TOKENIZER_DIRECTORY)
+    return corpus
+
+
+@pytest.mark.parametrize("open_it", [lambda corpus: Corpus.open(corpus / "train"), tokenizer_of])
+def test_an_exchanged_tokenizer_is_refused_with_both_files_and_fingerprints(exchanged, open_it):
+    with pytest.raises(DataError) as raised:
+        open_it(exchanged)
+    reason = str(raised.value)
+    assert f"tokenizer {exchanged / 'tokenizer'} has fingerprint" in reason
+    assert f"{exchanged / 'train' / 'manifest.json'} expects" in reason
+    assert "restore the tokenizer" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("command", ["inspect", "audit", "verify"])
+def test_commands_refuse_an_exchanged_tokenizer_in_one_line(exchanged, capsys, command):
+    assert main([command, str(exchanged)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: tokenizer ")
+    assert "has fingerprint" in last
