@@ -10,6 +10,10 @@ COMMANDS = {
         "data_pipeline.commands.build:build",
         "turn text into a corpus; rerun the command to resume after a crash",
     ),
+    "settings": (
+        "data_pipeline.commands.settings",
+        "explain the settings of a corpus file: default, allowed values, meaning",
+    ),
     "merge": (
         "data_pipeline.commands.build:merge",
         "merge the parts that `build --part` built into one corpus",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST, MOST_THREADS, Range, check_ranges, setting
@@ -19,17 +19,36 @@ SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
 
+CORPUS_NAMES = {  # setting -> what other systems call it, for errors about such a name
+    "input": "inputs files source sources data_files path",
+    "output": "output_dir out destination output_path",
+    "validation_input": "validation valid_files val_input",
+    "validation_fraction": "val_fraction val_split validation_split split",
+    "format": "input_format",
+    "suffixes": "extensions glob pattern",
+    "text_field": "text_column text_key column",
+    "id_field": "id_column id_key",
+    "drop_duplicates": "dedup deduplicate",
+    "shard_bytes": "shard_size",
+    "threads": "num_threads workers",
+    "tokenizer.kind": "model_type tokenizer_type",
+    "tokenizer.vocab_size": "vocabulary_size",
+    "tokenizer.path": "tokenizer_path tokenizer_model tokenizer_file",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
 
     kind: Literal["unigram", "bpe", "bytes"] = "unigram"
-    # `bytes` always has 257.
-    vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY))
-    # Of text, sampled evenly over the input.
-    training_bytes: int = setting(20_000_000, Range(1, MOST))
-    path: Path | None = None  # use this tokenizer directory or SentencePiece model; do not train
+    """SentencePiece model to train, or bytes, which always have 257 tokens."""
+    vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY), unit="tokens")
+    """Size of the vocabulary."""
+    training_bytes: int = setting(20_000_000, Range(1, MOST), unit="bytes")
+    """Text to train the tokenizer on, sampled evenly over the input."""
+    path: Path | None = None
+    """Existing tokenizer directory or SentencePiece model to use; null: train one."""
 
     def __post_init__(self) -> None:
         check_ranges("tokenizer.", self)
@@ -39,26 +58,42 @@ class TokenizerConfig:
 class CorpusConfig:
     """Which text becomes which corpus. The same text and settings give the same bytes."""
 
-    input: tuple[Path, ...]  # files, or folders read recursively; dot files are ignored
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = CORPUS_NAMES
+
+    input: tuple[Path, ...]
+    """Files, or folders read recursively; dot files are ignored."""
     output: Path
-    validation_input: tuple[Path, ...] = ()  # separate validation set; then no fraction is used
-    # Of the documents, chosen by a hash of their id; 0: none.
+    """New directory for the corpus."""
+    validation_input: tuple[Path, ...] = ()
+    """Files or folders of a separate validation split; then no fraction is used."""
     validation_fraction: float = setting(0.01, Range(0, 1, below=True))
-    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"  # auto: by name or head
-    suffixes: tuple[str, ...] = ()  # only files with these endings before .gz or .zst; (): all
-    text_field: str = "text"  # JSON field, Parquet column, or extension of a tar member besides txt
-    id_field: str = "id"  # a record without this field is named by its file and number
-    # Longer records are rejected.
-    max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8))
-    max_rejects: int = setting(1000, Range(0, MOST))  # more unusable records stop the build
-    normalize_newlines: bool = False  # make every \r\n and \r of a text a \n
-    drop_duplicates: bool = False  # keep only the first of documents with equal text
-    # Cut longer documents into NAME#1, NAME#2, ...; 0: never.
-    split_characters: int = setting(0, Range(0, MOST))
-    shard_format: Literal["mds", "webdataset"] = "mds"  # .mds files, or .tar files of arrays
-    shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES))
-    threads: int = setting(0, Range(0, MOST_THREADS))  # that encode text; 0: one per core
+    """Part of the documents for validation, chosen by a hash of their id; 0: none."""
+    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"
+    """Format of the input; auto: by name or head; text: one document per file."""
+    suffixes: tuple[str, ...] = ()
+    """Read only files with these endings before .gz or .zst; []: all files."""
+    text_field: str = "text"
+    """JSON field, Parquet column, or extension of a tar member besides txt with the text."""
+    id_field: str = "id"
+    """Field with a record's id; a record without it is named by its file and number."""
+    max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8), unit="bytes")
+    """Longest record; longer ones are rejected."""
+    max_rejects: int = setting(1000, Range(0, MOST), unit="records")
+    """Unusable records after which the build stops."""
+    normalize_newlines: bool = False
+    """Make every \\r\\n and \\r of a text a \\n."""
+    drop_duplicates: bool = False
+    """Keep only the first of documents with equal text."""
+    split_characters: int = setting(0, Range(0, MOST), unit="characters")
+    """Cut longer documents at paragraph ends into NAME#1, NAME#2, ...; 0: never."""
+    shard_format: Literal["mds", "webdataset"] = "mds"
+    """Format of the shards: .mds files, or .tar files of arrays."""
+    shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES), unit="bytes")
+    """Size of a shard."""
+    threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
+    """Threads that encode text; 0: one per core."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """How text becomes tokens."""
 
     def __post_init__(self) -> None:
         check_ranges("", self)
@@ -70,9 +105,10 @@ class CorpusConfig:
 class CacheConfig:
     """Where this node caches shards of remote corpora; all its ranks share the directory."""
 
-    directory: Path | None = None  # on a local disk; null: `xl-pretrain-UID` in the temporary files
-    # Size limit; the least recently used shards are evicted.
-    gib: float = setting(20.0, Range(0, 1e9, above=True))
+    directory: Path | None = None
+    """Directory on a local disk; null: `xl-pretrain-UID` in the temporary files."""
+    gib: float = setting(20.0, Range(0, 1e9, above=True), unit="GiB")
+    """Size limit; the least recently used shards are evicted."""
 
     def __post_init__(self) -> None:
         check_ranges("data.cache.", self)
@@ -89,10 +125,12 @@ class CacheConfig:
 class MixturePart:
     """A corpus of a mixture: `repeat` passes per epoch, or tokens in proportion to `weight`."""
 
-    path: Path  # a directory made by `data-pipeline build`, or the URL it was uploaded to
-    repeat: float = setting(0.0, Range(0, 1e6))  # 0: once, or what the weight asks for
-    # 0: `repeat` counts; all parts of a mixture have a weight or none has.
+    path: Path
+    """Directory made by `data-pipeline build`, or the URL it was uploaded to."""
+    repeat: float = setting(0.0, Range(0, 1e6), unit="passes")
+    """Passes per epoch of the mixture; 0: one, or what the weight asks for."""
     weight: float = setting(0.0, Range(0, MOST))
+    """Part of the tokens, relative to other weights, which all parts have or none; 0: no weight."""
 
     def __post_init__(self) -> None:
         check_ranges(f"mixture of {self.path}: ", self)

@@ -7,23 +7,18 @@ the first. pydantic is imported late because commands that read no settings shou
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
-from data_pipeline.yaml_files import (
-    Tree,
-    abbreviated,
-    did_you_mean,
-    merge,
-    parse_override,
-    read_tree,
-)
+from data_pipeline.setting_fields import UNIT
+from data_pipeline.setting_tree import section_hint, section_of_list, suggestion
+from data_pipeline.sizes import parse_size
+from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, read_tree
 
 T = TypeVar("T")
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
@@ -43,7 +38,7 @@ def load_config(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T
 def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
     """Return `tree` as a `schema` instance; ConfigError lists every invalid setting of `source`."""
     problems: list[str] = []
-    value = _build(schema, tree, (), problems)
+    value = _build(schema, tree, (), problems, schema)
     if problems:
         raise ConfigError(_report(source, problems))
     return value
@@ -74,25 +69,31 @@ def differences(
     return found
 
 
-def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str]) -> Any:
+def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
     """Return a `schema` instance, or _WRONG with the reasons added to `problems`."""
     tree = {} if tree is None else tree  # `model:` with nothing under it
     if not isinstance(tree, Mapping):
         name, found = ".".join(where) or "settings", abbreviated(tree)
-        problems.append(f"{name}: found {found}, expected a section with names in it")
+        hint = section_hint(schema, where, tree)
+        problems.append(f"{name}: found {found}, expected a section with names in it{hint}")
         return _WRONG
     hints = get_type_hints(schema)
     known = [field for field in fields(schema) if field.init]
     names = [field.name for field in known]
-    for key in tree:
+    for key, value in tree.items():
         if key not in names:
-            hint = _did_you_mean_setting(schema, where, str(key))
+            hint = suggestion(schema, root, where, str(key), value)
             problems.append(f"{_dotted(where, key)}: unknown setting{hint}")
     values: Tree = {}
     for field in known:
         if field.name in tree:
-            inside = (*where, field.name)
-            values[field.name] = _value_of(hints[field.name], tree[field.name], inside, problems)
+            values[field.name] = _value_of(
+                hints[field.name],
+                _with_sizes(tree[field.name], field.metadata.get(UNIT, "")),
+                (*where, field.name),
+                problems,
+                root,
+            )
         elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(f"{_dotted(where, field.name)}: missing; it has no default")
             values[field.name] = _WRONG
@@ -105,13 +106,13 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str]) 
         return _WRONG
 
 
-def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]) -> Any:
+def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
     if is_dataclass(hint):
-        return _build(hint, value, where, problems)
-    section = _section_of_list(hint)
+        return _build(hint, value, where, problems, root)
+    section = section_of_list(hint)
     if section is not None and isinstance(value, list):
         built = [
-            _build(section, each, (*where, str(number)), problems)
+            _build(section, each, (*where, str(number)), problems, root)
             for number, each in enumerate(value)
         ]
         return _WRONG if any(each is _WRONG for each in built) else tuple(built)
@@ -132,10 +133,12 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
     return _WRONG
 
 
-def _section_of_list(hint: Any) -> Any:
-    """Return the schema of the sections of a list setting, or None for other settings."""
-    items = get_args(hint) if get_origin(hint) is tuple else ()
-    return items[0] if len(items) == 2 and items[1] is Ellipsis and is_dataclass(items[0]) else None
+def _with_sizes(value: Any, unit: str) -> Any:
+    """Return the value with the number that `10k` stands for, where the setting has a unit."""
+    if isinstance(value, list):
+        return [_with_sizes(each, unit) for each in value]
+    size = parse_size(value, unit) if unit and isinstance(value, str) else None
+    return value if size is None else size
 
 
 @functools.cache
@@ -150,24 +153,6 @@ def _report(source: str, problems: list[str]) -> str:
         return f"{source}: {problems[0]}"
     lines = [f"{source}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines)
-
-
-def _did_you_mean_setting(schema: Any, where: tuple[str, ...], name: str) -> str:
-    """Suggest a close name in this section or, `optim.steps` for `steps`, in a nested one."""
-    own = [field.name for field in fields(schema)]
-    nested = {} if difflib.get_close_matches(name, own) else _nested_names(schema, where)
-    close = difflib.get_close_matches(name, nested, n=1)
-    return f"; did you mean {nested[close[0]]!r}?" if close else did_you_mean(name, own)
-
-
-def _nested_names(schema: Any, where: tuple[str, ...]) -> dict[str, str]:
-    """Return name -> dotted name of all settings in the sections of `schema`."""
-    names: dict[str, str] = {}
-    for name, hint in get_type_hints(schema).items():
-        if is_dataclass(hint):
-            deeper = {field.name: _dotted(where, name, field.name) for field in fields(hint)}
-            names = deeper | _nested_names(hint, (*where, name)) | names
-    return names
 
 
 def _dotted(where: Sequence[Any], *names: Any) -> str:

@@ -1,7 +1,8 @@
-"""Settings as dataclass fields: the range of values that a number may have, and names.
+"""Settings as dataclass fields: the range and unit of a number, and names.
 
-The range stands in the field's metadata. Each settings class calls `check_ranges` first, so every
-command that reads it refuses the same values, and rules between settings may rely on the ranges.
+They stand in the field's metadata, and its meaning as a docstring below it. Each settings class
+calls `check_ranges` first, so every command that reads it refuses the same values, and rules
+between settings may rely on the ranges.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import abbreviated
 
-RANGE = "range"
+RANGE, UNIT = "range", "unit"
 MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64
 MOST_LANES = 1 << 17
 MOST_ROWS = 1 << 20  # of a segment or a memory
@@ -57,14 +58,19 @@ def setting(
     default: Any = MISSING,
     allowed: Range | None = None,
     *,
+    unit: str = "",
+    also: str = "",
     default_factory: Any = MISSING,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a field of settings. Of a tuple of numbers, each must be in the range."""
+    """Return a field of settings. Of a tuple of numbers, each must be in the range.
+
+    `unit` names what a number counts or measures, such as tokens; then it may be written `10k`.
+    """
     return field(
         default=default,
         default_factory=default_factory,
-        metadata={RANGE: allowed, **(metadata or {})},
+        metadata={RANGE: allowed, UNIT: unit, **(metadata or {})},
     )
 
 

@@ -37,6 +37,10 @@ COMMANDS = {
         "launcher.commands.resume",
         "continue a run the way it was started: in a new Slurm job, or on this machine",
     ),
+    "settings": (
+        "launcher.commands.settings",
+        "explain the settings of a cluster file: default, allowed values, meaning",
+    ),
     "preflight": (
         "launcher.commands.preflight",
         "run a short job that finds slow and broken nodes",

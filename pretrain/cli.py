@@ -33,6 +33,10 @@ COMMANDS = {
         "pretrain.commands.describe",
         "estimate parameters, FLOPs, memory and disk space of a run before it starts",
     ),
+    "settings": (
+        "pretrain.commands.settings",
+        "explain the settings of an experiment: default, allowed values, meaning",
+    ),
     "report": (
         "pretrain.commands.report",
         "show a run's loss, speed, failures and settings on one page",

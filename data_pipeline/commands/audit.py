@@ -16,6 +16,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.audit import ReadSpan, audit_steps, find_document
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, repeats_of_weights
 from data_pipeline.program import check_positive
+from data_pipeline.sizes import size_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("directory", type=Path, help=CORPUS_HELP)
     add("--lanes", type=int, default=16, help="lanes of the run (default 16)")
     add("--seed", type=int, default=1, help="seed of the run (default 1)")
-    add("--segment-length", type=int, default=64, help="tokens of a lane per step (default 64)")
+    add(
+        "--segment-length",
+        type=size_of("tokens"),
+        default=64,
+        help="tokens of a lane per step (default 64)",
+    )
     then = "segment length from a step on, for phases that change nothing else"
     add("--then", type=_then, action="append", default=[], metavar="STEP=LENGTH", help=then)
     add("--steps", type=_steps, metavar="FIRST:END", help="without END (default: the first step)")

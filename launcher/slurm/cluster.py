@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
@@ -24,33 +24,59 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]+")
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)(_ID)?$", re.IGNORECASE)
 _REFERENCE = "env:"
+_CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
+    "gpus_per_node": "gpus num_gpus gres",
+    "gpu": "gpu_type device accelerator",
+    "ranks_per_node": "tasks_per_node ntasks_per_node",
+    "partition": "queue partitions",
+    "account": "project",
+    "cpus_per_rank": "cpus_per_task cpus_per_gpu",
+    "time_limit": "time walltime timelimit",
+    "signal_seconds": "signal",
+    "options": "mem constraint exclusive reservation sbatch extra_options",
+    "modules": "module_load",
+    "setup": "prologue pre_commands setup_commands",
+    "environment": "env environ variables",
+    "container_image": "image container",
+    "container_runtime": "runtime",
+    "container_mounts": "mounts binds volumes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(NodeConfig):
     """A file of configs/clusters. Empty text stands for the cluster's default."""
 
-    partition: str = ""  # or several, main,urgent: the first that can start the job
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = _CLUSTER_NAMES
+
+    partition: str = ""
+    """Partition, or several (main,urgent): the first that can start the job."""
     account: str = ""
+    """Account that pays for the jobs."""
     qos: str = ""
-    cpus_per_rank: int = setting(1, Range(1, MOST_THREADS))
-    time_limit: str = "24:00:00"  # of one job; the run continues in the next one
-    # Signal before the time limit: one step and one checkpoint have to fit.
-    signal_seconds: int = setting(180, Range(1, 1_000_000))
-    # Other options of sbatch, such as 'mem: 0', 'constraint: nvlink' or, a flag, 'exclusive:'.
+    """Quality of service."""
+    cpus_per_rank: int = setting(1, Range(1, MOST_THREADS), unit="cores")
+    """Cores of each rank."""
+    time_limit: str = "24:00:00"
+    """Limit of one job, as Slurm writes it; the run continues in the next job."""
+    signal_seconds: int = setting(180, Range(1, 1_000_000), unit="seconds")
+    """Warning before the time limit: one step and one checkpoint have to fit."""
     options: dict[str, str | None] = field(default_factory=dict)
-    modules: tuple[str, ...] = ()  # 'module load' of each
-    # Shell lines run once on the first node, such as 'source /opt/site.sh'.
+    """Other options of sbatch, such as 'mem: "0"', 'constraint: nvlink' or 'exclusive:'."""
+    modules: tuple[str, ...] = ()
+    """Modules to load ('module load')."""
     setup: tuple[str, ...] = ()
-    # Of every rank. env:NAME stands for the variable NAME of whoever submits: for secrets, which
-    # no file may contain.
+    """Shell lines run once on the first node, such as 'source /opt/site.sh'."""
     environment: dict[str, str] = field(default_factory=dict)
-    container_image: str = ""  # the ranks run in it; it has to contain this project's dependencies
+    """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
+    container_image: str = ""
+    """Image the ranks run in, with this project's dependencies; empty: no container."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    container_mounts: tuple[
-        str, ...
-    ] = ()  # host directories mounted under the same path, such as the corpus'
+    """What starts the container."""
+    container_mounts: tuple[str, ...] = ()
+    """Host directories mounted under the same path, such as the corpus'."""
     container_python: str = "python3"
+    """Python in the container."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
+from data_pipeline.sizes import size_of
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
@@ -39,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help="directory or URL of a corpus (default: the run's)")
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
     memory = "tokens of memory, one result for each (default: as in training)"
-    add("--memory-length", type=int, nargs="+", metavar="N", help=memory)
+    add("--memory-length", type=size_of("tokens"), nargs="+", metavar="N", help=memory)
     segment = "tokens per segment (default: as in training)"
-    add("--segment-length", type=int, default=0, metavar="N", help=segment)
+    add("--segment-length", type=size_of("tokens"), default=0, metavar="N", help=segment)
     clamp = "distances above N get the encoding of N; 0: no limit (default: as in training)"
     add("--clamp", type=int, metavar="N", help=clamp)
     same_length = "let every token see as many keys as the memory has rows"
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lanes = "streams evaluated together (default: the run's)"
     add("--lanes", type=int, default=0, metavar="N", help=lanes)
     max_tokens = "score about the first N tokens (default: all)"
-    add("--max-tokens", type=int, default=0, metavar="N", help=max_tokens)
+    add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=max_tokens)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
     add("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group().add_argument

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
 from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
@@ -21,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=Path, metavar="RUN", help="run directory (latest valid checkpoint) or export")
     add("--prompt", default="", help="text to continue (default: start a document)")
     add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
-    add("--tokens", type=int, default=200, help="tokens to generate (default %(default)s)")
+    add(
+        "--tokens",
+        type=size_of("tokens"),
+        default=200,
+        help="tokens to generate (default %(default)s)",
+    )
     likely = "0: the most likely token (default %(default)s)"
     add("--temperature", type=float, default=0.8, help=likely)
     top_k = "sample from the K most likely tokens (default: all)"
@@ -34,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples = "number of texts; several are printed at the end (default %(default)s)"
     add("--samples", type=int, default=1, metavar="N", help=samples)
     memory = "tokens of memory (default: as in training)"
-    add("--memory-length", type=int, metavar="N", help=memory)
+    add("--memory-length", type=size_of("tokens"), metavar="N", help=memory)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program
+from data_pipeline.sizes import size_of
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep_input,
@@ -53,7 +54,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     for name, letter in (("segment", "T"), ("memory", "M")):
         plural = name.replace("y", "ie") + "s"
         words = f"{name} lengths, in tokens"
-        add(f"--{plural}", type=int, nargs="+", required=True, metavar=letter, help=words)
+        add(
+            f"--{plural}",
+            type=size_of("tokens"),
+            nargs="+",
+            required=True,
+            metavar=letter,
+            help=words,
+        )
     add_sweep_output(parser)
 
 
@@ -87,7 +95,7 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale context collect`."""
     add_sweep_input(parser, "context.csv")
     words = "tokens to score per run (default: as its evaluations do)"
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help=words)
+    parser.add_argument("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=words)
 
 
 def run_collect(arguments: argparse.Namespace) -> int:

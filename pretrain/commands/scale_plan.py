@@ -11,6 +11,7 @@ import numpy as np
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.sizes import amount_of
 from pretrain.commands.scale import add_family, add_sweep_output, check_output_file
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
@@ -35,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     base = "base experiment, whose family of shapes is scaled"
     add("experiment", type=Path, metavar="EXPERIMENT", help=base)
     flops = "training FLOPs per run"
-    add("--budgets", type=float, nargs="+", required=True, metavar="C", help=flops)
+    add("--budgets", type=amount_of("FLOPs"), nargs="+", required=True, metavar="C", help=flops)
     add("--sizes", type=int, default=5, help="number of sizes per budget (default %(default)s)")
     ratio = "ratio of each size to the next smaller one (default %(default)s)"
     add("--spread", type=float, default=1.6, help=ratio)
     seeds = "train each run once per seed (default 1)"
     add("--seeds", type=int, nargs="+", default=[1], metavar="SEED", help=seeds)
     held = "training FLOPs of runs that will be predicted and not fitted"
-    add("--holdout-budgets", type=float, nargs="+", default=[], metavar="C", help=held)
+    add("--holdout-budgets", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=held)
     add_family(parser)
     center = "D/N around which sizes are centered (default %(default)s)"
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)

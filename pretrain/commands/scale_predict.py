@@ -11,6 +11,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
+from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.commands.scale import add_family, add_runs, check_output_file
 from pretrain.commands.scale_fit import fit_of
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("params", "N", "parameters"),
     ):
         help_text = f"predict the optimum of this many {words}"
-        add(f"--{name}", type=float, default=0.0, metavar=letter, help=help_text)
+        add(f"--{name}", type=amount_of(words), default=0.0, metavar=letter, help=help_text)
     approach = "approach whose optimum is written: parametric, isoflop or envelope"
     add("--approach", default="", help=approach)
     base = "base experiment, whose family of shapes is chosen from"

@@ -26,56 +26,75 @@ LARGEST_WIDTH = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The Transformer-XL of Dai et al. 2019; comments give the names in the paper or its code.
+    """The Transformer-XL of Dai et al. 2019; docs/settings.md has its code's names.
 
     The defaults are the paper's. `docs/model.md` gives the formula and source of every variant.
     """
 
-    # n_token; 0: taken from the corpus' tokenizer
-    vocab_size: int = setting(0, Range(0, LARGEST_VOCABULARY))
-    num_layers: int = setting(4, Range(1, MOST_LAYERS))  # n_layer
-    d_model: int = setting(128, Range(2, LARGEST_WIDTH))
-    num_heads: int = setting(4, Range(1, MOST_HEADS))  # n_head
-    # Grouped-query attention: heads of keys and values; 0: num_heads.
-    num_key_heads: int = setting(0, Range(0, MOST_HEADS))
-    d_head: int = setting(0, Range(0, LARGEST_WIDTH))  # 0: d_model / num_heads
-    # Width of the feed-forward layer; 0: 4 * d_model, or 8/3 for swiglu, which has a third matrix.
-    d_inner: int = setting(0, Range(0, 16 * LARGEST_WIDTH))
-    # 0: d_model; else a projection maps one to the other
-    d_embed: int = setting(0, Range(0, LARGEST_WIDTH))
-    memory_length: int = setting(128, Range(0, MOST_ROWS))  # mem_len in training
-    # Rows of compressed memory, older than the memory; 0: none.
-    compressed_length: int = setting(0, Range(0, MOST_ROWS))
-    # c: this many rows that leave the memory become one
-    compression_rate: int = setting(3, Range(1, MOST_ROWS))
-    compression: Compression = "conv"  # conv is learned, by attention reconstruction
-    positions: Positions = "relative"  # how attention encodes distances
-    t5_buckets: int = setting(32, Range(2, 2 * MOST_ROWS))  # num_buckets
-    # Longer distances share the last bucket.
-    t5_max_distance: int = setting(128, Range(1, MOST_ROWS))
-    query_key_norm: bool = False  # normalize queries and keys within each head
+    vocab_size: int = setting(0, Range(0, LARGEST_VOCABULARY), unit="tokens")
+    """Size of the vocabulary; 0: that of the corpus' tokenizer."""
+    num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
+    """Transformer layers."""
+    d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")
+    """Width of the hidden states that layers pass on and memory keeps."""
+    num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
+    """Attention heads of each layer."""
+    num_key_heads: int = setting(0, Range(0, MOST_HEADS), unit="heads")
+    """Heads of keys and values, for grouped-query attention; 0: as many as `num_heads`."""
+    d_head: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
+    """Width of a head; 0: `d_model` divided by `num_heads`."""
+    d_inner: int = setting(0, Range(0, 16 * LARGEST_WIDTH), unit="channels")
+    """Width of the feed-forward layer; 0: 4 `d_model`, or 8/3 for swiglu, with its third matrix."""
+    d_embed: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
+    """Width of the embedding, which a projection maps to `d_model`; 0: `d_model`, no projection."""
+    memory_length: int = setting(128, Range(0, MOST_ROWS), unit="tokens")
+    """Hidden states of earlier segments that each layer attends to in training; 0: none."""
+    compressed_length: int = setting(0, Range(0, MOST_ROWS), unit="rows")
+    """Compressed memory, older than the memory; 0: none."""
+    compression_rate: int = setting(3, Range(1, MOST_ROWS), unit="rows")
+    """How many states that leave the memory become one row of compressed memory (c)."""
+    compression: Compression = "conv"
+    """How states are compressed; conv is learned, by attention reconstruction."""
+    positions: Positions = "relative"
+    """How attention encodes distances; relative is the paper's."""
+    t5_buckets: int = setting(32, Range(2, 2 * MOST_ROWS), unit="buckets")
+    """Learned biases of each head with `positions: t5`."""
+    t5_max_distance: int = setting(128, Range(1, MOST_ROWS), unit="tokens")
+    """Distance from which on all share the last bucket of `positions: t5`."""
+    query_key_norm: bool = False
+    """Normalize queries and keys within each head."""
     feed_forward: FeedForwardKind = "relu"
+    """Activation of the feed-forward layer."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_position: Literal["post", "pre"] = "post"  # pre_lnorm
-    untie_biases: bool = False  # untie_r: u and v per layer, not shared
-    same_length: bool = False  # every query attends to exactly memory_length keys
-    # clamp_len: longer distances share one encoding; 0: none
-    clamp_length: int = setting(0, Range(0, MOST_ROWS))
-    # No attention across a document boundary, in the segment or in memory.
+    """Kind of normalization."""
+    norm_position: Literal["post", "pre"] = "post"
+    """Whether layers normalize their sum (post, the paper's) or their input (pre)."""
+    untie_biases: bool = False
+    """Learn the biases u and v per layer instead of sharing them."""
+    same_length: bool = False
+    """Let every query attend to exactly `memory_length` keys."""
+    clamp_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
+    """Distance from which on all share one encoding; 0: none."""
     isolate_documents: bool = False
+    """Attend to nothing before the document's start, in the segment or in memory."""
     dropout: float = setting(0.0, Range(0, 1, below=True))
-    attention_dropout: float = setting(0.0, Range(0, 1, below=True))  # dropatt
-    tie_embeddings: bool = True  # tie_weight
-    # Adaptive softmax: first token of each tail cluster; (): full.
-    cutoffs: tuple[int, ...] = setting((), Range(1, LARGEST_VOCABULARY))
-    # Adaptive embedding: each cluster is narrower by this factor.
-    div_val: int = setting(1, Range(1, LARGEST_WIDTH))
-    tie_projections: tuple[bool, ...] = ()  # tie_projs: one per bin, shortlist first; (): none
-    # Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it.
+    """Part of the hidden channels that training drops."""
+    attention_dropout: float = setting(0.0, Range(0, 1, below=True))
+    """Part of the attention weights that training drops."""
+    tie_embeddings: bool = True
+    """Use the embedding as the output layer's weights."""
+    cutoffs: tuple[int, ...] = setting((), Range(1, LARGEST_VOCABULARY), unit="tokens")
+    """First token of each tail cluster of an adaptive softmax; []: a full softmax."""
+    div_val: int = setting(1, Range(1, LARGEST_WIDTH), unit="times")
+    """Factor by which each cluster of an adaptive embedding is narrower than the one before."""
+    tie_projections: tuple[bool, ...] = ()
+    """Whether output clusters use the embedding's projections, shortlist first; []: none does."""
     z_loss: float = setting(0.0, Range(0, 1))
+    """Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it."""
     init_std: float = setting(0.02, Range(0, 10))
-    # proj_init_std: projections of embedding and softmax
+    """Standard deviation of initial weights."""
     projection_init_std: float = setting(0.01, Range(0, 10))
+    """Standard deviation of the initial projections of embedding and softmax."""
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)

@@ -15,10 +15,13 @@ class ScheduleConfig:
     """Learning rate by step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
 
     shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    warmup_steps: int = setting(0, Range(0, MOST))
-    # wsd: length of the final decay; 0: a fifth of the run, or what warm-up leaves of it
-    decay_steps: int = setting(0, Range(0, MOST))
+    """Course of the learning rate after warm-up; wsd: constant, then a linear decay at the end."""
+    warmup_steps: int = setting(0, Range(0, MOST), unit="steps")
+    """Linear warm-up of the learning rate from zero."""
+    decay_steps: int = setting(0, Range(0, MOST), unit="steps")
+    """Length of wsd's final decay; 0: a fifth of the run, or what warm-up leaves of it."""
     final_fraction: float = setting(0.0, Range(0, 1))
+    """Learning rate at the end, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         check_ranges("optim.schedule.", self)
@@ -28,17 +31,24 @@ class ScheduleConfig:
 class OptimConfig:
     """AdamW or LAMB with decoupled weight decay, which leaves norms and biases alone."""
 
-    steps: int = changeable(1000, Range(1, MOST))  # may only grow
-    # lamb: for very large batches; its learning rates differ from Adam's
+    steps: int = changeable(1000, Range(1, MOST), unit="steps")
+    """Updates of the run; a resume may only raise it."""
     name: Literal["adamw", "lamb"] = "adamw"
+    """Optimizer; lamb is for very large batches, and its learning rates differ from Adam's."""
     learning_rate: float = setting(2.5e-4, Range(0, 1000))
+    """Learning rate at the peak, after warm-up."""
     betas: tuple[float, float] = setting((0.9, 0.999), Range(0, 1, below=True))
+    """Decay of the averages of gradients and of their squares."""
     epsilon: float = setting(1e-8, Range(0, 1))
+    """Added to the divisor of an update."""
     weight_decay: float = setting(0.0, Range(0, 1000))
-    clip_norm: float = setting(0.25, Range(0, MOST))  # 0: no clipping
-    # Of an exponential moving average of the weights, say 0.999; 0: none.
+    """Decoupled weight decay, which leaves norms and biases alone."""
+    clip_norm: float = setting(0.25, Range(0, MOST))
+    """Largest norm of a gradient; larger ones are scaled down to it; 0: no clipping."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
+    """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Course of the learning rate."""
 
     def __post_init__(self) -> None:
         check_ranges("optim.", self)

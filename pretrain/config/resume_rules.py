@@ -6,28 +6,22 @@ in its metadata. A section's mark holds for all settings in it, except those tha
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from data_pipeline.setting_fields import Range, setting
+from data_pipeline.setting_fields import setting
 
 _MAY_CHANGE = "may_change"
 
 
-def changeable(
-    default: Any = MISSING, allowed: Range | None = None, *, default_factory: Any = MISSING
-) -> Any:
-    """A field that may change when a run is resumed."""
-    marked = {_MAY_CHANGE: True}
-    return setting(default, allowed, default_factory=default_factory, metadata=marked)
+def changeable(*default_and_range: Any, **options: Any) -> Any:
+    """A field that may change when a run is resumed; the arguments are those of `setting`."""
+    return setting(*default_and_range, metadata={_MAY_CHANGE: True}, **options)
 
 
-def fixed(
-    default: Any = MISSING, allowed: Range | None = None, *, default_factory: Any = MISSING
-) -> Any:
+def fixed(*default_and_range: Any, **options: Any) -> Any:
     """A field that must not change: with another value it would be another run."""
-    marked = {_MAY_CHANGE: False}
-    return setting(default, allowed, default_factory=default_factory, metadata=marked)
+    return setting(*default_and_range, metadata={_MAY_CHANGE: False}, **options)
 
 
 def may_change(schema: Any, key: str) -> bool:

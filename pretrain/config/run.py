@@ -7,9 +7,10 @@ setting. `changeable` and `fixed` say what may change when a run is resumed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.errors import ConfigError
@@ -27,6 +28,7 @@ from data_pipeline.setting_fields import (
 )
 from pretrain.config.model import MOST_LAYERS, ModelConfig
 from pretrain.config.optim import OptimConfig
+from pretrain.config.other_names import RUN_NAMES
 from pretrain.config.resume_rules import changeable, fixed
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -42,10 +44,14 @@ class PhaseConfig:
     of lanes stays. With another segment length alone every lane continues, with its memory.
     """
 
-    from_step: int = setting(allowed=Range(1, MOST))  # updates before the phase
-    lanes: int = setting(0, Range(0, MOST_LANES))  # 0: as before
-    segment_length: int = setting(0, Range(0, MOST_ROWS))  # 0: as before
-    mixture: tuple[MixturePart, ...] = ()  # (): as before
+    from_step: int = setting(allowed=Range(1, MOST), unit="steps")
+    """Number of updates before the phase starts."""
+    lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
+    """Lanes from then on; 0: as before."""
+    segment_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
+    """Tokens of a lane and step from then on; 0: as before."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Corpora from then on; []: as before."""
 
     def __post_init__(self) -> None:
         check_ranges("data.phases.", self)
@@ -65,15 +71,18 @@ class PhaseConfig:
 class DataConfig:
     """Which corpus, in how many lanes. A batch is `lanes` rows of `segment_length` tokens."""
 
-    # A directory made by `data-pipeline build`, or the URL it was uploaded to. A corpus may move:
-    # its manifest's hash is compared with the one in the lanes' cursor.
     path: Path = changeable(Path("data"))
-    # Train on these instead; the tokenizer and the validation split remain those of `path`.
+    """Directory made by `data-pipeline build`, or the URL it was uploaded to; it may move."""
     mixture: tuple[MixturePart, ...] = fixed(())
-    lanes: int = fixed(16, Range(1, MOST_LANES))
-    segment_length: int = fixed(64, Range(1, MOST_ROWS))  # tgt_len
-    cache: CacheConfig = changeable(default_factory=CacheConfig)  # of corpora named by a URL
-    phases: tuple[PhaseConfig, ...] = changeable(())  # by step; only later ones may change
+    """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
+    lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
+    """Streams of text read side by side over all ranks: the rows of a batch."""
+    segment_length: int = fixed(64, Range(1, MOST_ROWS), unit="tokens")
+    """Tokens that each lane reads in a step."""
+    cache: CacheConfig = changeable(default_factory=CacheConfig)
+    """Cache of corpora named by a URL."""
+    phases: tuple[PhaseConfig, ...] = changeable(())
+    """Other lanes, segments or corpora from given steps on; a resume may change later ones."""
 
     def __post_init__(self) -> None:
         check_ranges("data.", self)
@@ -101,31 +110,35 @@ class EngineConfig:
     """How the model is sharded over the ranks and computed. Changes results by rounding at most."""
 
     kind: Literal["deepspeed", "torch"] = fixed("deepspeed")
+    """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "fp32"  # of weights and activations; the optimizer always uses fp32
-    # fp16: the first factor of the loss, a power of two; adapted as it trains
+    """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0: nothing."""
+    precision: Precision = "fp32"
+    """Number format of weights and activations; the optimizer always uses fp32."""
     initial_loss_scale: float = setting(65536.0, Range(1, 2.0**64))
-    # fp16: updates without overflow after which the scale doubles
-    loss_scale_window: int = setting(1000, Range(1, MOST))
-    # selective: recompute only attention's scores and weights in the backward pass
+    """fp16: first factor of the loss, a power of two; adapted as the run trains."""
+    loss_scale_window: int = setting(1000, Range(1, MOST), unit="steps")
+    """fp16: updates without overflow after which the scale doubles."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    # Apply activation checkpointing to one layer in N.
-    checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS))
-    # Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more.
+    """What the backward pass recomputes; selective: only attention's scores and weights."""
+    checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS), unit="layers")
+    """Apply activation checkpointing to one layer in N."""
     offload_optimizer: bool = False
-    offload_memories: bool = False  # keep memories of inactive slots in host memory
-    # auto: the fastest for the device; plain: torch operations to compare with
+    """Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more."""
+    offload_memories: bool = False
+    """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    # Tokens per pass through the output layer, which the backward pass repeats; 0: all.
-    logits_chunk_tokens: int = setting(0, Range(0, MOST))
-    # Most lanes per rank and forward pass; 0: all of the rank's.
-    micro_batch_lanes: int = setting(0, Range(0, MOST_LANES))
-    # CPU threads per rank; 0: cores divided by the ranks on this node.
-    threads: int = setting(0, Range(0, MOST_THREADS))
-    # Longest step, evaluation or save; after it a rank writes its stacks and exits. 0: no timeout.
-    watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7))
-    # Merged into DeepSpeed's settings last; may not contradict a derived key.
+    """auto: the fastest for the device; plain: torch operations to compare with."""
+    logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
+    """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
+    micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
+    """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
+    threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
+    """CPU threads per rank; 0: cores divided by the ranks on this node."""
+    watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
+    """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
+    """Merged into DeepSpeed's settings last; may not contradict a derived key."""
 
     def __post_init__(self) -> None:
         check_ranges("engine.", self)
@@ -168,19 +181,24 @@ class RecoveryConfig:
     in a row, the run rewinds to the checkpoint before the first of them and skips their data.
     """
 
-    # Skip steps with a larger norm; 0: only non-finite ones.
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
-    # Stop the run if more than this part of the last `window` updates were skipped; 1: never.
+    """Skip steps whose gradient has a larger norm; 0: only non-finite ones."""
     max_skipped_fraction: float = setting(0.5, Range(0, 1))
-    spike_threshold: float = setting(8.0, Range(0, 1e6))  # 0: never rewind
-    spike_steps: int = setting(20, Range(1, 1_000_000))  # a shorter jump of the loss is no spike
-    # Losses to compare with: short, so that the loss falls little within it. The run cannot rewind
-    # before it has as many of the same data, or in the warm-up of the learning rate.
-    window: int = setting(50, Range(10, 1_000_000))
-    skip_margin_segments: int = setting(10, Range(0, MOST))  # after the spike, skipped as well
-    max_rewinds: int = setting(3, Range(0, 1_000_000))  # then the run stops, with a report
-    # Name a rank that takes this many times as long as the median of the others; 0: never.
-    straggler_ratio: float = setting(1.5, Range(1, 1e6, or_zero=True))
+    """Stop if more than this part of the last `window` updates were skipped; 1: never."""
+    spike_threshold: float = setting(8.0, Range(0, 1e6))
+    """Robust standard deviations above the median from which a loss is anomalous; 0: never."""
+    spike_steps: int = setting(20, Range(1, 1_000_000), unit="steps")
+    """Anomalous steps in a row that make a spike and a rewind; a shorter jump is none."""
+    # Short, so that the loss falls little within it. The run cannot rewind before it has as many
+    # of the same data, or in the warm-up of the learning rate.
+    window: int = setting(50, Range(10, 1_000_000), unit="steps")
+    """Losses that each new one is compared with."""
+    skip_margin_segments: int = setting(10, Range(0, MOST), unit="segments")
+    """Segments after a spike that are skipped as well."""
+    max_rewinds: int = setting(3, Range(0, 1_000_000), unit="rewinds")
+    """Rewinds after which the run stops, with a report."""
+    straggler_ratio: float = setting(1.5, Range(1, 1e6, or_zero=True), unit="times")
+    """Name a rank that takes this many times as long as the others' median; 0: never."""
 
     def __post_init__(self) -> None:
         check_ranges("recovery.", self)
@@ -190,16 +208,18 @@ class RecoveryConfig:
 class CheckpointConfig:
     """How often a run saves, and which checkpoints are kept: the latest and those named here."""
 
-    interval: int = setting(200, Range(1, MOST))  # steps
-    asynchronous: bool = True  # write in the background, from a copy in host memory
-    keep_last: int = setting(3, Range(1, MOST))
-    # Keep checkpoints whose step is a multiple of it; 0: none.
-    keep_every: int = setting(0, Range(0, MOST))
-    # Keep this many with the lowest validation loss.
-    keep_best: int = setting(0, Range(0, MOST))
-    # How long to train on while the run directory cannot be written (disk full, over quota, not
-    # writable, server away) and to try again; then the run stops. 0: stop at the first failure.
-    storage_patience_seconds: float = setting(1800.0, Range(0, 1e7))
+    interval: int = setting(200, Range(1, MOST), unit="steps")
+    """Steps between two checkpoints."""
+    asynchronous: bool = True
+    """Write in the background, from a copy in host memory."""
+    keep_last: int = setting(3, Range(1, MOST), unit="checkpoints")
+    """Latest checkpoints that are kept."""
+    keep_every: int = setting(0, Range(0, MOST), unit="steps")
+    """Keep also every checkpoint whose step is a multiple of it; 0: none."""
+    keep_best: int = setting(0, Range(0, MOST), unit="checkpoints")
+    """Keep also this many with the lowest validation loss."""
+    storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
+    """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)
@@ -207,10 +227,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    interval: int = setting(200, Range(0, MOST))  # steps; 0: only at the end
-    lanes: int = setting(8, Range(1, MOST_LANES))
-    # Of the validation split, per evaluation; 0: all of it.
-    max_tokens: int = setting(100_000, Range(0, MOST))
+    """When the validation loss is measured, and on how much text."""
+
+    interval: int = setting(200, Range(0, MOST), unit="steps")
+    """Steps between two evaluations; 0: only at the end."""
+    lanes: int = setting(8, Range(1, MOST_LANES), unit="lanes")
+    """Streams into which the validation split is cut, over all ranks."""
+    max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
+    """Tokens of the validation split to score; 0: all of it."""
 
     def __post_init__(self) -> None:
         check_ranges("evaluation.", self)
@@ -218,10 +242,14 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    interval: int = setting(10, Range(1, MOST))  # steps
+    """What is measured while a run trains."""
+
+    interval: int = setting(10, Range(1, MOST), unit="steps")
+    """Steps between two lines of measurements."""
     tensorboard: bool = True
-    # First and last step of rank 0's profile; zeros: none.
-    profile_steps: tuple[int, int] = setting((0, 0), Range(0, MOST))
+    """Write event files for TensorBoard."""
+    profile_steps: tuple[int, int] = setting((0, 0), Range(0, MOST), unit="steps")
+    """First and last step of rank 0's profile; zeros: none."""
 
     def __post_init__(self) -> None:
         check_ranges("metrics.", self)
@@ -237,20 +265,32 @@ class MetricsConfig:
 class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = RUN_NAMES
+
     name: str = fixed("run")
+    """Name of the run, of its directory in `runs/` and of its Slurm jobs."""
     seed: int = fixed(1, Range(0, LARGEST_SEED))
-    # An export to start from; none: weights drawn from the published distribution.
+    """Seed of weights, dropout and the lanes' order."""
     initial_weights: Path | None = fixed(None)
-    # Names of model settings, such as clamp_length, in which that export may differ from this run.
+    """Export to start from; null: draw weights from the published distribution."""
     initial_weights_may_differ: tuple[str, ...] = fixed(())
+    """Model settings, such as clamp_length, in which that export may differ from this run."""
     model: ModelConfig = fixed(default_factory=ModelConfig)
+    """The model."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Text and batches."""
     optim: OptimConfig = fixed(default_factory=OptimConfig)
+    """Optimizer, number of steps and learning rate."""
     engine: EngineConfig = changeable(default_factory=EngineConfig)
+    """Sharding, precision and devices."""
     checkpoint: CheckpointConfig = changeable(default_factory=CheckpointConfig)
+    """Saving."""
     recovery: RecoveryConfig = changeable(default_factory=RecoveryConfig)
+    """Recovery from loss spikes and bad gradients."""
     evaluation: EvaluationConfig = changeable(default_factory=EvaluationConfig)
+    """Validation."""
     metrics: MetricsConfig = changeable(default_factory=MetricsConfig)
+    """Measurements."""
 
     def __post_init__(self) -> None:
         check_ranges("", self)

@@ -55,10 +55,12 @@ class NodeConfig:
     `launcher`.
     """
 
-    gpus_per_node: str = "0"  # each gets a rank; 8, or h100:8 with Slurm's type; 0: a CPU cluster
-    # To estimate memory and time before a start; empty: what the type of gpus_per_node names.
+    gpus_per_node: str = "0"
+    """GPUs of a node, a rank each: 8, or h100:8 with Slurm's type; 0: a CPU cluster."""
     gpu: Literal["", "A100", "H100", "H200"] = ""
-    ranks_per_node: int = setting(0, Range(0, MOST_RANKS))  # 0: one per GPU
+    """Kind of GPU, to estimate memory and time; empty: what `gpus_per_node` names."""
+    ranks_per_node: int = setting(0, Range(0, MOST_RANKS), unit="ranks")
+    """Processes on each node; 0: one per GPU."""
 
     def __post_init__(self) -> None:
         check_ranges("", self)  # those of a subclass, too

@@ -1,0 +1,128 @@
+"""The settings of a schema as text for a terminal, and as Markdown tables for docs/settings.md."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.setting_tree import OTHER_NAMES, Setting, settings_of, suggestion
+
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+# What a resume may do with a setting, by its name; empty for settings that no run has.
+ResumeRule = Callable[[str], str]
+
+
+def no_resume(name: str) -> str:
+    return ""
+
+
+def matching(schema: Any, prefix: str) -> list[Setting]:
+    """Return the settings that begin with `prefix`, or are called so here or in another system.
+
+    ConfigError, with a close name, if there are none.
+    """
+    known = list(settings_of(schema))
+    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
+    inside = (f"{prefix}.", f"{prefix}[")
+    found = [each for each in known if each.name == prefix or each.name.startswith(inside)]
+    found = found or [each for each in known if each.leaf == prefix]
+    found = found or [each for each in known if prefix in others.get(each.name, "").split()]
+    if not (found or not prefix):
+        raise ConfigError(f"{prefix}: unknown setting{suggestion(schema, schema, (), prefix, '')}")
+    return found or known
+
+
+def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:
+    """Yield lines of at most `width` that describe the settings that begin with `prefix`."""
+    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
+    for setting in matching(schema, prefix):
+        head = setting.name if setting.section else f"{setting.name} = {default_of(setting)}"
+        facts = [setting.meaning]
+        if not setting.section:
+            facts.append(f"Value: {kind_of(setting)}{_and(rule(setting.name))}")
+        if names := others.get(setting.name):
+            facts.append(f"Elsewhere: {', '.join(names.split())}")
+        yield head
+        for fact in facts:
+            yield from textwrap.wrap(fact, width, initial_indent="    ", subsequent_indent="      ")
+
+
+def as_markdown(schema: Any, rule: ResumeRule) -> Iterator[str]:
+    """Yield a table of the schema's own settings, then one of each of its sections."""
+    settings = list(settings_of(schema))
+    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
+    own = [each for each in settings if not _section_of(each.name)]
+    yield from _table(schema, own, rule, others)
+    for section in settings:
+        if section.section:
+            mark = "[]" if section.hint is not section.section else ""
+            name = f"{section.name}{mark}"
+            yield from ("", f"### {section.name}", "", section.meaning, "")
+            inside = [each for each in settings if _section_of(each.name) == name]
+            yield from _table(section.section, inside, rule, others)
+
+
+def _table(
+    owner: type, settings: Sequence[Setting], rule: ResumeRule, others: Mapping[str, str]
+) -> Iterator[str]:
+    source = inspect.getmodule(owner)
+    assert source is not None
+    yield f"Defined in `{source.__name__.replace('.', '/')}.py`."
+    yield ""
+    yield "| setting | default | value | meaning |"
+    yield "|---|---|---|---|"
+    for each in settings:
+        if each.section is None:
+            names = others.get(each.name, "").split()
+            aside = f" Elsewhere: {', '.join(f'`{name}`' for name in names)}." if names else ""
+            value = f"{kind_of(each)}{_and(rule(each.name))}"
+            meaning = f"{each.meaning}{aside}".replace("|", "\\|")
+            yield f"| `{each.name}` | `{default_of(each)}` | {value} | {meaning} |"
+
+
+def kind_of(setting: Setting) -> str:
+    """Return type, choices, range and unit of a setting: `integer from 1 to 4,096, layers`."""
+    text = _type_of(setting.hint)
+    if setting.allowed is not None:
+        text += f"{',' if setting.allowed.or_zero else ''} {setting.allowed}"
+    return text + _and(setting.unit)
+
+
+def default_of(setting: Setting) -> str:
+    """Return the default as a file would set it; `required` where there is none."""
+    value = setting.default
+    if value is MISSING:
+        return "required"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value}" if value != "" else '""'
+
+
+def _type_of(hint: Any) -> str:
+    items, origin = get_args(hint), get_origin(hint)
+    if origin is Literal:
+        shown = ['""' if each == "" else str(each) for each in items]
+        return f"{', '.join(shown[:-1])} or {shown[-1]}"
+    if origin is tuple:
+        return f"list of {_type_of(items[0])}{'' if items[0] is bool else 's'}"
+    if origin is dict:
+        return "mapping"
+    if NoneType in items:
+        return f"{_type_of(items[0])} or null"
+    return _TYPES[hint]
+
+
+def _section_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _and(text: str) -> str:
+    return f"; {text}" if text else ""

@@ -1,0 +1,138 @@
+"""Every setting is explained in one place, and names and numbers are taken as people write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from data_pipeline.cli import main as data_pipeline
+from data_pipeline.config import CorpusConfig
+from data_pipeline.config_loader import parse_config
+from data_pipeline.errors import ConfigError
+from data_pipeline.setting_tree import OTHER_NAMES, settings_of
+from data_pipeline.sizes import parse_size
+from launcher.cli import main as launcher
+from launcher.slurm.cluster import ClusterConfig
+from pretrain.cli import main as pretrain
+from pretrain.config.run import RunConfig
+from tests import settings_page
+
+SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)
+CORPUS = {"input": ["a"], "output": "b"}
+
+
+def test_every_setting_and_section_is_explained_in_one_sentence():
+    for schema in SCHEMAS:
+        for setting in settings_of(schema):
+            assert setting.meaning.endswith("."), f"{setting.name} has no docstring below its field"
+            assert "\n" not in setting.meaning, setting.name
+
+
+def test_a_setting_without_a_docstring_would_be_seen():
+    @dataclass(frozen=True)
+    class Bare:
+        explained: int = 1
+        """The number."""
+        bare: int = 2
+
+    Bare.__annotations__ = {"explained": int, "bare": int}
+    assert [each.meaning for each in settings_of(Bare)] == ["The number.", ""]
+
+
+def test_the_settings_page_is_what_its_command_writes():
+    written = settings_page.PATH.read_text()
+    assert written == settings_page.page(), "run: python -m tests.settings_page"
+
+
+@pytest.mark.parametrize(
+    ("tree", "answer"),
+    [
+        ({"lr": 1e-3}, "lr: unknown setting; use optim.learning_rate ("),
+        ({"optim": {"lr": 1e-3}}, "optim.lr: unknown setting; use optim.learning_rate ("),
+        ({"layers": 3}, "layers: unknown setting; use model.num_layers ("),
+        ({"model": {"hidden_size": 64}}, "use model.d_model ("),
+        ({"learning_rate": 1e-3}, "did you mean 'optim.learning_rate'?"),
+        ({"batch_size": 8}, "use data.lanes ("),
+        ({"micro_batch": 8}, "use engine.micro_batch_lanes ("),
+        ({"data": {"seq_len": 8}}, "use data.segment_length ("),
+        ({"context_length": 8}, "use data.segment_length ("),
+        ({"data": {"tgt_len": 8}}, "use data.segment_length ("),
+        ({"model": {"mem_len": 8}}, "use model.memory_length ("),
+        ({"model": {"n_layer": 8}}, "use model.num_layers ("),
+        ({"model": {"n_head": 8}}, "use model.num_heads ("),
+        ({"d_inner": 8}, "did you mean 'model.d_inner'?"),
+        ({"warmup": 8}, "use optim.schedule.warmup_steps ("),
+        ({"weight_decay": 0.1}, "did you mean 'optim.weight_decay'?"),
+        ({"schedule": "cosine"}, "did you mean 'optim.schedule.shape'?"),
+        ({"lr_scheduler": "linear"}, "use optim.schedule.shape ("),
+        ({"optim": {"schedule": "cosine"}}, "write optim.schedule.shape=cosine"),
+        ({"optim": {"schedule": 3}}, "its settings are shape, warmup_steps"),
+        ({"min_lr": 1e-5}, "final_fraction (Learning rate at the end, as a fraction of the peak)"),
+        ({"min_fraction": 0.1}, "use optim.schedule.final_fraction ("),
+        ({"max_steps": 10}, "use optim.steps ("),
+        ({"save_interval": 10}, "use checkpoint.interval ("),
+        ({"optim": {"lanes": 8}}, "did you mean 'data.lanes' or 'evaluation.lanes'?"),
+        ({"interval": 8}, "'checkpoint.interval', 'evaluation.interval' or 'metrics.interval'?"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_system_or_section_is_answered_with_the_setting_meant(tree, answer):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, tree, "file")
+    assert answer in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_of_other_systems_lead_to_one_setting_each_and_are_none_of_ours():
+    for schema in SCHEMAS:
+        names = getattr(schema, OTHER_NAMES)
+        known = {each.name for each in settings_of(schema)}
+        assert set(names) <= known
+        foreign = [name for text in names.values() for name in text.split()]
+        assert len(set(foreign)) == len(foreign)
+        assert not set(foreign) & {name for name in known if "." not in name} - {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "number"),
+    [
+        ("4k", "tokens", 4000), ("10M", "parameters", 10**7), ("1.5B", "tokens", 15 * 10**8),
+        ("2G", "tokens", 2 * 10**9), ("1T", "tokens", 10**12), ("4Ki", "tokens", 4096),
+        ("1_000k", "tokens", 10**6), ("12", "steps", 12), ("0.5", "tokens", 0.5),
+        ("2GiB", "bytes", 1 << 31), ("2GB", "bytes", 2 * 10**9), ("8Mi", "bytes", 1 << 23),
+        ("10kB", "bytes", 10**4), ("7B", "bytes", 7), ("2GiB", "tokens", None),
+        ("4q", "tokens", None), ("k", "tokens", None), ("-4k", "tokens", None),
+    ],
+)  # fmt: skip
+def test_sizes_are_numbers_with_a_prefix(text, unit, number):
+    assert parse_size(text, unit) == number
+
+
+def test_settings_with_a_unit_take_sizes_and_others_do_not():
+    tree = {"model": {"vocab_size": "16k", "cutoffs": ["2k", 1e4]}, "optim": {"steps": "1.5k"}}
+    run = parse_config(RunConfig, tree, "file")
+    assert (run.model.vocab_size, run.optim.steps) == (16_000, 1500)
+    assert run.model.cutoffs == (2000, 10_000)
+    corpus = parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "4MiB"}, "file")
+    assert corpus.shard_bytes == 4 << 20
+    for tree in ({"seed": "4k"}, {"optim": {"steps": "1.2345k"}}, {"data": {"lanes": "4kB"}}):
+        with pytest.raises(ConfigError, match="expected a valid integer"):
+            parse_config(RunConfig, tree, "file")
+
+
+def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for program, prefix, expected in (
+        (pretrain, "", "data.phases[].from_step = required"),
+        (pretrain, "optim.schedule", "optim.schedule.warmup_steps = 0"),
+        (pretrain, "lr", "optim.learning_rate = 0.00025"),
+        (pretrain, "engine.precision", "fp32, bf16 or fp16; a resume may change it"),
+        (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
+        (launcher, "time", "time_limit = 24:00:00"),
+    ):
+        assert program(["settings", *([prefix] if prefix else [])]) == 0
+        out = capsys.readouterr().out
+        assert expected in out
+        assert max(map(len, out.splitlines())) <= 80
+    assert pretrain(["settings", "optm"]) == 2
+    assert capsys.readouterr().err == "error: optm: unknown setting; did you mean 'optim'?\n"
