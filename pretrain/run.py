@@ -33,7 +33,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
 from pretrain.distributed.world import (
     World,
-    broadcast_object,
+    broadcast_value,
     raise_on_all_ranks,
     ranks_on_this_node,
     sum_over_ranks,
@@ -53,8 +53,9 @@ from pretrain.recovery.suspects import name_suspects
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, PhaseFinished, Stopped
+from pretrain.rundir.training_events import Finished, OutOfMemory, PhaseFinished, Stopped
 from pretrain.state import TrainState
 from pretrain.train import Ending, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
@@ -104,7 +105,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
                 tokenizer = checked_tokenizer(run_dir, config)
-        fence = Fence(run_dir.path, broadcast_object(token or secrets.token_hex(4)))
+        fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         if world.is_main and token is None:
             outlast(patience, fence.claim)
         stop = StopRequest()
@@ -119,10 +120,11 @@ def _start(process: RankProcess, attempt: str) -> int | None:
     `attempt` is a token that all ranks share for this start and no other start has.
     """
     run_dir, world = process.run_dir, process.world
-    ledger = broadcast_object(run_dir.ledger.read() if world.is_main else [])
+    ledger = run_dir.ledger.read() if world.is_main else []
+    shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     found = find_resume_point(run_dir.checkpoints, world, run_dir.identity.id)
     config = with_fitting_micro_batch(
-        run_at(process.config, found.step if found else 0), world.world_size, ledger
+        run_at(process.config, found.step if found else 0), world.world_size, shortages
     )
     try:
         ending = _train_from(found, process, config, attempt)

@@ -31,7 +31,7 @@ from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, broadcast_object, gather_objects, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_value, gather_values, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
 
@@ -144,8 +144,9 @@ class Checkpointer:
         save, self._save = self._save, None
         # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks
         # first exchange whether theirs are written. Only then does anyone wait for the publication.
-        problems = list(filter(None, gather_objects(save.wait_for_files())))
-        problems = problems or list(filter(None, gather_objects(save.wait_for_publication())))
+        kind = SaveProblem | None
+        problems = list(filter(None, gather_values(save.wait_for_files(), kind)))
+        problems = problems or list(filter(None, gather_values(save.wait_for_publication(), kind)))
         if not problems:
             self._outage.ended()
             return True
@@ -159,7 +160,7 @@ class Checkpointer:
         if problem.may_pass:
             self._outage.failed(f"step {step} not saved: {problem.text}", "training continues")
         # Rank 0's clock decides. By now no rank writes any more, so that its files can go.
-        is_hopeless = gather_objects(self._outage.is_over_patience)[0] or not problem.may_pass
+        is_hopeless = broadcast_value(self._outage.is_over_patience, bool) or not problem.may_pass
         if self._world.is_main:
             files.remove_partial(self._root)
         if is_hopeless:
@@ -183,7 +184,7 @@ class Checkpointer:
                 problem = os_error_text(error)
             except CheckpointError as error:
                 problem = str(error)
-        return broadcast_object(problem)
+        return broadcast_value(problem, str)
 
     def _report(self, state: TrainState) -> dict[str, Any]:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)

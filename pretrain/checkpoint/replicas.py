@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
-from pretrain.distributed.world import gather_objects, max_over_ranks
+from pretrain.distributed.world import gather_values, max_over_ranks
 from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
@@ -45,7 +45,7 @@ def require_equal_replicas(engine: Engine, state: TrainState) -> None:
     odd = (high + low).nonzero().flatten().tolist()
     if odd:
         names = [*replicas, COUNTERS]
-        ranks = odd_ranks(gather_objects(own[odd].tolist()))
+        ranks = odd_ranks(gather_values(own[odd].tolist(), list[int]))
         raise CheckpointError(_difference(state.step, ranks, [names[index] for index in odd]))
 
 

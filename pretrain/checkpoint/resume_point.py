@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks
+from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def find_resume_point(
         if world.is_main:
             files.remove_partial(root)
             steps = files.steps_on_disk(root)
-    steps = [step for step in broadcast_object(steps) if before is None or step < before]
+    steps = [step for step in broadcast_value(steps, list[int]) if before is None or step < before]
     return marker.first_valid(root, steps, verify, refused)
 
 

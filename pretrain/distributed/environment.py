@@ -11,14 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from pretrain.distributed.world import World, gather_objects
+from pretrain.distributed.world import World, gather_values
 
 PACKAGES = ("torch", "numpy", "deepspeed")
 
 
 def environment_of_ranks(world: World) -> dict[str, str]:
     """Return the environment by name; where ranks differ, all their values. A collective."""
-    ranks = gather_objects(environment_of_rank(world.device))
+    ranks = gather_values(environment_of_rank(world.device), dict[str, str])
     found = {name: sorted({each[name] for each in ranks}) for name in ranks[0]}
     return {name: ", ".join(values) for name, values in found.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    TrainingError,
+    UserError,
+)
+from data_pipeline.typed_json import from_json, to_json
 from pretrain.distributed.rendezvous import (
     collective_timeout,
     meeting_store,
@@ -20,6 +29,12 @@ from pretrain.distributed.rendezvous import (
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 
 T = TypeVar("T")
+LARGEST_MESSAGE_BYTES = 1 << 26
+ONLY_OURS = "make sure that all ranks run the same code, and that no other process can reach them"
+_KINDS = {
+    kind.__name__: kind
+    for kind in (UserError, ConfigError, DataError, CheckpointError, TrainingError)
+}
 
 
 @dataclass(frozen=True)
@@ -142,32 +157,74 @@ def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def broadcast_object(value: T) -> T:
-    """Return, on every rank, the small picklable value that rank 0 passes."""
+def broadcast_value(value: T, kind: Any) -> T:
+    """Return, on every rank, the small value of the type `kind` that rank 0 passes.
+
+    `kind` is any type that `from_json` knows. Values travel as JSON: torch's own collectives for
+    objects unpickle, and with that execute, what a peer sends.
+    """
     if dist.get_world_size() == 1:
         return value
-    holder: list[Any] = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
+    message = _message_of(value)
+    size = torch.tensor([message.numel()])
+    dist.broadcast(size, src=0)
+    if dist.get_rank() != 0:
+        message = torch.empty(_checked_size(0, size), dtype=torch.uint8)
+    dist.broadcast(message, src=0)
+    return _value_of(0, message, kind)
+
+
+def gather_values(value: T, kind: Any) -> list[T]:
+    """Return the small values of all ranks, in rank order, as `broadcast_value` passes them."""
+    if dist.get_world_size() == 1:
+        return [value]
+    message, ranks = _message_of(value), range(dist.get_world_size())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([message.numel()]))
+    lengths = [_checked_size(rank, sizes[rank]) for rank in ranks]
+    padded = pad(message, (0, max(lengths) - message.numel()))
+    gathered = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(gathered, padded)
+    return [_value_of(rank, gathered[rank][: lengths[rank]], kind) for rank in ranks]
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """Run the block on every rank; if any raises a UserError, every rank raises the first one."""
-    problem: UserError | None = None
+    problem: Problem | None = None
     try:
         yield
     except UserError as error:
-        problem = error
-    for found in gather_objects(problem):
+        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS)
+        problem = Problem(kind, str(error))
+    for found in gather_values(problem, Problem | None):
         if found is not None:
-            raise found
+            raise _KINDS.get(found.kind, UserError)(found.message)
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return the small picklable values of all ranks, in rank order."""
-    if dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+@dataclass(frozen=True)
+class Problem:
+    """A UserError as ranks tell each other about it."""
+
+    kind: str
+    message: str
+
+
+def _message_of(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(to_json(value)).encode()), dtype=torch.uint8)
+
+
+def _checked_size(rank: int, size: torch.Tensor) -> int:
+    if not 0 < (found := int(size)) <= LARGEST_MESSAGE_BYTES:
+        raise UserError(
+            f"rank {rank} announced a message of {found:,} bytes, expected 1 to "
+            f"{LARGEST_MESSAGE_BYTES:,}; {ONLY_OURS}"
+        )
+    return found
+
+
+def _value_of(rank: int, message: torch.Tensor, kind: Any) -> Any:
+    try:
+        return from_json(kind, json.loads(bytes(message.numpy())))
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"rank {rank} sent no message of this program; {ONLY_OURS}") from None

@@ -16,7 +16,7 @@ from data_pipeline.errors import os_error_text
 from data_pipeline.files import write_json
 from pretrain.config.run import Precision
 from pretrain.costs.throughput import measured_matmul_peak
-from pretrain.distributed.world import World, broadcast_object, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_value, sum_over_ranks
 from pretrain.engines.engine import DTYPES
 from pretrain.rundir.run_dir import RunDir
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
     """FLOPs per second of a large matrix product, over all ranks. A collective."""
     devices = f"{world.world_size} x {_device_name(world.device)}, {precision}"
-    known = broadcast_object(_known_peaks(run_dir) if world.is_main else {})
+    known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
     if devices in known:
         return known[devices]
     own = measured_matmul_peak(world.device, DTYPES[precision])

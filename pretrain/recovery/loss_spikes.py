@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.errors import TrainingError
 from pretrain.config.run import RecoveryConfig, RunConfig
-from pretrain.distributed.world import World, any_rank, broadcast_object
+from pretrain.distributed.world import World, any_rank, broadcast_value
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import GaveUp, describe_spike
 from pretrain.state import TrainState
@@ -76,7 +76,7 @@ class SpikeMonitor:
         found = self._observe(lines) or self._too_many_skipped(ends_run)
         if not any_rank(found is not None):
             return
-        found = broadcast_object(found)
+        found = broadcast_value(found, Spike | GaveUp | None)
         if isinstance(found, Spike):
             raise SpikeFound(found)
         if self._world.is_main:

@@ -19,7 +19,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, broadcast_object, raise_on_all_ranks
+from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
 from pretrain.recovery.loss_spikes import Spike
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
@@ -93,7 +93,8 @@ def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) 
                 "recovery: off; the run reads segments %d to %d, which it was to skip", first, last
             )
         windows = skipped_windows(run_dir.ledger.read())
-    return broadcast_object(windows)
+    spans = [[window.start, window.stop] for window in windows]
+    return [range(*span) for span in broadcast_value(spans, list[list[int]])]
 
 
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
-
-import torch.distributed as dist
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.audit import ReadSpan, audit_steps
@@ -14,7 +11,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture
 from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, broadcast_object
+from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine, Memory
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, skipped_windows
 from pretrain.rundir.ledger import events_of
@@ -46,9 +43,10 @@ def name_suspects(
 
     `run` has all its phases; `corpus` and `lanes` are those of the state's phase.
     """
-    earlier, window = broadcast_object(_open_case(run_dir))
-    if window is None:
+    spans = broadcast_value(_open_case(run_dir), list[list[int]])
+    if not spans:
         return
+    *earlier, window = [range(*span) for span in spans]
     phase = _segments_of_phase(run, state.step, earlier)
     window = range(max(window.start, phase.start), min(window.stop, phase.stop))
     if not window:
@@ -73,14 +71,14 @@ def name_suspects(
     _write_suspects(run_dir, engine.world, sums, window)
 
 
-def _open_case(run_dir: RunDir) -> tuple[list[range], range | None]:
-    """The windows of earlier rewinds, and that of the last one if it has no suspects yet."""
+def _open_case(run_dir: RunDir) -> list[list[int]]:
+    """The windows of all rewinds, as [start, stop]; [] unless the last one has no suspects yet."""
     ledger = run_dir.ledger.read()
     events = events_of(ledger, Rewind, WindowDropped, SuspectDocuments)
     if not events or not isinstance(events[-1], Rewind):
-        return [], None
-    earlier = [event for event in ledger if event is not events[-1]]
-    return skipped_windows(earlier), range(*events[-1].segments)
+        return []
+    earlier = skipped_windows([event for event in ledger if event is not events[-1]])
+    return [*([window.start, window.stop] for window in earlier), list(events[-1].segments)]
 
 
 def _segments_of_phase(run: RunConfig, step: int, windows: list[range]) -> range:
@@ -107,15 +105,15 @@ def _write_suspects(run_dir: RunDir, world: World, sums: LossSums, window: range
         SuspectDocument(document=document, lane=lane, loss=total / tokens, tokens=tokens)
         for (document, lane), (total, tokens) in sums.items()
     ]
-    gathered: list[Any] = [own]
-    if world.world_size > 1:
-        gathered = [None] * world.world_size
-        dist.all_gather_object(gathered, own)
+    gathered = gather_values(_worst(own), list[SuspectDocument])
     if not world.is_main:
         return
-    documents = (each for part in gathered for each in part)
-    worst = tuple(sorted(documents, key=lambda each: -each.loss)[:NUM_SUSPECTS])
+    worst = tuple(_worst(each for part in gathered for each in part))
     run_dir.ledger.append(SuspectDocuments(segments=(window.start, window.stop), documents=worst))
     logger.warning(
         "recovery: hardest to predict in the skipped segments: %s", ", ".join(map(str, worst))
     )
+
+
+def _worst(documents: Iterable[SuspectDocument]) -> list[SuspectDocument]:
+    return sorted(documents, key=lambda each: -each.loss)[:NUM_SUSPECTS]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import logging
 import os
@@ -19,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from data_pipeline.errors import os_error_text
 from data_pipeline.files import append_whole
 from data_pipeline.patience import Patience, outlast
+from data_pipeline.typed_json import built
 from pretrain.rundir.launch_events import (
     PLANNED,
     UNEVENTFUL,
@@ -147,38 +146,7 @@ def _to_tree(event: Event) -> dict[str, Any]:
 def _from_tree(tree: dict[str, Any]) -> Event:
     """The event of a line; ValueError, TypeError, KeyError or AttributeError if it is not one."""
     when = datetime.datetime.fromisoformat(tree.pop("time")).timestamp()
-    return _built(EVENTS[tree.pop("event")], {**tree, "time": when})
-
-
-def _built(kind: type[Any], tree: dict[str, Any]) -> Any:
-    hints = _hints(kind)
-    return kind(**{name: _decoded(hints[name], value) for name, value in tree.items()})
-
-
-@functools.cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _decoded(hint: Any, value: Any) -> Any:
-    """What JSON made of a field, as a value of the field's type.
-
-    TypeError or ValueError if it is none.
-    """
-    if isinstance(hint, UnionType):  # X | None
-        return None if value is None else _decoded(get_args(hint)[0], value)
-    outer = get_origin(hint)
-    if outer is tuple and isinstance(value, list):
-        return tuple(_decoded(get_args(hint)[0], each) for each in value)
-    if outer is None and issubclass(hint, Enum):
-        return hint(value)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _built(hint, value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not (outer or hint):
-        raise TypeError(f"found {value!r}, expected {hint}")
-    return value
+    return built(EVENTS[tree.pop("event")], {**tree, "time": when})
 
 
 # ------------------------------------------------------------------------------------- questions

@@ -12,6 +12,7 @@ bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import latest_step
@@ -47,7 +48,7 @@ from pretrain.config.run import (
 from pretrain.distributed.world import (
     World,
     destroy_process_group,
-    gather_objects,
+    gather_values,
     init_world,
     sum_over_ranks,
 )
@@ -172,6 +173,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     checkpointer.finish()
     if "drift" in cell:
         layers["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
+    if "pickle_of_rank" in cell:
+        layers["pickle"] = refusal_of_a_pickle(output, cell["pickle_of_rank"], world)
     if "damage" in cell:
         layers["resume_points"] = resume_points(output / cell["name"], cell["damage"], world)
     return {"losses": losses, "norms": norms, "scales": scales, "validation": validation, **layers}
@@ -193,7 +196,7 @@ def resume_points(root: Path, name: str, world: World) -> dict[str, Any]:
             (root / name).write_bytes(content)
         point = find_resume_point(root, world, run_id="")
         assert point is not None
-        found[when] = gather_objects(point.step)
+        found[when] = gather_values(point.step, int)
         found[f"{when}, progress"] = latest_step(root)
     return found
 
@@ -209,6 +212,30 @@ def refusal_of_drift(
     try:
         checkpointer.save(engine, state)
     except CheckpointError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+class Runs:
+    """An object whose unpickling runs code: it notes in the directory which rank did so."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        note = f"import os; open('{self.directory}/executed-' + os.environ['RANK'], 'w').close()"
+        return exec, (note,)
+
+
+def refusal_of_a_pickle(directory: Path, sender: int, world: World) -> dict[str, str]:
+    """Let a rank send a pickle where the others send values; returns the error there."""
+    if world.rank == sender:
+        with contextlib.suppress(Exception):  # it cannot read what the others send
+            torch.distributed.all_gather_object([None] * world.world_size, Runs(directory))
+        return {}
+    try:
+        gather_values("", str)
+    except UserError as error:
         return {"error": str(error)}
     return {"error": ""}
 

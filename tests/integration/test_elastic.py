@@ -47,7 +47,13 @@ def drift_cell() -> dict[str, Any]:
     """Four ranks that hold everything whole; one differs in a bit of the EMA before the save."""
     engine = {"kind": "torch", "zero_stage": 0, "precision": "bf16"}
     drift = [2, "layers.0.feed_forward.inner_weight (ema)"]
-    more = {"until": 1, "save_at": [], "optim": {"ema_decay": 0.9}, "drift": drift}
+    more = {
+        "until": 1,
+        "save_at": [],
+        "optim": {"ema_decay": 0.9},
+        "drift": drift,
+        "pickle_of_rank": 1,
+    }
     return {"name": "drift", "ranks": 4, "engine": engine, **more}
 
 
@@ -126,6 +132,13 @@ def test_a_rank_whose_replica_drifts_is_named_before_anything_is_written(output:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_what_another_rank_sends_is_read_as_json_and_never_unpickled(output: Path) -> None:
+    refused = json.loads((output / "drift.json").read_text())["pickle"]
+    assert refused["error"].startswith("rank 1 sent no message of this program; make sure")
+    assert [path.name for path in output.glob("executed-*")] in ([], ["executed-1"])
+
+
 def test_drift_of_the_weights_that_zero_gathers_is_noticed(output: Path) -> None:
     """Of two ranks, nobody can tell which is right."""
     link = chain_cells()[-1]

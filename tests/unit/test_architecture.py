@@ -61,6 +61,25 @@ def test_imports_go_in_one_direction_and_to_their_homes(path):
                 assert name.startswith(homes), f"{name} imports {imported}, whose home is {homes}"
 
 
+# They unpickle, and with that execute, what a file or another process says. Workers of one build
+# talk through pipes that nobody else can open.
+UNPICKLERS = {
+    *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
+    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_that_others_send_or_write_is_unpickled(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        assert name not in UNPICKLERS, f"line {node.lineno} uses {name}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert "weights_only=True" in ast.unparse(node), f"line {node.lineno}"
+    assert UNPICKLERS.isdisjoint(imports_of(path))
+
+
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
