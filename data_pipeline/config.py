@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST, MOST_THREADS, Range, check_ranges, setting
+from data_pipeline.setting_fields import (
+    MOST,
+    MOST_THREADS,
+    Range,
+    check_ranges,
+    require_no_secrets,
+    setting,
+)
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
@@ -133,6 +140,7 @@ class MixturePart:
     """Part of the tokens, relative to other weights, which all parts have or none; 0: no weight."""
 
     def __post_init__(self) -> None:
+        require_no_secrets("mixture", self.path)
         check_ranges(f"mixture of {self.path}: ", self)
         if self.repeat and self.weight:
             raise ConfigError(

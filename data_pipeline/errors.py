@@ -7,6 +7,8 @@ import sys
 import unicodedata
 from collections.abc import Callable
 
+from data_pipeline.credentials import redacted
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
@@ -19,6 +21,9 @@ WRONG_PATH = (
 
 class UserError(Exception):
     """Something outside the code is wrong: what was found, what was expected, what to do."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
 
 
 class ConfigError(UserError):
@@ -48,7 +53,7 @@ def printable(text: str) -> str:
 
 
 def _print_error(text: str) -> None:
-    print(f"error: {printable(text)}", file=sys.stderr)
+    print(f"error: {printable(redacted(text))}", file=sys.stderr)
 
 
 def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
+from data_pipeline.files import path_text
 from data_pipeline.yaml_files import abbreviated
 
 RANGE, UNIT = "range", "unit"
@@ -91,6 +94,12 @@ def check_ranges(section: str, settings: Any) -> None:
             wrong.append(f"{section}{name}={found} must be {allowed}")
     if wrong:
         raise ConfigError("; ".join(wrong))
+
+
+def require_no_secrets(name_of: str, path: Path) -> None:
+    """Raise ConfigError if `path` is a URL with a password: settings are copied and shown."""
+    if problem := problem_of(path_text(path)):
+        raise ConfigError(f"{name_of}: {problem}")
 
 
 def require_name(name_of: str, name: str) -> None:

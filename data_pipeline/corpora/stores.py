@@ -12,7 +12,6 @@ import random
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from data_pipeline.corpora.web_requests import open_url, stated_length
+from data_pipeline.credentials import problem_of, redacted
 from data_pipeline.errors import NO_SPACE, DataError
 
 BLOCK_BYTES = 1 << 18
@@ -46,7 +47,7 @@ class StoreError(Exception):
     """
 
     def __init__(self, reason: str, is_final: bool = False, is_absent: bool = False) -> None:
-        super().__init__(reason)
+        super().__init__(redacted(" ".join(reason.split())))
         self.is_final, self.is_absent = is_final or is_absent, is_absent
 
 
@@ -85,6 +86,7 @@ class Store(Protocol):
 
 def store_at(url: str, retry_policy: RetryPolicy | None = None) -> Store:
     """Return the store for the URL's scheme; DataError if it is unknown."""
+    _refuse_secrets(url)
     scheme = url.partition("://")[0]
     if scheme not in WEB + OBJECT_STORES:
         raise DataError(_unknown_scheme(url, WEB + OBJECT_STORES))
@@ -103,9 +105,8 @@ class WebStore:
         url, timeout = f"{self.url}/{quote(name)}", self.retry_policy.timeout
         started = time.monotonic()
         try:
-            with urllib.request.urlopen(url, timeout=timeout) as answer, open(path, "wb") as file:
-                stated = answer.headers.get("Content-Length", "")
-                expected = int(stated) if stated.isdigit() else None
+            with open_url(url, timeout) as answer, open(path, "wb") as file:
+                expected = stated_length(answer)
                 deadline = started + self.retry_policy.seconds_for(min(expected or size, size))
                 arrived = 0
                 while arrived <= size and (block := answer.read1(BLOCK_BYTES)):
@@ -116,7 +117,7 @@ class WebStore:
                 raise StoreError(f"{arrived} of {expected} bytes arrived")
         except urllib.error.HTTPError as error:
             error.close()
-            is_final = 400 <= error.code < 500 and error.code not in TRANSIENT_STATUS
+            is_final = 300 <= error.code < 500 and error.code not in TRANSIENT_STATUS
             reason = f"the server answered {error.code} {error.reason}"
             raise StoreError(reason, is_final, error.code in (404, 410)) from None
         except (ValueError, OverflowError, http.client.InvalidURL) as error:
@@ -205,7 +206,13 @@ def _unknown_scheme(url: str, schemes: tuple[str, ...]) -> str:
     return f"found the location {url}, expected a URL that starts with one of {expected}"
 
 
+def _refuse_secrets(url: str) -> None:
+    if problem := problem_of(url):
+        raise DataError(problem)
+
+
 def _sdk_uploader(url: str, directory: Path) -> Any:
+    _refuse_secrets(url)
     if url.partition("://")[0] not in OBJECT_STORES:
         raise DataError(_unknown_scheme(url, OBJECT_STORES))
     try:

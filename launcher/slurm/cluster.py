@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from data_pipeline.config_loader import load_config, to_tree
+from data_pipeline.credentials import is_variable_name, referenced_variable
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST_THREADS, Range, setting
 from pretrain.costs.devices import NodeConfig
@@ -20,10 +21,8 @@ from pretrain.costs.devices import NodeConfig
 # days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _LARGEST_SIGNAL_FRACTION = 0.5
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]+")
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)(_ID)?$", re.IGNORECASE)
-_REFERENCE = "env:"
 _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
     "gpus_per_node": "gpus num_gpus gres",
     "gpu": "gpu_type device accelerator",
@@ -97,11 +96,16 @@ class ClusterConfig(NodeConfig):
 
 def _check_texts(cluster: ClusterConfig) -> None:
     """ConfigError for names and values that would be something else in a script."""
-    for name_of, names, valid, kind in (
-        ("environment", cluster.environment, _VARIABLE, "a variable's name, such as NCCL_DEBUG"),
-        ("options", cluster.options, _OPTION, "the long name of an option, such as mem"),
+    for name_of, names, is_valid, kind in (
+        (
+            "environment",
+            cluster.environment,
+            is_variable_name,
+            "a variable's name, such as NCCL_DEBUG",
+        ),
+        ("options", cluster.options, _OPTION.fullmatch, "the long name of an option, such as mem"),
     ):
-        if wrong := [name for name in names if not valid.fullmatch(name)]:
+        if wrong := [name for name in names if not is_valid(name)]:
             raise ConfigError(f"{name_of}: found the name {wrong[0]!r}, expected {kind}")
     for name_of, value in to_tree(cluster).items():
         for text in _texts_in(value):
@@ -110,11 +114,6 @@ def _check_texts(cluster: ClusterConfig) -> None:
                     f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
                     "plain text; write one line per entry"
                 )
-
-
-def referenced_variable(value: str) -> str | None:
-    """`NAME` of env:NAME; None for any other value of `environment`."""
-    return value.removeprefix(_REFERENCE) if value.startswith(_REFERENCE) else None
 
 
 def check_references(cluster: ClusterConfig) -> None:
@@ -130,7 +129,7 @@ def check_references(cluster: ClusterConfig) -> None:
 def _check_references(environment: Mapping[str, str]) -> None:
     for name, value in environment.items():
         wanted = referenced_variable(value)
-        if wanted is not None and not _VARIABLE.fullmatch(wanted):
+        if wanted is not None and not is_variable_name(wanted):
             raise ConfigError(f"environment.{name}: found {value!r}, expected env:NAME")
         if wanted is None and value and _SECRET.search(name):
             raise ConfigError(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
-from launcher.slurm.cluster import ClusterConfig, control_characters, referenced_variable
+from launcher.slurm.cluster import ClusterConfig, control_characters
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length

@@ -24,6 +24,7 @@ from data_pipeline.setting_fields import (
     Range,
     check_ranges,
     require_name,
+    require_no_secrets,
     setting,
 )
 from pretrain.config.model import MOST_LAYERS, ModelConfig
@@ -86,6 +87,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_ranges("data.", self)
+        require_no_secrets("data.path", self.path)
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(

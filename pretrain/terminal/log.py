@@ -15,6 +15,8 @@ import warnings
 from dataclasses import asdict
 from typing import TextIO
 
+from data_pipeline.credentials import redacted
+from data_pipeline.errors import printable
 from pretrain.terminal.live_bar import LogLine, show
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -90,14 +92,18 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = LogLine(
-                self.format(record), record.getMessage(), getattr(record, PROGRESS, None)
-            )
+            text, message = self.format(record), record.getMessage()
+            line = LogLine(safe(text), safe(message), getattr(record, PROGRESS, None))
             show(line)
             if self.relay != NO_RELAY:
                 os.write(self.relay, json.dumps(asdict(line)).encode() + b"\n")
         except Exception:  # a full disk or a closed terminal must not stop training
             self.handleError(record)
+
+
+def safe(text: str) -> str:
+    """The text as terminals and log files may have it: no escape sequences, no passwords."""
+    return printable(redacted(text))
 
 
 def _log_warning(

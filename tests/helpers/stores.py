@@ -48,6 +48,10 @@ class FileServer(ThreadingHTTPServer):
         self.fault, self.faulty = "", 0
         self.bytes_per_second = 0.0
         self.denied = ""  # a part of paths that are answered with 403
+        self.authorization = ""  # the header without which 401 is the answer
+        self.redirect = ""  # where everything is instead
+        self.length = ""  # in place of the length of the content
+        self.seen: list[str] = []  # the header of each request
         self.requests: Counter[str] = Counter()  # by the file's name
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -75,6 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
         status, headers, content = self._content()
         if server.denied and server.denied in self.path:
             status, headers, content = 403, {"Content-Length": "0"}, b""
+        server.seen.append(self.headers.get("Authorization", ""))
+        if server.authorization and server.seen[-1] != server.authorization:
+            status, headers, content = 401, {"Content-Length": "0"}, b""
+        if server.redirect:
+            where = {"Location": f"{server.redirect}{self.path}", "Content-Length": "0"}
+            status, headers, content = 302, where, b""
         name = self.path.rpartition("/")[2]
         is_content = name.startswith("shard") and self.command == "GET" and status < 300
         server.requests[name] += self.command == "GET"
@@ -87,6 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {**headers, "Content-Length": str(len(content))}
         if fault == "flip":
             content = content[:-3] + bytes([content[-3] ^ 16]) + content[-2:]
+        if server.length:
+            headers = {**headers, "Content-Length": server.length}
+            self.close_connection = True
         for header, value in headers.items():
             self.send_header(header, value)
         self.end_headers()

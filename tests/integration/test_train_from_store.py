@@ -4,6 +4,7 @@ killed; resumed.
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingEnded
 from tests.helpers.corpora import make_tiny_corpus
-from tests.helpers.stores import client
+from tests.helpers.stores import FileServer, client
 
 STEPS, KILLED_AT, SAVED_AT = 24, 18, 12
 SETTINGS = f"""name: tiny
@@ -111,3 +112,32 @@ def test_a_bucket_trains_as_the_disk_does_even_killed_and_a_lost_shard_is_one_er
     )
     error = capsys.readouterr().err.splitlines()[-1]
     assert "could not be fetched; attempt 1 of 5 failed: the store answered 404" in error
+
+
+def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
+    corpus, tmp_path, capfd, monkeypatch
+):
+    password = "correct-horse"
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(SETTINGS)
+    with FileServer(corpus) as server:
+        server.authorization = f"Basic {base64.b64encode(f'me:{password}'.encode()).decode()}"
+        host = server.url.removeprefix("http://")
+        command = ["train", str(experiment), f"--run-dir={tmp_path / 'run'}"]
+        command += [f"data.cache.directory={tmp_path / 'cache'}"]
+
+        assert pretrain([*command, f"data.path=http://me:{password}@{host}"]) == 2
+        assert "name a variable that has the password" in capfd.readouterr().err
+        by_reference = [*command, f"data.path=http://me:env:BUCKET_PASSWORD@{host}"]
+        assert pretrain([*by_reference, "optim.steps=2"]) == 2
+        assert "needs the variable BUCKET_PASSWORD; export it" in capfd.readouterr().err
+        monkeypatch.setenv("BUCKET_PASSWORD", password)
+        for steps in (2, 4):
+            assert pretrain([*by_reference, f"optim.steps={steps}"]) == 0
+    shown = "".join(capfd.readouterr())
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert "me:env:BUCKET_PASSWORD@" in shown
+    assert b"me:env:BUCKET_PASSWORD@" in written
+    for secret in (password, server.authorization.split()[1]):
+        assert secret not in shown
+        assert secret.encode() not in written

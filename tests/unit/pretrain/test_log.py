@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-SCRIPT = """
+SCRIPT = r"""
 import logging, sys, warnings
 from pretrain.terminal.log import adopt_logger, set_up_logging
 foreign = logging.getLogger("Foreign")
@@ -17,6 +17,7 @@ adopt_logger("Foreign", ignored="harmless")
 logging.getLogger("pretrain.run").debug("detail")
 logging.getLogger("pretrain.run").info("step %d", 7)
 logging.getLogger("launcher.supervisor").error("no attempt is left")
+logging.getLogger("launcher.supervisor").error("https://me:secret@host/a?sig=1 \x1b[2J")
 logging.getLogger("library").info("chatter")
 foreign.info("chatter")
 foreign.warning("a harmless thing")
@@ -27,8 +28,9 @@ LINES = [
     "DEBUG TIME rank 3: detail",
     "INFO TIME rank 3: step 7",
     "ERROR TIME rank 3: no attempt is left",
+    "ERROR TIME rank 3: https://***@host/a?*** \\x1b[2J",
     "WARNING TIME rank 3: no fused kernel",
-    "WARNING TIME rank 3: <string>:17: UserWarning: old API",
+    "WARNING TIME rank 3: <string>:18: UserWarning: old API",
 ]
 
 
@@ -48,6 +50,6 @@ def test_every_line_has_level_time_and_writer_and_libraries_report_only_warnings
 
 def test_the_level_is_an_argument_or_inherited_and_the_argument_wins():
     assert logged("debug") == LINES
-    assert logged(PRETRAIN_LOG_LEVEL="error") == LINES[2:3]
+    assert logged(PRETRAIN_LOG_LEVEL="error") == LINES[2:4]
     assert logged("info", PRETRAIN_LOG_LEVEL="error") == LINES[1:]
     assert logged(PRETRAIN_LOG_LEVEL="nonsense") == LINES[1:]

@@ -1,0 +1,126 @@
+"""Passwords and signatures in URLs: hidden in all text, refused in settings, named by reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.cli import main
+from data_pipeline.config import CorpusConfig, MixturePart
+from data_pipeline.config_loader import parse_config
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest
+from data_pipeline.corpora.manifest import Manifest, ShardInfo
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import redirect_problem
+from data_pipeline.credentials import redacted
+from data_pipeline.errors import ConfigError, DataError, UserError
+from pretrain.config.run import DataConfig
+from tests.helpers.stores import QUICK, FileServer
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:secret@host/a", "https://***@host/a"),
+        ("https:/me:secret@host/a", "https:/***@host/a"),  # as pathlib writes it
+        ("HTTPS://secret@host", "HTTPS://***@host"),
+        ("at https://me:sec/ret@host and s3://me:secret@b", "at https://***@host and s3://***@b"),
+        ("https://me:sec@ret@host/", "https://***@host/"),
+        ("(https://h/a?X-Amz-Signature=secret&b=1)", "(https://h/a?***"),
+        ("https://me:env:NAME@host/a", "https://me:env:NAME@host/a"),
+        ("https://me:env:secret-1@host", "https://***@host"),
+        ("s3://bucket/data@2024 http://h:80/a@b/c", "s3://bucket/data@2024 http://h:80/a@b/c"),
+        ("me@host: /a/b@c", "me@host: /a/b@c"),
+    ],
+)
+def test_users_passwords_and_queries_of_urls_are_hidden_and_nothing_else(text, shown):
+    assert redacted(text) == shown
+    assert str(UserError(text)) == shown
+    assert str(DataError(text)) == shown
+
+
+SECRET_URLS = [
+    "https://me:secret@host/corpus",
+    "https:/secret@host/corpus",
+    "s3://key:secret@bucket/corpus",
+    "s3://key:env:NAME@bucket/corpus",
+    "https://host/corpus?X-Amz-Signature=secret",
+    "https://host/corpus?token=secret",
+]
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_settings_and_commands_refuse_a_secret_in_a_url_without_showing_it(url, capsys):
+    for schema, tree in (
+        (DataConfig, {"path": url}),
+        (DataConfig, {"mixture": [{"path": url}]}),
+        (MixturePart, {"path": url}),
+    ):
+        with pytest.raises(ConfigError, match=r"found a (user or password|query) in") as error:
+            parse_config(schema, tree, "a.yaml")
+        assert "secret" not in str(error.value)
+    for command in (["verify", url], ["inspect", url], ["fetch", url, "there"]):
+        assert main(command) == 2
+        shown = capsys.readouterr()
+        assert "secret" not in shown.out + shown.err
+        assert len(shown.err.splitlines()) == 1
+
+
+def test_a_reference_is_a_plain_setting():
+    path = Path("https://me:env:NAME@host/corpus")
+    assert DataConfig(path=path).path == path
+    assert CorpusConfig(input=(Path("data@home"),), output=Path("out")).input
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110)
+    directory = tmp_path_factory.mktemp("served")
+    Manifest("uint16", "e" * 64, 1, 300, (shard,)).write(directory)
+    return directory
+
+
+def test_a_password_is_not_sent_to_where_its_server_redirects(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("STORE_PASSWORD", "secret")
+    with FileServer(corpus) as other, FileServer(corpus) as server:
+        server.redirect = other.url
+        url = server.url.replace("//", "//me:env:STORE_PASSWORD@")
+        assert fetch_manifest(store_at(url, QUICK), tmp_path).documents
+    assert server.seen == ["Basic bWU6c2VjcmV0"]
+    assert other.seen == [""]
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd?", "ftp://127.0.0.1", "http:///x"])
+def test_a_redirect_that_leaves_the_web_is_refused_in_one_line(corpus, tmp_path, target):
+    with FileServer(corpus) as server:
+        server.redirect = target
+        with pytest.raises(NotFetchedError, match="attempt") as error:
+            fetch_manifest(store_at(server.url, QUICK), tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("**/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"),
+    [
+        ("https://8.8.8.8/a", "https://9.9.9.9/b?sig=1", False),
+        ("https://8.8.8.8/a", "http://8.8.8.8/a", True),
+        ("http://8.8.8.8/a", "http://169.254.169.254/latest/meta-data/iam", True),
+        ("http://8.8.8.8/a", "http://2852039166/latest", True),
+        ("http://8.8.8.8/a", "http://[::ffff:169.254.169.254]/", True),
+        ("http://8.8.8.8/a", "http://0x7f.1/", True),
+        ("http://8.8.8.8/a", "http://localhost:8000/", True),
+        ("http://127.0.0.1:1/a", "http://127.0.0.1:2/b", False),
+        ("http://8.8.8.8/a", "file:///etc/passwd", True),
+    ],
+)
+def test_a_redirect_may_not_lead_to_what_only_this_machine_can_reach(before, after, is_refused):
+    assert (redirect_problem(before, after) is not None) == is_refused
+
+
+@pytest.mark.parametrize("length", ["\u00b2", "9" * 5000, "-1", " 1 2"])
+def test_a_content_length_that_is_no_number_counts_for_nothing(corpus, tmp_path, length):
+    with FileServer(corpus) as server:
+        server.length = length
+        assert fetch_manifest(store_at(server.url, QUICK), tmp_path).documents
