@@ -3,16 +3,13 @@ out."""
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import write_text
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, is_run
 from launcher.status.slurm_queue import read_states
@@ -91,7 +88,6 @@ def describe(cells: Sequence[CellRun]) -> str:
     return f"{done} of {len(cells)} cells are done{others}"
 
 
-_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _NOT_RESULTS = ("kind", "step")
 
 
@@ -133,18 +129,7 @@ def write_results(path: Path, cells: Sequence[CellRun]) -> None:
     """Write one CSV row per cell, atomically; values that a cell does not have are empty."""
     rows = [result_of(cell) for cell in cells]
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text.getvalue())
-
-
-def _cell(value: Any) -> Any:
-    """The value, marked as text if a spreadsheet would run it as a formula."""
-    is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
-    return f"'{value}" if is_text and value.startswith(("=", "+", "-", "@")) else value
+    write_csv(path, columns, rows)
 
 
 def _settings(cell: CellRun) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import write_text
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
@@ -60,18 +58,12 @@ def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
     """Write dataclasses as CSV, whole or not at all."""
     names = [field.name for field in fields(rows[0])]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text.getvalue())
+    write_csv(path, names, map(asdict, rows))
 
 
 def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
     """Write all runs' training losses over FLOPs, CURVE_POINTS per run; return the run count."""
-    lines = [",".join(CURVE_COLUMNS)]
-    count = 0
+    rows, count = [], 0
     for cell in sweep.cells:
         run_dir = RunDir(runs / cell.name)
         if cell.holdout or not run_dir.exists():
@@ -88,9 +80,9 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
         flops = flops_after(config, [item["step"] for item in steps])
         for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
             loss = np.mean([steps[i]["loss"] for i in part])
-            lines.append(f"{cell.name},{parameters},{np.mean(flops[part]):.8g},{loss:.8g}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "\n".join(lines) + "\n")
+            values = (cell.name, parameters, f"{np.mean(flops[part]):.8g}", f"{loss:.8g}")
+            rows.append(dict(zip(CURVE_COLUMNS, values, strict=True)))
+    write_csv(path, CURVE_COLUMNS, rows)
     return count
 
 

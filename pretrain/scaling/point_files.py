@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from data_pipeline.csv_files import read_csv
 from data_pipeline.errors import DataError
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
@@ -46,15 +47,17 @@ def flag(value: object) -> bool | None:
 
 def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
     """Return each row with its line number; DataError for a row longer than the header."""
-    rows = []
-    for number, row in enumerate(csv.DictReader(text_of(path, origin).splitlines()), 2):
+    try:
+        rows = list(enumerate(read_csv(text_of(path, origin)), 2))
+    except csv.Error as error:
+        raise DataError(f"{path} is not a CSV file ({error}); {origin}") from None
+    for number, row in rows:
         if None in row:
             raise DataError(
                 f"{path}: row {number} has more cells than the header names; check for a stray "
                 "comma"
             )
-        rows.append((number, row))
-    return rows
+    return cast("list[tuple[int, dict[str, str]]]", rows)
 
 
 Row = Mapping[str, Any]

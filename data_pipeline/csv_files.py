@@ -1,0 +1,59 @@
+"""Tables as CSV, which people open in spreadsheets: text stays text, whoever wrote it.
+
+A spreadsheet runs a cell that begins with `=` and the like as a formula. Such text gets an
+apostrophe in front, which spreadsheets take for the mark of text, and readers here remove it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.files import write_text
+
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+# Also after blanks, and in the wide forms that some locales accept.
+_FORMULA = re.compile(r"'*\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a row per mapping, whole or not at all; values that it does not have are empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([marked(column) for column in columns])
+    writer.writerows([marked(row.get(column, "")) for column in columns] for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text.getvalue())
+
+
+def read_csv(text: str) -> list[dict[str | None, Any]]:
+    """Return a row per line, as `write_csv` or a spreadsheet wrote them; csv.Error if it is none.
+
+    The cells that the header does not name are under None.
+    """
+    lines = csv.reader(io.StringIO(text, newline=""))
+    header = [unmarked(name) for name in next(lines, [])]
+    return [_row(header, cells) for cells in lines if cells]
+
+
+def marked(value: Any) -> Any:
+    """The value, marked as text if a spreadsheet would run it as a formula."""
+    is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_text and _FORMULA.match(value) else value
+
+
+def unmarked(cell: str) -> str:
+    """The text that `marked` got."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def _row(header: Sequence[str], cells: Sequence[str]) -> dict[str | None, Any]:
+    row: dict[str | None, Any] = dict.fromkeys(header)
+    row.update(zip(header, map(unmarked, cells), strict=False))
+    if len(cells) > len(header):
+        row[None] = cells[len(header) :]
+    return row

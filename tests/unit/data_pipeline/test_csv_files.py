@@ -1,0 +1,47 @@
+"""Tables that spreadsheets open: text from others is no formula, and comes back as it was."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.csv_files import read_csv, write_csv
+from data_pipeline.errors import DataError
+from pretrain.scaling.collect import Row, write_rows
+from pretrain.scaling.point_files import csv_rows
+
+FORMULAS = ["=cmd|'/c calc'!A1", "+1+1", "-2+3+cmd", "@SUM(A1)", " =1", "\t=1", "\uff1d1", "'=1"]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_text_of_others_is_no_formula_in_any_table_and_is_read_back(text, tmp_path: Path):
+    write_rows(tmp_path / "runs.csv", [Row(name="a", code=text, excluded="two\nlines")])
+    with open(tmp_path / "runs.csv", newline="") as file:
+        (shown,) = csv.DictReader(file)
+    assert shown["code"] == f"'{text}"
+    ((number, row),) = csv_rows(tmp_path / "runs.csv", "")
+    assert (number, row["code"], row["excluded"]) == (2, text, "two\nlines")
+
+
+def test_numbers_and_names_stay_as_they_are(tmp_path: Path):
+    row = {"a": -1.5, "b": "-1e-3", "c": "it's", "d": None, "e": "a=b", "=f": "x"}
+    write_csv(tmp_path / "x.csv", [*row, "g"], [row])
+    text = (tmp_path / "x.csv").read_text()
+    assert text == "a,b,c,d,e,'=f,g\n-1.5,-1e-3,it's,,a=b,x,\n"
+    (found,) = read_csv(text)
+    assert found == {**{key: str(value) for key, value in row.items()}, "d": "", "g": ""}
+
+
+def test_a_file_that_is_no_table_is_one_line(tmp_path: Path):
+    (tmp_path / "x.csv").write_text("N,loss\n" + "9" * 200_000 + ",1\n")
+    with pytest.raises(DataError, match="is not a CSV file") as error:
+        csv_rows(tmp_path / "x.csv", "write another")
+    assert "\n" not in str(error.value)
+
+
+def test_only_line_breaks_outside_quotes_end_a_row(tmp_path: Path):
+    (tmp_path / "x.csv").write_text('name,N\na\u2028b,1\n"c\nd",2\n')
+    found = [row for _, row in csv_rows(tmp_path / "x.csv", "")]
+    assert found == [{"name": "a\u2028b", "N": "1"}, {"name": "c\nd", "N": "2"}]
