@@ -58,6 +58,15 @@ class Fields:
             raise self._wrong(name, " or ".join(choices))
         return value
 
+    def object(self, name: str) -> Fields:
+        """Return the fields of an object."""
+        return Fields(self._value(name), f"{self._what}{name}")
+
+    def objects(self, name: str) -> dict[str, Fields]:
+        """Return the objects of an object, by their names."""
+        inner = self.object(name)
+        return {str(each): inner.object(each) for each in inner._tree}
+
     def items(self, name: str) -> list[Fields]:
         """Return the objects of a list."""
         value = self._value(name)

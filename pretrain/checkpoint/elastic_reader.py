@@ -11,19 +11,23 @@ world size nor its stage matters. Each rank opens all files but reads only the s
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data_pipeline.checked_fields import shown
 from data_pipeline.errors import CheckpointError
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine, Memory
+
+KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")  # PARAMETER|START|KIND
 
 
 def load_engine(engine: Engine, found: Checkpoint) -> None:
@@ -48,13 +52,11 @@ class FragmentReader:
         self._pieces: dict[tuple[str, str], list[tuple[int, Any]]] = {}
         for name in found.index["files"]:
             if name.startswith("engine-"):
-                handle = self._stack.enter_context(
-                    safe_open(found.directory / name, framework="pt")
-                )
+                handle = self._stack.enter_context(opened(found.directory / name))
                 for key in handle.keys():  # noqa: SIM118  (not a mapping)
-                    parameter, start, kind = key.split("|")
+                    parameter, start, kind = _parsed_key(found.directory / name, key)
                     pieces = self._pieces.setdefault((parameter, kind), [])
-                    pieces.append((int(start), handle.get_slice(key)))
+                    pieces.append((start, handle.get_slice(key)))
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
@@ -104,6 +106,21 @@ class FragmentReader:
             )
 
 
+def opened(path: Path) -> safe_open:
+    """Open a file of tensors; CheckpointError if it is none."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a file of tensors ({error})") from None
+
+
+def _parsed_key(path: Path, key: str) -> tuple[str, int, str]:
+    match = KEY.fullmatch(key)
+    if not match:
+        raise CheckpointError(f"{path}: found the key {shown(key)}, expected NAME|START|KIND")
+    return match[1], int(match[2]), match[3]
+
+
 def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) -> None:
     """Copy the fp32 master weights, or their EMA, into a whole module on one process.
 
@@ -145,14 +162,14 @@ def load_memory(found: Checkpoint, lanes: range) -> Memory | None:
 
 
 def _memory_rows(path: Path, rows: slice) -> Memory:
-    with safe_open(path, framework="pt") as handle:
+    with opened(path) as handle:
         num_levels = sum(key.startswith("memory.") for key in handle.keys())  # noqa: SIM118
         return tuple(handle.get_slice(f"memory.{level:03d}")[rows] for level in range(num_levels))
 
 
 def restore_random_state(path: Path) -> None:
     """Set the random-number state to the one in a rank's state file."""
-    with safe_open(path, framework="pt") as handle:
+    with opened(path) as handle:
         torch.set_rng_state(handle.get_tensor("random.cpu"))
         if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118
             torch.cuda.set_rng_state(handle.get_tensor("random.cuda"))

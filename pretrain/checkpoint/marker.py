@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
 from pretrain.checkpoint.directory import (
@@ -204,10 +205,16 @@ def _read_index(directory: Path) -> Checkpoint:
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named.group(1)) != index["step"]:
         raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
+    unknown = set(index["files"])
     for rank in range(index["world_size"]):
         expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
         if not expected <= index["files"].keys():
             raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
+        unknown -= expected
+    if unknown:  # whatever is listed is opened, so nothing but these names may be
+        raise CheckpointError(
+            f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
+        )
     return Checkpoint(directory, index)
 
 
@@ -220,9 +227,9 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
             found == FORMAT
             and index["step"] >= 0
             and len(index["ranks"]) == index["world_size"] > 0
-            and all(entry["bytes"] >= 0 and entry["sha256"] for entry in index["files"].values())
+            and all(_is_entry(entry) for entry in index["files"].values())
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidField):
         index, found, is_whole = {}, None, False
     if found not in (None, FORMAT):
         raise CheckpointError(
@@ -232,6 +239,12 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
     if not is_whole:
         raise CheckpointError(f"{path}: found no index of a checkpoint of format {FORMAT}")
     return index
+
+
+def _is_entry(entry: object) -> bool:
+    """True; InvalidField unless it has the size and the SHA-256 of a file."""
+    fields = Fields(entry)
+    return fields.integer("bytes") >= 0 and bool(fields.sha256("sha256"))
 
 
 def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:

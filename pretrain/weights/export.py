@@ -1,13 +1,15 @@
 """A model as a directory that needs neither a run nor DeepSpeed: writing it and reading it.
 
 DIR/model.safetensors   every parameter once, in float32, under the model's own names
-DIR/config.json         the run's settings, the step, and the SHA-256 of the weights
 DIR/tokenizer/          the tokenizer of the corpus
+DIR/config.json         the run's settings, the step, size and SHA-256 of each of these files, and
+                        a hash of all that
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -18,16 +20,31 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import parse_config, to_tree
 from data_pipeline.errors import CheckpointError, ConfigError
-from data_pipeline.files import fsync_directory, fsync_file, sha256_of, write_json
+from data_pipeline.files import (
+    fsync_directory,
+    fsync_file,
+    read_regular,
+    sha256_of,
+    write_json,
+)
+from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
 from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import MASTER_BYTES
+from pretrain.costs.flops import parameters_of
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+TOKENIZER = "tokenizer"
+# All that an export may have besides config.json.
+FILES = (WEIGHTS, f"{TOKENIZER}/{DESCRIPTION_NAME}", f"{TOKENIZER}/{MODEL_NAME}")
+LARGEST_CONFIG_BYTES = 1 << 24
+EXPORT_AGAIN = "export the run again"
 
 
 def is_export(directory: Path) -> bool:
@@ -59,10 +76,11 @@ def write_export(
         shutil.copymode(beside, weights)
         weights.chmod(weights.stat().st_mode & 0o666)
         fsync_file(weights)
-        about = {"format": FORMAT, "step": step, "sha256": sha256_of(weights)}
-        write_json(beside / CONFIG, {**about, "run": to_tree(config)})
-        if (tokenizer_home / "tokenizer").is_dir():  # imported weights may come without one
-            shutil.copytree(tokenizer_home / "tokenizer", beside / "tokenizer")
+        if (tokenizer_home / TOKENIZER).is_dir():  # imported weights may come without one
+            Tokenizer.load(tokenizer_home / TOKENIZER).save(beside / TOKENIZER)
+        files = {name: _entry_of(beside / name) for name in FILES if (beside / name).exists()}
+        about = {"format": FORMAT, "step": step, "run": to_tree(config), "files": files}
+        write_json(beside / CONFIG, {**about, "hash": _hash_of(about)})
         os.rename(beside, output)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -85,14 +103,25 @@ def load_export(
     tree = checked_export(directory)
     config = parse_config(RunConfig, tree["run"], str(directory / CONFIG))
     config = with_model_settings(config, model_settings)
+    require_bytes(config, tree["files"][WEIGHTS]["bytes"], directory / WEIGHTS)
     module = TransformerXL(config.model)
     try:
         load_parameters(module, load_file(directory / WEIGHTS))
     except SafetensorError as error:
         raise CheckpointError(
-            f"{directory / WEIGHTS} is corrupted ({error}); export the run again"
+            f"{directory / WEIGHTS} is corrupted ({error}); {EXPORT_AGAIN}"
         ) from None
     return module.eval(), config, tree["step"]
+
+
+def require_bytes(config: RunConfig, num_bytes: int, where: Path) -> None:
+    """Raise CheckpointError unless files of that size can hold the model: before it is drawn."""
+    parameters = parameters_of(config.model).total
+    if MASTER_BYTES * parameters > num_bytes:
+        raise CheckpointError(
+            f"{where} has {num_bytes:,} bytes, expected {MASTER_BYTES} for each of the "
+            f"{parameters:,} parameters that its settings describe; use its own settings"
+        )
 
 
 def with_model_settings(config: RunConfig, settings: Mapping[str, Any] | None) -> RunConfig:
@@ -101,7 +130,7 @@ def with_model_settings(config: RunConfig, settings: Mapping[str, Any] | None) -
 
 
 def checked_export(directory: Path) -> dict[str, Any]:
-    """Return the contents of config.json after verifying the checksum of the weights.
+    """Return the contents of config.json after verifying it and the files that it lists.
 
     Raises CheckpointError as `load_export` does.
     """
@@ -109,21 +138,50 @@ def checked_export(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} contains no {WEIGHTS} and {CONFIG}; give the output of 'pretrain export'"
         )
-    try:
-        tree = json.loads((directory / CONFIG).read_text())
-        found, written = tree["format"], str(tree["sha256"])
-        tree["step"], tree["run"] = int(tree["step"]), dict(tree["run"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{directory / CONFIG} is corrupted ({error}); export the run again"
-        ) from None
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{directory / CONFIG} has format {found}, this version reads format {FORMAT}"
-        )
-    if sha256_of(directory / WEIGHTS) != written:
-        raise CheckpointError(
-            f"{directory / WEIGHTS} is corrupted: its checksum differs from the one in {CONFIG}; "
-            "export the run again"
-        )
+    path = directory / CONFIG
+    tree = _read_config(path)
+    for name in FILES:
+        if (directory / name).exists() and name not in tree["files"]:
+            raise CheckpointError(f"{directory / name} is not listed in {CONFIG}; {EXPORT_AGAIN}")
+    for name, expected in tree["files"].items():
+        if _entry_of(directory / name) != expected:
+            raise CheckpointError(
+                f"{directory / name} is corrupted: it differs from what {CONFIG} lists; "
+                f"{EXPORT_AGAIN}"
+            )
     return tree
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the contents of config.json, with the fields of the right types; else an error."""
+    try:
+        tree = json.loads(read_regular(path, LARGEST_CONFIG_BYTES))
+        fields = Fields(tree)
+        if (found := fields.integer("format")) != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found}, this version reads format {FORMAT}; {EXPORT_AGAIN}"
+            )
+        fields.only(("format", "step", "run", "files", "hash")).integer("step")
+        fields.object("run")
+        fields.object("files").only(FILES)
+        for entry in fields.objects("files").values():
+            entry.integer("bytes")
+            entry.sha256("sha256")
+        if fields.sha256("hash") != _hash_of(tree):
+            raise InvalidField("it was changed after it was written")
+    except (ValueError, RecursionError, InvalidField) as error:
+        raise CheckpointError(f"{path} is corrupted ({error}); {EXPORT_AGAIN}") from None
+    return tree
+
+
+def _hash_of(tree: Mapping[str, Any]) -> str:
+    """Return the hash of everything in config.json but the hash itself."""
+    content = {name: value for name, value in tree.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _entry_of(path: Path) -> dict[str, Any]:
+    """Return the size and SHA-256 of a file; CheckpointError unless it is a regular one."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing or not a regular file; {EXPORT_AGAIN}")
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -23,7 +23,12 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
-from pretrain.weights.export import is_export, load_export, with_model_settings
+from pretrain.weights.export import (
+    is_export,
+    load_export,
+    require_bytes,
+    with_model_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,7 @@ def load_trained(
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)
+    require_bytes(config, found.num_bytes, found.directory)
     module = TransformerXL(config.model)
     load_weights(module, found, ema)
     home, began = config.data.directory(), last_of(run_dir.ledger.read(), TrainingBegan)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +164,87 @@ def test_a_flipped_bit_in_an_exports_weights_is_noticed(exported, tmp_path, caps
     weights.write_bytes(raw)
     assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
     assert "model.safetensors is corrupted" in capsys.readouterr().err
+
+
+def rewrite(config: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change config.json and its hash: consistent, whoever wrote it."""
+    tree = json.loads(config.read_text())
+    change(tree)
+    content = {name: value for name, value in tree.items() if name != "hash"}
+    text = json.dumps(content, sort_keys=True)
+    config.write_text(json.dumps({**content, "hash": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def larger(tree: dict[str, Any], **settings: int) -> None:
+    tree["run"]["model"].update(settings)
+
+
+# What somebody could do to an export -> what is said about it.
+FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another tokenizer": (
+        lambda out: (out / "tokenizer" / "tokenizer.json").write_text("{}"),
+        "tokenizer/tokenizer.json is corrupted: it differs from what config.json lists",
+    ),
+    "a model for the tokenizer": (
+        lambda out: (out / "tokenizer" / "tokenizer.model").write_bytes(b"x"),
+        "tokenizer/tokenizer.model is not listed in config.json",
+    ),
+    "no tokenizer": (
+        lambda out: shutil.rmtree(out / "tokenizer"),
+        "tokenizer/tokenizer.json is missing",
+    ),
+    "a pipe for a tokenizer": (
+        lambda out: (
+            (out / "tokenizer" / "tokenizer.json").unlink(),
+            os.mkfifo(out / "tokenizer" / "tokenizer.json"),
+        ),
+        "tokenizer/tokenizer.json is missing or not a regular file",
+    ),
+    "other settings": (
+        lambda out: (out / "config.json").write_text(
+            (out / "config.json").read_text().replace('"num_heads": 2', '"num_heads": 4')
+        ),
+        "it was changed after it was written",
+    ),
+    "a file elsewhere": (
+        lambda out: rewrite(
+            out / "config.json",
+            lambda tree: tree["files"].update({"../../x": tree["files"]["model.safetensors"]}),
+        ),
+        "files.'../../x' is unknown",
+    ),
+    "ten million layers": (
+        lambda out: rewrite(out / "config.json", lambda tree: larger(tree, num_layers=10**7)),
+        "num_layers=10000000 must be from 1 to 4,096",
+    ),
+    "4,096 wide layers": (
+        lambda out: rewrite(
+            out / "config.json", lambda tree: larger(tree, num_layers=4096, d_model=4096)
+        ),
+        "bytes, expected 4 for each of the",
+    ),
+    "a step that is text": (
+        lambda out: rewrite(out / "config.json", lambda tree: tree.update(step="9" * 5000)),
+        "expected an integer",
+    ),
+    "deep JSON": (
+        lambda out: (out / "config.json").write_text('{"format":' + "[" * 200_000),
+        "config.json is corrupted",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_forged_export_is_refused_in_one_line_before_anything_is_drawn(
+    exported, tmp_path, how, capsys
+):
+    forge, said = FORGED[how]
+    shutil.copytree(exported[1], tmp_path / "out")
+    forge(tmp_path / "out")
+    assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

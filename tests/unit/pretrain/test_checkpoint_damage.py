@@ -120,6 +120,18 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a report too few": lambda index: index["ranks"].pop(),
     "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
     "a file without a size": lambda index: index["files"]["state-00001.safetensors"].pop("bytes"),
+    "a file elsewhere": lambda index: index["files"].update(
+        {"../../../etc/passwd": index["files"]["rank-00000.json"]}
+    ),
+    "an engine file elsewhere": lambda index: index["files"].update(
+        {"engine-/../../x": index["files"]["rank-00000.json"]}
+    ),
+    "a size that is text": lambda index: index["files"]["state-00001.safetensors"].update(
+        bytes="9" * 5000
+    ),
+    "a checksum that is a number": lambda index: index["files"]["state-00001.safetensors"].update(
+        sha256=1.5
+    ),
     "a world of minus one": lambda index: index.update(world_size=-1),
 }
 
