@@ -3,7 +3,7 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from launcher.status.slurm_queue import read_states
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.reporting.results import differing_settings
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
 from pretrain.terminal.text import si
 
@@ -88,10 +88,22 @@ def describe(cells: Sequence[CellRun]) -> str:
     return f"{done} of {len(cells)} cells are done{others}"
 
 
-_NOT_RESULTS = ("kind", "step")
+# Of an evaluation's line, what is no result of its own, or is one under another name.
+_NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
 
 
-def planned(cell: CellRun) -> dict[str, str]:
+def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
+    """Each cell's values of the settings in which cells differ; defaults are values, too."""
+    found = differing_settings([cell.config for cell in cells])
+    return [{key: found[key][index] for key in found} for index in range(len(cells))]
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """The settings as they would stand on a command line."""
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
     """A row of `launcher sweep plan`."""
     row = {
         "cell": cell.cell.name,
@@ -104,34 +116,29 @@ def planned(cell: CellRun) -> dict[str, str]:
         row |= {"parameters": si(cost.parameters), "FLOPs": f"{cost.flops:.3g}"}
     except ConfigError:  # the corpus, and with it the vocabulary size, is missing
         pass
-    return {**row, "settings": " ".join(f"{key}={value}" for key, value in _settings(cell).items())}
+    return {**row, "settings": in_words(settings)}
 
 
-def result_of(cell: CellRun) -> dict[str, Any]:
-    """A row of `launcher sweep collect`: the cell's settings, state and last evaluation."""
+def result_of(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `launcher sweep collect`: the cell's settings, state and results."""
     state = cell.state
-    evaluations = [
-        line for line in RunDir(cell.path).read_metrics() if line.get("kind") == "evaluation"
-    ]
-    last = evaluations[-1] if evaluations else {}
     return {
         "cell": cell.cell.name,
-        **_settings(cell),
+        **settings,
         "state": str(state.state),
         "step": state.step,
-        "train_loss": state.loss,
+        **vars(state.results),
         "tokens_per_second": state.tokens_per_second,
-        **{f"evaluation_{key}": value for key, value in last.items() if key not in _NOT_RESULTS},
+        **{
+            f"evaluation_{key}": value
+            for key, value in (state.evaluation or {}).items()
+            if key not in _NOT_RESULTS
+        },
     }
 
 
 def write_results(path: Path, cells: Sequence[CellRun]) -> None:
     """Write one CSV row per cell, atomically; values that a cell does not have are empty."""
-    rows = [result_of(cell) for cell in cells]
+    rows = list(map(result_of, cells, settings_of(cells)))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     write_csv(path, columns, rows)
-
-
-def _settings(cell: CellRun) -> dict[str, str]:
-    settings = dict(override.split("=", 1) for override in cell.cell.overrides)
-    return {key: value for key, value in settings.items() if key != "name"}

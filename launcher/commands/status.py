@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_pipeline.errors import ConfigError
+from launcher.commands.watch import add_watch_argument, watch
 from launcher.status.run_state import is_run
 from launcher.status.slurm_queue import read_states
 
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from launcher.commands.tables import RunsTable
+
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
-_WATCH_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -36,25 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--json", action="store_true", help="one JSON object per run and line, for scripts"
     )
-    form.add_argument(
-        "--watch", action="store_true", help=f"update every {_WATCH_SECONDS:g} s, until Ctrl-C"
-    )
+    add_watch_argument(form)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the states of the runs; 0."""
     if arguments.all and arguments.runs:
         raise ConfigError("--all and the names of runs contradict each other; give one of them")
-    if arguments.watch:
-        return _watch(arguments)
-    states = read_states(chosen(arguments))
     if arguments.json:
-        for state in states:
-            print(json.dumps({**asdict(state), "fraction_done": state.fraction_done}))
+        for state in read_states(chosen(arguments)):
+            print(json.dumps(state.tree))
         return 0
     from launcher.commands.tables import console, render
 
-    console().print(render(states, in_full=bool(arguments.runs)))
+    def table() -> Group | RunsTable:
+        return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
+
+    if arguments.watch:
+        return watch(table)
+    console().print(table())
     return 0
 
 
@@ -84,23 +87,3 @@ def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
             yield from find_runs(entry, depth - 1)
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    if not sys.stdout.isatty():
-        raise ConfigError("--watch needs a terminal; leave it out, or use --json")
-    from rich.console import RenderableType
-    from rich.live import Live
-
-    from launcher.commands.tables import console, render
-
-    def table() -> RenderableType:
-        return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
-
-    try:
-        with Live(table(), console=console(), auto_refresh=False) as live:
-            while True:
-                time.sleep(_WATCH_SECONDS)
-                live.update(table(), refresh=True)
-    except KeyboardInterrupt:
-        return 0

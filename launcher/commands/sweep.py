@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
+from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.sbatch import parse_nodes
@@ -20,6 +21,7 @@ from launcher.sweep_cells import (
     longest_first,
     planned,
     read_cells,
+    settings_of,
     write_results,
 )
 from launcher.sweep_runs import array_of, classes, parts_of, run_cells, submit_array
@@ -31,7 +33,7 @@ from pretrain.terminal.text import counted
 _ACTIONS = (
     "plan: show the cells",
     "submit: start the cells that are neither done nor active",
-    "status: show the state of each cell",
+    "status: show state, results and settings of each cell",
     "collect: settings and results as CSV",
 )
 
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CSV",
         help="output file of 'collect' (default RUNS/results.csv)",
     )
+    add_watch_argument(parser, "with 'status': ")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch scripts; write and submit nothing"
     )
@@ -86,8 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     request."""
     sweep = read_sweep(arguments.sweep)
     runs = arguments.runs_dir or Path("runs") / sweep.name
+    if arguments.watch and arguments.action != "status":
+        raise ConfigError(f"--watch belongs to 'status', found {arguments.action!r}; leave it out")
     if arguments.action != "submit":
-        return _show(read_cells(sweep, arguments.sweep, runs), arguments, runs)
+        return _show(sweep, arguments, runs)
     for name in ("jobs", "ranks"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name}={value} must be 1 or more")
@@ -104,21 +109,26 @@ def run(arguments: argparse.Namespace) -> int:
     return _run_here(cells, arguments, runs)
 
 
-def _show(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
-    from launcher.commands.tables import RunsTable, console, plain_table
+def _show(sweep: Sweep, arguments: argparse.Namespace, runs: Path) -> int:
+    from launcher.commands.sweep_tables import sweep_status
+    from launcher.commands.tables import console, plain_table
 
+    def cells() -> list[CellRun]:
+        return read_cells(sweep, arguments.sweep, runs)
+
+    if arguments.watch:
+        return watch(lambda: sweep_status(cells()))
+    if arguments.action == "status":
+        console().print(sweep_status(cells()))
+        return 0
+    found = cells()
     if arguments.action == "collect":
         output = arguments.output or runs / "results.csv"
-        write_results(output, cells)
-        print(f"{output}: {describe(cells)}")
+        write_results(output, found)
+        print(f"{output}: {describe(found)}")
         return 0
-    plan = arguments.action == "plan"
-    console().print(
-        plain_table(list(map(planned, cells)))
-        if plan
-        else RunsTable([cell.state for cell in cells])
-    )
-    print(describe(cells))
+    console().print(plain_table(list(map(planned, found, settings_of(found)))))
+    print(describe(found))
     return 0
 
 

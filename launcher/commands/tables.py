@@ -19,6 +19,7 @@ from data_pipeline.progress import duration
 from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
+from pretrain.rundir.losses import TRAIN_LOSS
 from pretrain.terminal.text import counted, number, si
 
 STYLES = {
@@ -41,8 +42,8 @@ VERDICT_STYLES = {
 }
 WIDTH_OF_PIPES = 200
 LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
-FEW_NUMBERS = ("step", "%", "loss", "left", "saved")
-NUMBERS = ("step", "%", "loss", "tokens/s", "goodput", "left", "checkpoint", "tries")
+FEW_NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
+NUMBERS = ("step", "%", TRAIN_LOSS, "tokens/s", "goodput", "left", "checkpoint", "tries")
 
 
 def console() -> Console:
@@ -92,9 +93,8 @@ def _cells(state: RunState) -> dict[str, str]:
     return {
         "step": f"{state.step:,}",
         "%": f"{state.fraction_done:.0%}",
-        "loss": number(state.loss, ".4f"),
         "tokens/s": number(state.tokens_per_second, ",.0f"),
-        "goodput": number(state.goodput, ".0%"),
+        **state.results.cells,
         "left": _left(state),
         "saved": "-" if saved is None else f"{saved:,}",
         "checkpoint": "-" if saved is None else f"{saved:,} ({age(state.checkpoint_age)})",
@@ -168,7 +168,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             else _word(state).append(f"  {printable(state.reason)}", style="default"),
         ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
-        ("loss", number(state.loss, ".4f")),
+        *((name, value) for name, value in state.results.cells.items() if name != "goodput"),
         (
             "speed",
             "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s",
@@ -177,8 +177,9 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         (
             "goodput",
             "-"
-            if state.goodput is None
-            else f"{state.goodput:.0%} of the time went into productive steps",
+            if state.time_spent is None
+            else f"{state.time_spent.goodput:.0%} of {duration(state.time_spent.total)}: "
+            f"{state.time_spent.description}",
         ),
         ("checkpoint", checkpoint),
         ("attempts", _attempts(state)),

@@ -5,10 +5,7 @@ Changes nothing.
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +15,10 @@ from pretrain.checkpoint.marker import latest_step
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_file import measurement_of
+from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.time_spent import TimeSpent, time_spent
 from pretrain.rundir.training_events import Event
-
-RECENT_INTERVALS = 5  # the reported speed is their median
-# In which a loss is looked for: the very last line may be cut short, or of a step without a loss.
-_LAST_LINES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsSummary:
-    """What metrics.jsonl contains in all."""
-
-    step: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    seconds: float = 0.0  # in productive steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +48,10 @@ class Evidence:
         times += [heartbeat.written for heartbeat in self.heartbeats]
         return max([*times, self.checkpoint_time or 0.0])
 
-    def goodput(self, is_running: bool) -> float | None:
-        """The fraction of the run's time spent in productive steps; None before the first one."""
+    def time_spent(self, is_running: bool) -> TimeSpent | None:
+        """What the run's time went into; None before the first step."""
         end = self._clock if is_running else self.last_seen
-        return ledgers.goodput(self.metrics.seconds, ledgers.elapsed_seconds(self.ledger, end))
+        return time_spent(self.metrics, self.ledger, end)
 
     @property
     def _clock(self) -> float:
@@ -83,35 +67,13 @@ def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     return Evidence(
         now=time.time(),
         ledger=ledgers.without_refused_jobs(run_dir.ledger.read()),
-        metrics=summarize_metrics(run_dir.metrics),
+        metrics=summarize_file(run_dir.metrics),
         heartbeats=read_heartbeats(run_dir.heartbeats),
         locks=run_dir.locks(),
         checkpoint=latest,
         checkpoint_time=saved,
         steps=steps,
         is_beating=is_beating,
-    )
-
-
-def summarize_metrics(path: Path) -> MetricsSummary:
-    """Sums over a file that may have a million lines: only the ends of intervals and the last lines
-    are parsed."""
-    seconds, speeds = 0.0, deque[float](maxlen=RECENT_INTERVALS)
-    trained: deque[bytes] = deque(maxlen=_LAST_LINES)
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file:
-            if b'"kind": "train"' not in line:
-                continue
-            trained.append(line)
-            if b'"tokens_per_second"' in line and (interval := measurement_of(line)):
-                seconds += interval.get("seconds", 0.0)
-                speeds.append(interval["tokens_per_second"])
-    latest_first = [found for line in reversed(trained) if (found := measurement_of(line))]
-    return MetricsSummary(
-        step=latest_first[0]["step"] if latest_first else 0,
-        loss=next((line["loss"] for line in latest_first if line["loss"] is not None), None),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds=seconds,
     )
 
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.config_loader import load_config
 from launcher.slurm.snapshot import Snapshot
@@ -15,9 +17,11 @@ from launcher.status.infer_status import ACTIVE, State, infer_status
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.launch_events import JobEnded, JobStarted, Submitted
 from pretrain.rundir.ledger import interruptions, last_of, num_attempts
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.time_spent import TimeSpent
 from pretrain.rundir.training_events import TrainingBegan
 
 
@@ -38,9 +42,10 @@ class RunState:
     job: str | None = None  # Slurm's id
     step: int = 0
     steps: int = 0
-    loss: float | None = None
+    results: RunResults = field(default_factory=RunResults)
+    evaluation: Mapping[str, Any] | None = None  # the latest one's line in metrics.jsonl
+    time_spent: TimeSpent | None = None
     tokens_per_second: float | None = None
-    goodput: float | None = None
     seconds_left: float | None = None
     checkpoint: int | None = None
     checkpoint_age: float | None = None
@@ -60,6 +65,12 @@ class RunState:
     def is_active(self) -> bool:
         """Whether the run is running, or will be without anybody's help."""
         return self.state in ACTIVE and not self.needs_resume
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """What is known of the run, as JSON has it."""
+        tree = asdict(self)
+        return {**tree, **tree.pop("results"), "fraction_done": self.fraction_done}
 
     @property
     def description(self) -> str:
@@ -88,6 +99,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     began = last_of(evidence.ledger, TrainingBegan)
     job = last_of(evidence.ledger, Submitted, JobStarted)
     interrupted = interruptions(evidence.ledger, is_running or status.state is State.UNRESPONSIVE)
+    spent = evidence.time_spent(is_running)
     age = None if evidence.checkpoint_time is None else evidence.now - evidence.checkpoint_time
     return RunState(
         name=config.name,
@@ -103,9 +115,12 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         job=None if job is None else job.job,
         step=evidence.latest_step,
         steps=evidence.steps,
-        loss=evidence.metrics.loss,
+        results=results_of(
+            config, evidence.metrics, evidence.ledger, None if spent is None else spent.goodput
+        ),
+        evaluation=evidence.metrics.evaluation,
+        time_spent=spent,
         tokens_per_second=speed,
-        goodput=evidence.goodput(is_running),
         seconds_left=left,
         checkpoint=evidence.checkpoint,
         checkpoint_age=None if age is None else max(0.0, age),

@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from data_pipeline.config_loader import differences, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
+from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_history
-from pretrain.terminal.text import si, text_table
-from pretrain.terminal.train_lines import perplexity
-
-HEADS = ("run", "step", "tokens", "loss", "perplexity", "validation", "tokens/s", "goodput")
+from pretrain.terminal.text import number, si, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,19 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a row per run and the settings in which they differ."""
+    """Print a column per run: its numbers, and the settings in which the runs differ."""
     if len(arguments.runs) < 2:
         raise ConfigError(
             "'pretrain compare' needs two runs or more; 'pretrain report' shows a single one"
         )
     histories = [read_history(path) for path in arguments.runs]
-    rows, changed = [row(history) for history in histories], _differing_settings(histories)
-    print(text_table([HEADS, *rows]))
+    rows, changed = numbers_of(histories), _differing_settings(histories)
+    print(text_table([heads_of(histories), *rows]))
     if changed:
-        print(
-            "\n"
-            + text_table([("setting", *(history.path.name for history in histories)), *changed])
-        )
+        print("\n" + text_table([("setting", *heads_of(histories)[1:]), *changed]))
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output / "compare.html", render(histories, rows, changed))
@@ -58,15 +51,16 @@ def render(
 ) -> str:
     """The whole page."""
     losses, speeds = comparison_panels(histories)
+    heads = heads_of(histories)
     settings = (
-        table(["setting", *(history.path.name for history in histories)], changed, "named")
+        table(["setting", *heads[1:]], changed, "named")
         if changed
         else paragraph("All settings are the same.")
     )
-    caption = "Smoothed training loss of every run over its tokens"
+    caption = "Smoothed loss of every run over its tokens"
     sections = [
         section("Loss", panel_html(losses, 3.4, f"{caption}; dots are validation")),
-        section("Numbers", table(HEADS, rows, "named")),
+        section("Numbers", table(heads, rows, "named")),
         section("Different settings", settings),
         section("Speed", panel_html(speeds, 2.4, "Tokens per second of every run")),
     ]
@@ -76,30 +70,27 @@ def render(
     )
 
 
-def row(history: History) -> tuple[str, ...]:
-    """Return a run's numbers under HEADS."""
-    validation = [line["loss"] for line in history.evaluations]
-    speed, goodput = history.tokens_per_second, history.goodput
-    return (
-        history.name,
-        f"{history.step:,}",
-        si(history.tokens).strip(),
-        f"{history.loss:.4f}",
-        f"{perplexity(history.loss):,.2f}",
-        f"{validation[-1]:.4f}" if validation else "-",
-        f"{speed:,.0f}" if speed else "-",
-        f"{goodput:.0%}" if goodput is not None else "-",
-    )
+def numbers_of(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """Return a row per quantity: its name, and its value in each run."""
+    columns = list(map(_numbers, histories))
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+
+
+def _numbers(history: History) -> dict[str, str]:
+    return {
+        "step": f"{history.step:,}",
+        "tokens": si(history.tokens).strip(),
+        **history.results.cells,
+        "tokens/s": number(history.tokens_per_second, ",.0f"),
+    }
+
+
+def heads_of(histories: Sequence[History]) -> tuple[str, ...]:
+    """Return the heads of a table with a column per run."""
+    return ("run", *(history.path.name for history in histories))
 
 
 def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
     """A row per setting that is not the same everywhere, with every run's value."""
-    first, *others = [to_tree(history.config) for history in histories]
-    keys = sorted({key for other in others for key in differences(first, other)})
-    return [(key, *(str(_value_at(tree, key)) for tree in (first, *others))) for key in keys]
-
-
-def _value_at(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
+    found = differing_settings([history.config for history in histories])
+    return [(key, *map(str, values)) for key, values in found.items()]

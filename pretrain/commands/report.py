@@ -16,8 +16,9 @@ from pretrain.reporting.html import Card, page, paragraph, section, table, text
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_history
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.training_events import GaveUp
-from pretrain.terminal.text import counted, si
+from pretrain.terminal.text import counted, number, si
 from pretrain.terminal.train_lines import perplexity
 
 MOST_EVENTS = 60
@@ -51,9 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(history: History) -> str:
     """The run in a line."""
     steps = history.config.optim.steps
-    parts = [f"step {history.step:,} of {steps:,}", f"loss {history.loss:.4f}"]
-    if history.goodput is not None:
-        parts.append(f"goodput {history.goodput:.0%}")
+    results = history.results
+    parts = [
+        f"step {history.step:,} of {steps:,}",
+        f"{TRAIN_LOSS} {number(results.train_loss, '.4f')}",
+        f"{VALIDATION_LOSS} {number(results.validation_loss, '.4f')}",
+    ]
+    if history.time_spent is not None:
+        parts.append(f"goodput {history.time_spent.goodput:.0%}")
     parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.rewinds)}")
     parts.append(f"skipped steps: {history.num_skipped}")
     return ", ".join(parts)
@@ -71,9 +77,9 @@ def render(history: History) -> str:
     ]
     footer = (
         "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
-        "Losses in nats per token."
+        "Losses in nats per token, but for bits per byte."
     )
-    sections = [*charts, _events(history), _settings(history)]
+    sections = [*charts, _time(history), _events(history), _settings(history)]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
 
 
@@ -89,29 +95,45 @@ def setup_of(config: RunConfig) -> str:
 
 
 def _cards(history: History) -> list[Card]:
-    cards = [
-        Card(
-            f"{history.loss:.3f}",
-            f"training loss, a perplexity of {perplexity(history.loss):,.1f}",
-        )
-    ]
-    if history.evaluations:
-        last = history.evaluations[-1]
-        words = f"validation loss after step {last['step']:,}"
-        if last.get("loss_without_memory") is not None:
-            words += f", {last['loss_without_memory']:.3f} without memory"
-        cards.append(Card(f"{last['loss']:.3f}", words))
+    results, loss = history.results, history.results.train_loss
+    words = f"{TRAIN_LOSS}: mean of the latest interval"
+    if loss is not None:
+        words += f", a perplexity of {perplexity(loss):,.1f}"
+    cards = [Card(number(loss, ".4f"), words)]
+    if results.validation_loss is not None:
+        words = f"{VALIDATION_LOSS} after step {history.evaluations[-1]['step']:,}"
+        if results.bits_per_byte is not None:
+            words += f", {results.bits_per_byte:.4f} bits per byte"
+        cards.append(Card(f"{results.validation_loss:.4f}", words))
+    if results.memory_gain is not None:
+        words = f"{MEMORY_GAIN}: how much higher the {VALIDATION_LOSS} is without memory"
+        cards.append(Card(f"{results.memory_gain:+.4f}", words))
     speed = (
         f"at {history.tokens_per_second:,.0f} per second" if history.tokens_per_second else "so far"
     )
     cards.append(Card(si(history.tokens).strip(), f"tokens read, {speed}"))
-    if history.goodput is not None:
-        elapsed = duration(history.seconds_under_way)
-        cards.append(Card(f"{history.goodput:.0%}", f"goodput: of {elapsed}, in productive steps"))
+    if (spent := history.time_spent) is not None:
+        words = f"goodput: of {duration(spent.total)}, in productive steps"
+        cards.append(Card(f"{spent.goodput:.0%}", words))
     rewinds = counted(len(history.rewinds), "automatic rewind")
     words = f"failed attempts; {rewinds}, {counted(history.num_skipped, 'skipped step')}"
     mood = "bad" if events_of(history.ledger, GaveUp) else ""
     return [*cards, Card(str(len(history.failures)), words, mood)]
+
+
+def _time(history: History) -> str:
+    spent = history.time_spent
+    if spent is None:
+        return ""
+    rows = [
+        [name.replace("_", " "), duration(seconds), f"{seconds / spent.total:.1%}"]
+        for name, seconds in vars(spent).items()
+    ]
+    words = (
+        "Goodput is the part of training. Restarts are all that has no line of its own: starts, "
+        "waiting after failures, steps made again."
+    )
+    return section("Time", paragraph(words), table(["", "time", "part"], rows, "named"))
 
 
 def _events(history: History) -> str:

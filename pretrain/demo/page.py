@@ -31,7 +31,7 @@ def render(demo: Demo) -> str:
             section("Losses around the kill", *_bits(demo)),
             section("Value of the memory", *_memory(demo, demo.results["memory"]["rows"])),
             section("Sample", *_sample(demo.results["sample"])),
-            section("Both runs", table(compare.HEADS, list(map(compare.row, runs)), "named")),
+            section("Both runs", table(compare.heads_of(runs), compare.numbers_of(runs), "named")),
             section("Setup", table((), _setup(demo), "words")),
             section("Next steps", *_next_steps(demo)),
         ],

@@ -28,12 +28,13 @@ from pretrain.commands.verify_resume import train_ranks
 from pretrain.config.run import RunConfig
 from pretrain.demo import texts
 from pretrain.reporting.run_history import History, read_history
+from pretrain.rundir.losses import TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.live_bar import live_bar
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, number, text_table
 
 CONFIG = SHIPPED / "experiments" / "demo.yaml"
-FORMAT = 2  # of demo.json
+FORMAT = 3  # of demo.json
 RANKS = 2
 MIN_STEPS = 16
 NUM_CHECKPOINTS = 8
@@ -44,7 +45,6 @@ BUILD_OPTIONS = (
     *("tokenizer.kind=bpe", "tokenizer.vocab_size=4096", f"threads={RANKS}"),
 )
 MEMORY_MULTIPLES = (0, 1, 2, 4)  # of the memory length in training
-EVALUATION_OPTIONS = ("--max-tokens", "60000")
 PROMPT = '"""Read settings from a file."""\n\nimport os\n\n\nclass Settings:\n'
 SAMPLING_OPTIONS = ("--tokens", "260", "--temperature", "0.7", "--top-p", "0.9")
 
@@ -87,7 +87,7 @@ class Demo:
             text = [[file.name, file.size, file.modified] for file in files]
         run = to_tree(self.run)
         del run["data"]["path"]  # the directory may be moved
-        tree = [FORMAT, text, BUILD_OPTIONS, run, EVALUATION_OPTIONS, PROMPT, SAMPLING_OPTIONS]
+        tree = [FORMAT, text, BUILD_OPTIONS, run, PROMPT, SAMPLING_OPTIONS]
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:16]
 
     @property
@@ -181,7 +181,9 @@ def resume_and_compare(demo: Demo) -> Result:
 
 def evaluate_memory(demo: Demo) -> Result:
     lengths = [times * demo.run.model.memory_length for times in MEMORY_MULTIPLES]
-    options = ("--memory-length", *lengths, *EVALUATION_OPTIONS, "--json")
+    # As many as in training: a validation loss is the same number wherever it is shown.
+    tokens = ("--max-tokens", demo.run.evaluation.max_tokens)
+    options = ("--memory-length", *lengths, *tokens, "--json")
     printed = _call("pretrain", "evaluate", demo.killed.path, *options)
     rows = json.loads(printed)["results"]
     print(text_table(memory_table(rows)))
@@ -193,7 +195,7 @@ def evaluate_memory(demo: Demo) -> Result:
 def memory_table(rows: list[Result]) -> list[tuple[str, ...]]:
     """Return a table of evaluations, heads first."""
     return [
-        ("memory", "loss", "perplexity", "bits/byte", "tokens/s"),
+        ("memory", VALIDATION_LOSS, "perplexity", "bits/byte", "tokens/s"),
         *(
             (
                 f"{row['memory_length']:,}",
@@ -238,13 +240,19 @@ def _train(demo: Demo, run_dir: RunDir, fault: str = "", attempt: int = 0) -> No
         )
 
 
+def losses_in_words(history: History) -> str:
+    """Return the run's train and validation loss, as its other reports have them."""
+    results = history.results
+    train, validation = results.train_loss, results.validation_loss
+    return f"{TRAIN_LOSS} {number(train, '.4f')}, {VALIDATION_LOSS} {number(validation, '.4f')}"
+
+
 def _speed(run_dir: RunDir) -> str:
     history = read_history(run_dir.path)
     names = ("tokens_per_second", "mfu", "used_memory_gib")
     speed, mfu, memory = (median_of(history, name) for name in names)
-    return (
-        f"loss {history.loss:.3f}, {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
-    )
+    losses = losses_in_words(history)
+    return f"{losses}, {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
 
 
 def _call(program: str, *arguments: object) -> str:

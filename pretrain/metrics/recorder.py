@@ -7,12 +7,13 @@ and rank 0 writes:
      "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
                    "overflowed".
                    The last line of an interval adds "seconds", "time" (since 1970),
-                   "tokens_per_second", "mfu", "data_wait", "used_memory_gib" (mean over ranks),
-                   "save_stall" (seconds the loop waited for saves), "stall" (seconds lost in steps
+                   "train_loss" (`losses`), "tokens_per_second", "mfu", "data_wait",
+                   "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
+                   saves), "stall" (seconds lost in steps
                    that took far longer than usual; not in "seconds"); with several ranks
                    "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
                    "loss_scale"; at full intervals norms per layer (`layer_norms`)
-    {"kind": "evaluation", "step", "loss", "perplexity", ...}
+    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
@@ -44,6 +45,7 @@ from pretrain.metrics.stalls import StallMeter, StandstillClock, rank_that_stall
 from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
+from pretrain.rundir.losses import train_loss
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
@@ -148,6 +150,7 @@ class MetricsRecorder:
                 for step, loss in zip(steps, losses, strict=True)
             ]
             last = steps[-1]
+            lines[-1]["train_loss"] = train_loss(lines)
             lines[-1] |= self._rates(len(steps), seconds, waited / ranks, used_memory_gib / ranks)
             lines[-1] |= self._slowest(last.step, busy_R, len(steps))
             lines[-1] |= self._stall(last.step, stalled, standstill_R, busy_R)
@@ -166,10 +169,17 @@ class MetricsRecorder:
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write what an evaluation after `step` found; its time does not count as training."""
-        self._pause_since(self._idle_since)
+        start = self._idle_since
+        self._pause_since(start)
         if self._files is not None:
-            self._files.append([{"kind": "evaluation", "step": step, **values}])
+            seconds = self._idle_since - start
+            self._files.append([{"kind": "evaluation", "step": step, "seconds": seconds, **values}])
             logger.info(evaluation_line(step, values))
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds in which the loop waited for saves since the last interval was written."""
+        return self._save_stall
 
     def unwritten(self) -> str:
         """Why metrics until now are not on disk, after trying once more; '' if they are."""

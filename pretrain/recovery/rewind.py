@@ -21,9 +21,9 @@ from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
 from pretrain.recovery.loss_spikes import Spike
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, GaveUp, Rewind, WindowDropped
+from pretrain.rundir.training_events import GaveUp, Rewind, WindowDropped
 
 logger = logging.getLogger(__name__)
 
@@ -95,24 +95,6 @@ def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) 
         windows = skipped_windows(run_dir.ledger.read())
     spans = [[window.start, window.stop] for window in windows]
     return [range(*span) for span in broadcast_value(spans, list[list[int]])]
-
-
-def skipped_windows(ledger: Sequence[Event]) -> list[range]:
-    """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
-    spans: list[tuple[int, ...]] = []
-    for event in events_of(ledger, Rewind, WindowDropped):
-        if isinstance(event, Rewind):
-            spans.append(event.segments)
-        else:
-            first, end = event.segments
-            spans = [span for span in spans if span[0] < first or span[1] > end]
-    windows: list[range] = []
-    for start, stop in sorted(spans):
-        if windows and start <= windows[-1].stop:
-            start, stop = windows[-1].start, max(stop, windows[-1].stop)
-            windows.pop()
-        windows.append(range(start, stop))
-    return windows
 
 
 def segments_consumed(step: int, windows: Sequence[range]) -> int:

@@ -13,8 +13,8 @@ from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine, Memory
-from pretrain.recovery.rewind import lane_lengths, segments_consumed, skipped_windows
-from pretrain.rundir.ledger import events_of
+from pretrain.recovery.rewind import lane_lengths, segments_consumed
+from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Rewind,

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.reporting.charts import SERIES, Palette, Panel, log_ticks
 from pretrain.reporting.run_history import History
+from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,14 +57,14 @@ def comparison_panels(histories: Sequence[History]) -> list[Panel]:
 
 
 def _loss(history: History, axes: Axes, palette: Palette) -> None:
-    """Training loss per step and smoothed, and validation; where steps were rewound or skipped."""
+    """Step losses, smoothed, and validation losses; where steps were rewound or skipped."""
     steps_X, losses_X = history.series("loss")
     smooth_X = history.smooth_loss[1]
-    axes.plot(steps_X, losses_X, color=palette.first, linewidth=0.8)
-    axes.plot(steps_X, smooth_X, color=palette.second, linewidth=1.6, label="training, smoothed")
+    axes.plot(steps_X, losses_X, color=palette.first, linewidth=0.8, label=STEP_LOSS)
+    axes.plot(steps_X, smooth_X, color=palette.second, linewidth=1.6, label=SMOOTHED_LOSS)
     validated = history.series("loss", history.evaluations)
     if history.evaluations:
-        axes.plot(*validated, "o", color=palette.ink, markersize=4, label="validation")
+        axes.plot(*validated, "o", color=palette.ink, markersize=4, label=VALIDATION_LOSS)
     for number, event in enumerate(history.rewinds):
         label = "rewind" if number == 0 else None
         step = event.to_step
@@ -161,7 +162,7 @@ def _progress(history: History, axes: Axes, palette: Palette) -> None:
 
 
 def _losses(histories: Sequence[History], axes: Axes, palette: Palette) -> None:
-    """Smoothed training losses over tokens, and validation as dots, a color per run."""
+    """Smoothed losses over tokens, and validation losses as dots, a color per run."""
     for number, history in enumerate(histories):
         color = SERIES[number % len(SERIES)]
         steps_X, losses_X = history.smooth_loss

@@ -13,12 +13,14 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.config.run import RunConfig
+from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.ledger import Interruption, events_of
+from pretrain.rundir.losses import smoothed_loss
+from pretrain.rundir.metrics_summary import MetricsSummary, summarize
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.time_spent import TimeSpent, time_spent
 from pretrain.rundir.training_events import Event, Rewind
-
-SMOOTHED_PARTS = 60  # a smooth curve averages over this part of the run
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,19 @@ class History:
 
     @cached_property
     def smooth_loss(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and the mean loss of the steps around them."""
+        """Steps and the smoothed loss at each."""
         steps_X, losses_X = self.series("loss")
-        width = max(1, len(losses_X) // SMOOTHED_PARTS)
-        sums_X = np.concatenate([[0.0], np.cumsum(losses_X)])
-        begins_X = np.maximum(np.arange(len(losses_X)) - width, 0)
-        ends_X = np.minimum(np.arange(len(losses_X)) + width + 1, len(losses_X))
-        return steps_X, (sums_X[ends_X] - sums_X[begins_X]) / (ends_X - begins_X)
+        return steps_X, smoothed_loss(losses_X)
+
+    @cached_property
+    def summary(self) -> MetricsSummary:
+        return summarize([*self.train, *self.evaluations])
+
+    @property
+    def results(self) -> RunResults:
+        spent = self.time_spent
+        goodput = None if spent is None else spent.goodput
+        return results_of(self.config, self.summary, self.ledger, goodput)
 
     @property
     def step(self) -> int:
@@ -78,11 +86,6 @@ class History:
     @property
     def tokens(self) -> int:
         return self.train[-1]["tokens"]
-
-    @property
-    def loss(self) -> float:
-        """The mean training loss around the end."""
-        return float(self.smooth_loss[1][-1])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,19 +108,9 @@ class History:
         return events_of(self.ledger, Rewind)
 
     @property
-    def seconds_under_way(self) -> float:
-        """Time from the first start on in which the run was not finished, stopped or queued."""
-        return ledgers.elapsed_seconds(self.ledger, max(self.last_sign, self.ledger[-1].time))
-
-    @property
-    def seconds_that_count(self) -> float:
-        """In steps that were not made again."""
-        return sum(line.get("seconds", 0.0) for line in self.train)
-
-    @property
-    def goodput(self) -> float | None:
-        """The share of the time under way that went into steps that count."""
-        return ledgers.goodput(self.seconds_that_count, self.seconds_under_way)
+    def time_spent(self) -> TimeSpent | None:
+        """What the time went into until the run last wrote something; None before any."""
+        return time_spent(self.summary, self.ledger, max(self.last_sign, self.ledger[-1].time))
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:

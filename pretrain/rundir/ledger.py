@@ -253,29 +253,22 @@ def _lost(when: float, step: int) -> Interruption:
     return Interruption(when, step, "the processes were killed, or their node went down")
 
 
-def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
-    """Seconds from the first start to `end` in which the run was neither finished, stopped nor in
-    Slurm's queue."""
-    elapsed, since, has_begun = 0.0, None, False
-    for event in ledger:
-        has_begun = has_begun or isinstance(event, TrainingBegan)
-        if since is None and has_begun and isinstance(event, (TrainingBegan, JobStarted)):
-            since = event.time
-        elif since is not None and (
-            is_finished(event) or is_stopped(event) or isinstance(event, JobEnded)
-        ):
-            elapsed, since = elapsed + event.time - since, None
-    return elapsed if since is None else elapsed + end - since
-
-
-def goodput(productive_seconds: float, elapsed: float) -> float | None:
-    """The fraction of the elapsed time spent in productive steps, at most 1; None before there are
-    any.
-
-    Start-up, saves, evaluations, waiting after a failure and repeated steps are elapsed time, but
-    not productive.
-    """
-    return min(1.0, productive_seconds / elapsed) if elapsed > 0 and productive_seconds else None
+def skipped_windows(ledger: Sequence[Event]) -> list[range]:
+    """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    spans: list[tuple[int, ...]] = []
+    for event in events_of(ledger, Rewind, WindowDropped):
+        if isinstance(event, Rewind):
+            spans.append(event.segments)
+        else:
+            first, end = event.segments
+            spans = [span for span in spans if span[0] < first or span[1] > end]
+    windows: list[range] = []
+    for start, stop in sorted(spans):
+        if windows and start <= windows[-1].stop:
+            start, stop = windows[-1].start, max(stop, windows[-1].stop)
+            windows.pop()
+        windows.append(range(start, stop))
+    return windows
 
 
 def is_finished(event: Event) -> bool:

@@ -30,6 +30,11 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "evaluation": {"step": (int,), "loss": _NUMBER_OR_NULL},
 }
+# Of what only some lines have, what is summed up or shown.
+_OPTIONAL = {
+    **dict.fromkeys(("tokens_per_second", "seconds", "data_wait", "save_stall", "stall"), _NUMBER),
+    **dict.fromkeys(("train_loss", "bits_per_byte", "loss_without_memory"), _NUMBER_OR_NULL),
+}
 
 
 def measurement_of(line: bytes) -> dict[str, Any] | None:
@@ -41,6 +46,8 @@ def measurement_of(line: bytes) -> dict[str, Any] | None:
     kind = tree.get("kind") if isinstance(tree, dict) else None
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None or any(type(tree.get(name, ...)) not in fields[name] for name in fields):
+        return None
+    if any(type(tree[name]) not in _OPTIONAL[name] for name in _OPTIONAL.keys() & tree.keys()):
         return None
     return tree
 

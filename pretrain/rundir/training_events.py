@@ -89,6 +89,7 @@ class TrainingEnded(Event):
     lane_seed: int = 0
     segment_length: int = 0
     tokens_of_corpora: dict[str, int] = field(default_factory=dict)
+    save_seconds: float = 0.0  # of waiting for saves since the last metrics
 
 
 class Stopped(TrainingEnded):

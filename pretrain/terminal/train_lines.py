@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_pipeline.progress import duration
+from pretrain.terminal.text import number
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """An interval's measurements: the mean loss of its steps that were not skipped, everything else
-    at its end.
-    """
-    line, losses = lines[-1], [each["loss"] for each in lines if not each["skipped"]]
-    loss = sum(losses) / len(losses) if losses else math.nan
+    """An interval's measurements: its train loss, everything else at its end."""
+    line, loss = lines[-1], lines[-1]["train_loss"]
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {loss:.4f}",
-        f"ppl {perplexity(loss):,.1f}",
+        f"train loss {number(loss, '.4f')}",
+        f"ppl {number(None if loss is None else perplexity(loss), ',.1f')}",
         f"lr {line['learning_rate']:.2e}",
     ]
     if line["grad_norm"] is not None:
@@ -35,7 +33,7 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
     overflowed = sum(bool(each.get("overflowed")) for each in lines)
     if overflowed:
         parts.append(f"overflow {overflowed}")
-    if skipped := len(lines) - len(losses) - overflowed:
+    if skipped := sum(each["skipped"] for each in lines) - overflowed:
         parts.append(f"SKIPPED {skipped}")
     return "  ".join(parts)
 
@@ -43,14 +41,14 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
 def evaluation_line(step: int, values: dict[str, float]) -> str:
     """What an evaluation after `step` found."""
     parts = [
-        f"validation after step {step}:",
-        f"loss {values['loss']:.4f}",
+        f"after step {step}:",
+        f"validation loss {values['loss']:.4f}",
         f"ppl {perplexity(values['loss']):,.1f}",
     ]
     if "bits_per_byte" in values:
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:
-        parts.append(f"(loss {values['loss_without_memory']:.4f} without memory)")
+        parts.append(f"({values['loss_without_memory']:.4f} without memory)")
     return "  ".join(parts)
 
 

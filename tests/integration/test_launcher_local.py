@@ -126,8 +126,9 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     done = read_state(run_dir.path)
     assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 2, STEPS, STEPS)
     assert done.last_failure == "rank 1 was killed by SIGKILL"
-    assert done.goodput is not None
-    assert 0 < done.goodput < 1
+    spent = done.time_spent
+    assert spent is not None
+    assert 0 < spent.goodput < 1
 
 
 def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.status.evidence import Evidence, MetricsSummary, summarize_metrics
+from launcher.status.evidence import Evidence
 from launcher.status.infer_status import UNRESPONSIVE_SECONDS, infer_status
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
@@ -22,6 +22,7 @@ from pretrain.rundir.launch_events import (
     Submitted,
 )
 from pretrain.rundir.lock import Lock
+from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
 from tests.helpers.checkpoints import publish_step
@@ -257,6 +258,12 @@ def test_the_state_follows_from_what_the_directory_shows(found, state, reason):
     assert bool(reason) == bool(status.reason)
 
 
+def goodput_of(found: Evidence, is_running: bool) -> float:
+    spent = found.time_spent(is_running)
+    assert spent is not None
+    return spent.goodput
+
+
 def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_or_in_the_queue():
     metrics = MetricsSummary(seconds=30.0)
 
@@ -264,11 +271,11 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
         return replace(START, time=NOW - seconds_ago)
 
     running = evidence(begun(60), RETRY, begun(10), metrics=metrics)
-    assert running.goodput(is_running=True) == pytest.approx(0.5)
+    assert goodput_of(running, is_running=True) == pytest.approx(0.5)
     stopped = [begun(1000), replace(STOP, time=NOW - 960), begun(20)]
-    assert evidence(*stopped, metrics=metrics).goodput(is_running=True) == pytest.approx(0.5)
+    assert goodput_of(evidence(*stopped, metrics=metrics), is_running=True) == pytest.approx(0.5)
     finished = evidence(*stopped, FINISH, metrics=metrics)
-    assert finished.goodput(is_running=False) == pytest.approx(0.5)
+    assert goodput_of(finished, is_running=False) == pytest.approx(0.5)
     queue = evidence(
         begun(100),
         replace(PREEMPTED, time=NOW - 80),
@@ -276,36 +283,70 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
         begun(30),
         metrics=metrics,
     )
-    assert queue.goodput(is_running=True) == pytest.approx(0.5)
+    assert goodput_of(queue, is_running=True) == pytest.approx(0.5)
     killed = evidence(begun(100), beats=[beat(40)], metrics=metrics)
-    assert killed.goodput(is_running=False) == pytest.approx(0.5)
-    assert evidence().goodput(is_running=False) is None
+    assert goodput_of(killed, is_running=False) == pytest.approx(0.5)
+    assert evidence().time_spent(is_running=False) is None
 
 
 def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
     metrics = MetricsSummary(seconds=30.0)
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
     alive = evidence(begun, beats=[beat(630, since_written=600)], metrics=metrics)
-    assert alive.goodput(is_running=True) == pytest.approx(0.5)
+    assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
 
 
-def test_intervals_are_summed_and_the_last_loss_is_found_before_steps_without_one(
-    tmp_path,
-):
-    lines = [train_line(step, 9.0 - step) for step in range(1, 5)]
-    lines[1] |= {"seconds": 2.0, "tokens_per_second": 100.0}
-    lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0}
-    lines[3]["loss"] = None
-    lines.append({"kind": "evaluation", "step": 4, "loss": 1.0, "tokens_per_second": 1.0})
+def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_steps(tmp_path):
+    lines = [train_line(step, 9.0 - step) for step in range(1, 8)]
+    parts = {"seconds": 2.0, "data_wait": 0.25, "save_stall": 0.5, "stall": 6.0}
+    lines[1] |= {**parts, "tokens_per_second": 100.0, "train_loss": 7.5}
+    lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0, "train_loss": 5.5}
+    lines[5] |= {"seconds": 3.0, "tokens_per_second": 200.0, "train_loss": None}  # all skipped
+    evaluation = {"kind": "evaluation", "step": 4, "loss": 1.0, "seconds": 1.5}
+    lines.insert(4, evaluation)
     path = tmp_path / "metrics.jsonl"
     damaged = '{"kind": "train", "stdp": 3, "tokens_per_second": 1.0}\n'
-    path.write_text(
-        damaged.join(json.dumps(line) + "\n" for line in lines) + '{"kind": "train", "step": 5, "lo'
+    text = [json.dumps(line) + "\n" for line in lines]
+    wrong_types = [
+        json.dumps({**line, "tokens_per_second": 1.0, "seconds": "2"}) + "\n" for line in lines
+    ]
+    path.write_text(damaged.join(text) + "".join(wrong_types) + '{"kind": "train", "step": 8, "lo')
+    assert summarize_file(path) == MetricsSummary(
+        step=7,
+        train_loss=5.5,
+        evaluation=evaluation,
+        tokens_per_second=200.0,
+        seconds=8.0,
+        data_seconds=0.5,
+        evaluation_seconds=1.5,
+        save_seconds=0.5,
+        stall_seconds=6.0,
     )
-    assert summarize_metrics(path) == MetricsSummary(
-        step=4, loss=6.0, tokens_per_second=200.0, seconds=5.0
+    assert summarize_file(tmp_path / "nothing") == MetricsSummary()
+
+
+def test_the_time_of_a_run_is_told_apart_and_adds_up():
+    metrics = MetricsSummary(
+        seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
     )
-    assert summarize_metrics(tmp_path / "nothing") == MetricsSummary()
+    stopped = [replace(START, time=NOW - 1000), replace(STOP, time=NOW - 960, save_seconds=1.0)]
+    spent = evidence(*stopped, replace(START, time=NOW - 20), metrics=metrics).time_spent(True)
+    assert spent is not None
+    assert vars(spent) == pytest.approx(
+        {
+            "training": 27,
+            "waiting_for_data": 3,
+            "evaluation": 5,
+            "saving": 3,  # the last save before the stop among them
+            "stalls": 4,
+            "restarts": 18,
+        }
+    )
+    assert (spent.total, spent.goodput) == (pytest.approx(60), pytest.approx(0.45))
+    assert spent.description == (
+        "training 45.0%, restarts 30.0%, evaluation 8.3%, stalls 6.7%, waiting for data 5.0%, "
+        "saving 5.0%"
+    )
 
 
 def test_a_directory_is_read_as_a_whole(tmp_path):
@@ -313,13 +354,13 @@ def test_a_directory_is_read_as_a_whole(tmp_path):
     run_dir.ledger.append(Started(step=0, world_size=2))
     run_dir.ledger.append(attempt_ended(NextAction.RETRY, step=10))
     run_dir.ledger.append(Resumed(step=10, world_size=2))
-    line = train_line(12, 3.5, tokens_per_second=1e3, seconds=1e-3)
+    line = train_line(12, 3.5, train_loss=3.25, tokens_per_second=1e3, seconds=1e-3)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
     publish_step(run_dir.checkpoints, 10)
     with run_dir.locked("launcher"):
         state = read_state(run_dir.path)
     assert (state.name, state.state, state.attempts, state.ranks) == ("books", "running", 2, 2)
-    assert (state.step, state.loss, state.checkpoint) == (12, 3.5, 10)
+    assert (state.step, state.results.train_loss, state.checkpoint) == (12, 3.25, 10)
     config = run_dir.config
     assert state.seconds_left == pytest.approx(
         (config.optim.steps - 12) * config.tokens_per_step / 1e3

@@ -18,7 +18,9 @@ from launcher.commands.tables import age, console, render
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
+from pretrain.reporting.results import RunResults
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.time_spent import TimeSpent
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_in_80_columns_every_value_and_reason_is_readable():
         screen.print(render([STATE, other], in_full=False))
     lines = [line.rstrip() for line in capture.get().splitlines()]
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["run", "state", "step", "%", "loss", "left", "saved"]
+    assert lines[0].split() == ["run", "state", "step", "%", "train", "loss", "left", "saved"]
     assert " ".join(lines[1].split()) == "books running 1,500 25% 2.3457 62 min 1,400"
     text = " ".join(" ".join(lines).split())
     assert f"a-sweep-of-many/learning_rate_0.001: {reason}" in text
@@ -147,9 +149,25 @@ STATE = RunState(
     job="17",
     step=1500,
     steps=6000,
-    loss=2.34567,
+    results=RunResults(
+        train_loss=2.34567,
+        validation_loss=2.51234,
+        bits_per_byte=1.125,
+        memory_gain=0.25,
+        parameters=1_500_000,
+        flops=3.21e15,
+        goodput=0.876,
+        skipped_windows=2,
+    ),
+    time_spent=TimeSpent(
+        training=876.0,
+        waiting_for_data=10.0,
+        evaluation=50.0,
+        saving=14.0,
+        stalls=0.0,
+        restarts=50.0,
+    ),
     tokens_per_second=12345.6,
-    goodput=0.876,
     seconds_left=3723.0,
     checkpoint=1400,
     checkpoint_age=130.0,
@@ -170,10 +188,11 @@ def test_one_run_is_told_in_full():
     for part in (
         "running saving a checkpoint",
         "1,500 of 6,000 (25%)",
-        "2.3457",
+        "train loss 2.3457 validation loss 2.5123 bits/byte 1.1250 memory gain +0.2500",
+        "parameters 1.5 M FLOPs 3.21e+15 skipped windows 2",
         "12,346 tokens/s",
         "left 62 min",
-        "88% of the time",
+        "goodput 88% of 17 min: training 87.6%, evaluation 5.0%, restarts 5.0%, saving 1.4%",
         "step 1,400, 2.2 min ago",
         "3, 4 ranks on n1 n2",
         "job 17",

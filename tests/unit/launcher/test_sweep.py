@@ -10,16 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data_pipeline.errors import ConfigError
 from launcher.cli import main
+from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, parts_of
 from pretrain.config.run import DataConfig, ModelConfig
+from pretrain.costs.flops import cost_of
+from pretrain.reporting.results import HEADS
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, Started
+from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
 from tests.helpers.metrics import train_line
 
@@ -50,8 +54,15 @@ def cells_of(sweep: Path) -> list[CellRun]:
 
 def make_done(cell: CellRun) -> None:
     run_dir = RunDir.create(cell.path, cell.config)
-    run_dir.metrics.write_text(json.dumps(train_line(cell.config.optim.steps)) + "\n")
-    run_dir.ledger.append(Finished(step=cell.config.optim.steps))
+    steps = cell.config.optim.steps
+    evaluation = {"kind": "evaluation", "step": steps, "loss": 2, "bits_per_byte": 1.25}
+    evaluation |= {"loss_without_memory": 2.5, "x": "=cmd()"}
+    interval = train_line(steps, train_loss=0.75, tokens_per_second=10.0, seconds=2.0)
+    lines = [json.dumps(line) for line in (interval, evaluation)]
+    run_dir.metrics.write_text("\n".join(lines) + "\n")
+    window = {"first_step": 4, "step": 6, "to_step": 2, "segments": (2, 9)}
+    run_dir.ledger.append(Rewind(**window, loss=9.0, usual_loss=1.0))
+    run_dir.ledger.append(Finished(step=steps))
 
 
 def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_array(sweep):
@@ -161,7 +172,7 @@ def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
     assert main(["sweep", "status", str(sweep), f"--runs-dir={sweep.parent / 'runs'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["new"] * 3
-    assert lines[4] == "0 of 3 cells are done"
+    assert lines[-1] == "0 of 3 cells are done"
 
 
 @pytest.fixture
@@ -239,10 +250,6 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     monkeypatch.chdir(grid.parent)
     cell = cells_of(grid)[1]
     make_done(cell)
-    with open(RunDir(cell.path).metrics, "a") as file:
-        file.write(
-            '{"kind": "evaluation", "step": 10, "loss": 2, "bits_per_byte": 1.25, "x": "=cmd()"}\n'
-        )
     assert main(["sweep", "collect", str(grid)]) == 0
     assert "results.csv: 1 of 4 cells are done" in capsys.readouterr().out
     with open("runs/grid/results.csv") as file:
@@ -250,12 +257,58 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     assert len(rows) == 4
     assert rows[1]["optim.learning_rate"] == "0.0003"
     assert rows[1]["evaluation_x"] == "'=cmd()"  # no formula
-    assert (rows[1]["state"], rows[1]["train_loss"], rows[1]["evaluation_bits_per_byte"]) == (
-        "done",
-        "1.0",
-        "1.25",
-    )
-    assert (rows[0]["state"], rows[0]["evaluation_bits_per_byte"]) == ("new", "")
+    expected = {
+        "state": "done",
+        "train_loss": "0.75",
+        "validation_loss": "2",
+        "bits_per_byte": "1.25",
+        "memory_gain": "0.5",
+        "parameters": str(cost_of(cell.config).parameters),
+        "flops": str(cost_of(cell.config).flops),
+        "skipped_windows": "1",
+    }
+    assert {name: rows[1][name] for name in expected} == expected
+    assert (rows[0]["state"], rows[0]["bits_per_byte"]) == ("new", "")
+
+
+def test_a_setting_that_differs_has_its_value_in_every_row_also_where_it_is_the_default(
+    sweep, capsys, monkeypatch
+):
+    monkeypatch.chdir(sweep.parent)
+    assert main(["sweep", "collect", str(sweep)]) == 0
+    with open("runs/three/results.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seed"], row["data.lanes"]) for row in rows] == [
+        ("1", "8"),
+        ("1", "3"),
+        ("2", "8"),
+    ]
+    capsys.readouterr()
+    assert main(["sweep", "status", str(sweep)]) == 0
+    assert "data.lanes=8 seed=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_sweep_status_shows_every_result_at_any_width(grid, width):
+    cell = cells_of(grid)[1]
+    make_done(cell)
+    screen = Console(width=width)
+    with screen.capture() as capture:
+        screen.print(sweep_status(cells_of(grid)))
+    output = capture.get()
+    for head in HEADS:
+        assert head in output
+    # A cell's name may be folded.
+    (lowest,) = (line for line in output.splitlines() if "+0.5000" in line)
+    assert lowest.split()[1:5] == ["0.7500", "2.0000", "1.2500", "+0.5000"]
+    assert max(map(len, output.splitlines())) <= width
+
+
+def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
+    assert main(["sweep", "plan", str(grid), "--watch"]) == 2
+    assert "--watch belongs to 'status', found 'plan'" in capsys.readouterr().err
+    assert main(["sweep", "status", str(grid), "--watch"]) == 2
+    assert "--watch needs a terminal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
         if step % 5 == 0:
             line |= {
                 "seconds": 5.0,
+                "train_loss": 4.0 - step / 40,
                 "tokens_per_second": 8.0,
                 "time": START.timestamp() + step + (40 if step > 10 else 0),
             }
@@ -95,7 +96,8 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
         lines.append(line)
         if step % 10 == 0:
             lines.append(
-                {"kind": "evaluation", "step": step, "loss": 3.0, "loss_without_memory": 3.2}
+                {"kind": "evaluation", "step": step, "loss": 3.0, "seconds": 0.5}
+                | {"loss_without_memory": 3.2, "bits_per_byte": 1.5}
             )
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_ledger(
@@ -117,11 +119,11 @@ def run(tmp_path: Path) -> Path:
 
 def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_count(run):
     history = read_history(run)
-    assert history.seconds_under_way == pytest.approx(
-        91
-    )  # what was waited after the crash included
-    assert history.seconds_that_count == 40
-    assert history.goodput == pytest.approx(40 / 91)
+    spent = history.time_spent
+    assert spent is not None
+    assert spent.total == pytest.approx(91)  # what was waited after the crash included
+    assert (spent.training, spent.evaluation, spent.restarts) == pytest.approx((40, 2, 49))
+    assert spent.goodput == history.results.goodput == pytest.approx(40 / 91)
     assert (len(history.failures), history.num_skipped, history.tokens) == (1, 1, 320)
 
 
@@ -188,7 +190,10 @@ def test_a_comparison_names_the_settings_that_differ(run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"optim\.learning_rate +0\.001 +0\.002", printed)
     assert "optim.steps" not in printed
-    assert printed.count("44%") == 2
+    assert re.search(r"^goodput +44% +44%$", printed, re.MULTILINE)
+    assert re.search(r"^train loss +3\.0000 +3\.0000$", printed, re.MULTILINE)
+    assert re.search(r"^memory gain +\+0\.2000 +\+0\.2000$", printed, re.MULTILINE)
+    assert re.search(r"^skipped windows +1 +1$", printed, re.MULTILINE)
     html = (tmp_path / "out" / "compare.html").read_text()
     assert "optim.learning_rate" in html
     assert (tmp_path / "out" / "compare.png").stat().st_size > 10_000

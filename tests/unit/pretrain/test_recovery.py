@@ -16,7 +16,8 @@ from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunCon
 from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
 from pretrain.recovery.loss_spikes import Spike, SpikeDetector
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
-from pretrain.recovery.rewind import segments_consumed, skip_windows, skipped_windows, window_of
+from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of
+from pretrain.rundir.ledger import skipped_windows
 from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started, WindowDropped
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)

@@ -30,9 +30,8 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
-from pretrain.recovery.rewind import skipped_windows
 from pretrain.run import run_training
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, GaveUp, Rewind, WindowDropped
 from pretrain.state import TrainState

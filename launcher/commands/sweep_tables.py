@@ -1,0 +1,60 @@
+"""`launcher sweep status`: the states of a sweep's cells, their results and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from data_pipeline.errors import printable
+from launcher.commands.tables import RunsTable, plain_table
+from launcher.sweep_cells import CellRun, describe, in_words, settings_of
+from pretrain.reporting.results import HEADS
+
+FULL_WIDTH = 140
+HEADS_OF_NARROW_TABLES = 4
+
+
+def sweep_status(cells: Sequence[CellRun]) -> Group:
+    """How the cells stand, and as soon as one has made a step, their results."""
+    return Group(*_parts(cells))
+
+
+def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
+    yield RunsTable([cell.state for cell in cells])
+    if any(cell.state.step for cell in cells):
+        yield from ("", ResultsTable(cells))
+    settings = settings_of(cells)
+    if any(settings):
+        names = (cell.cell.name for cell in cells)
+        words = map(in_words, settings)
+        rows = [{"cell": name, "settings": each} for name, each in zip(names, words, strict=True)]
+        yield from ("", plain_table(rows))
+    yield Text(describe(cells))
+
+
+@dataclass(frozen=True)
+class ResultsTable:
+    """A row per cell; on a narrow terminal two tables, one below the other."""
+
+    cells: Sequence[CellRun]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = len(HEADS) if options.max_width >= FULL_WIDTH else HEADS_OF_NARROW_TABLES
+        for start in range(0, len(HEADS), count):
+            if start:
+                yield ""
+            yield self._table(HEADS[start : start + count])
+
+    def _table(self, heads: Sequence[str]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("cell", header_style="dim", overflow="fold")
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True, header_style="dim")
+        for cell in self.cells:
+            values = cell.state.results.cells
+            table.add_row(Text(printable(cell.cell.name)), *(values[head] for head in heads))
+        return table

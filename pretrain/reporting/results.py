@@ -1,0 +1,89 @@
+"""What came out of runs, and how their settings differ: the same wherever runs stand side by side.
+
+Torch-free, and without numpy, so that `launcher` can show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.config_loader import differences, to_tree
+from data_pipeline.errors import ConfigError
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.ledger import skipped_windows
+from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS, memory_gain
+from pretrain.rundir.metrics_summary import MetricsSummary
+from pretrain.rundir.training_events import Event
+from pretrain.terminal.text import number, si
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """What a run has come to; None where it is not known yet. `losses` says what each loss is."""
+
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    bits_per_byte: float | None = None
+    memory_gain: float | None = None
+    parameters: int | None = None
+    flops: float | None = None  # of the steps that it has made
+    goodput: float | None = None
+    skipped_windows: int = 0  # of data, that rewinds after loss spikes skip
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The texts of a table's cells, by the heads of their columns."""
+        return {
+            TRAIN_LOSS: number(self.train_loss, ".4f"),
+            VALIDATION_LOSS: number(self.validation_loss, ".4f"),
+            "bits/byte": number(self.bits_per_byte, ".4f"),
+            MEMORY_GAIN: number(self.memory_gain, "+.4f"),
+            "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
+            "FLOPs": number(self.flops, ".3g"),
+            "goodput": number(self.goodput, ".0%"),
+            "skipped windows": str(self.skipped_windows),
+        }
+
+
+HEADS = tuple(RunResults().cells)
+
+
+def results_of(
+    config: RunConfig, metrics: MetricsSummary, ledger: Sequence[Event], goodput: float | None
+) -> RunResults:
+    """Return the results of a run with these measurements and events."""
+    evaluation: Mapping[str, Any] = metrics.evaluation or {}
+    try:
+        cost = cost_of(config, min(metrics.step, config.optim.steps))
+    except ConfigError:  # the vocabulary is not known before the run starts
+        cost = None
+    return RunResults(
+        train_loss=metrics.train_loss,
+        validation_loss=evaluation.get("loss"),
+        bits_per_byte=evaluation.get("bits_per_byte"),
+        memory_gain=memory_gain(evaluation),
+        parameters=None if cost is None else cost.parameters,
+        flops=None if cost is None else cost.flops,
+        goodput=goodput,
+        skipped_windows=len(skipped_windows(ledger)),
+    )
+
+
+def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
+    """Return dotted names of settings that are not the same in all -> each one's value.
+
+    Defaults are values, too. The name of a run is no setting here.
+    """
+    first, *others = map(to_tree, configs)
+    keys = {key for other in others for key in differences(first, other)} - {"name"}
+    return {key: [_value_at(tree, key) for tree in (first, *others)] for key in sorted(keys)}
+
+
+def _value_at(tree: Any, key: str) -> Any:
+    """The value of a setting; a mapping has values under names that only one side may have."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return "-" if tree is None else tree
