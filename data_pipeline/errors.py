@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import sys
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 
 from data_pipeline.credentials import redacted
 
@@ -13,9 +16,11 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
-WRONG_PATH = (
-    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV),
+TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+# A disk or file server that fails, or is away for a while.
+STORAGE_FAILS = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
+    *(errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
 )
 
 
@@ -71,9 +76,14 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
         sys.stderr.close()
         return 0
     except OSError as error:
-        if (advice := _advice(error.errno)) is None:
+        if error.errno is None:
             raise
-        report(f"{os_error_text(error)}; {advice}")
+        report(_report(error))
+    except RuntimeError as error:
+        # Path.resolve hides the error of a circle of links so, before Python 3.13.
+        if not isinstance(cause := error.__context__, OSError) or cause.errno != errno.ELOOP:
+            raise
+        report(_report(cause))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -82,12 +92,46 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
 
 def os_error_text(error: OSError) -> str:
     """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`."""
-    return f"{error.filename or 'a file'}: {error.strerror or error}"
+    reason = error.strerror or str(error)
+    if _is_out_of_inodes(error):
+        reason = "No inodes left on device (it has space, but can hold no more files)"
+    return f"{_path_of(error) or 'a file'}: {reason}"
 
 
-def _advice(number: int | None) -> str | None:
-    if number in NO_SPACE:
-        return "free disk space and run the same command again: finished work is kept"
+def remedy_of(error: OSError) -> str:
+    """Return what to do about it, without a full stop: `free disk space`."""
+    number = error.errno
+    if number == errno.EDQUOT:
+        return "free space within the quota, or have it raised"
+    if number == errno.EFBIG:
+        return "allow larger files (ulimit -f)"
+    if number == errno.ENOSPC:
+        return "delete files" if _is_out_of_inodes(error) else "free disk space"
     if number in NO_PERMISSION:
         return "give this user the permissions, or choose another path"
-    return "check the path" if number in WRONG_PATH else None
+    if number in TOO_MANY_OPEN:
+        return "allow more open files (ulimit -n)"
+    return "check the disk or file server" if number in STORAGE_FAILS else "check the path"
+
+
+def _report(error: OSError) -> str:
+    again = "" if error.errno not in NO_SPACE else " and run the same command again"
+    kept = ": finished work is kept" if again else ""
+    return f"{os_error_text(error)}; {remedy_of(error)}{again}{kept}"
+
+
+def _path_of(error: OSError) -> str:
+    """The file that an error is about, or ''; a descriptor is no name."""
+    return os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+
+
+def _is_out_of_inodes(error: OSError) -> bool:
+    """Whether a "full" file system has space left, but no inode for another file."""
+    if error.errno != errno.ENOSPC or not (name := _path_of(error)):
+        return False
+    for folder in Path(name).absolute().parents:
+        with contextlib.suppress(OSError):  # a folder that could not be made
+            found = os.statvfs(folder)
+            # Without inodes of a fixed number (Btrfs) all counts are 0.
+            return bool(found.f_files and not found.f_favail and found.f_bavail)
+    return False

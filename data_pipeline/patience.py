@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from data_pipeline.errors import UserError, os_error_text
+from data_pipeline.errors import UserError, os_error_text, remedy_of
 from data_pipeline.progress import duration
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries; doubled after each
+ANY_REMEDY = "free disk space or make it writable,"
 SETTING = "checkpoint.storage_patience_seconds"
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Outage:
         self._patience = patience
         self._since: float | None = None
         self._pause = self._next_try = 0.0
-        self._problem = ""
+        self._problem = self._remedy = ""
 
     @property
     def is_due(self) -> bool:
@@ -60,10 +61,10 @@ class Outage:
             time.monotonic() - self._since >= self._patience.seconds
         )
 
-    def failed(self, problem: str, meanwhile: str) -> None:
+    def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
         """Note a failure; the first one is logged with what happens `meanwhile`."""
         now = time.monotonic()
-        self._problem = problem
+        self._problem, self._remedy = problem, remedy
         if self._since is None:
             self._since, self._pause = now, FIRST_PAUSE
             if not self.is_over_patience:
@@ -91,8 +92,8 @@ class Outage:
         """What to raise once patience is over."""
         waited = f" (waited {SETTING}={self._patience.seconds:g})" if self._patience.seconds else ""
         return StorageError(
-            f"{self._problem}{waited}; free disk space or make it writable, and rerun the command "
-            "to resume from the latest checkpoint"
+            f"{self._problem}{waited}; {self._remedy} and rerun the command to resume from the "
+            "latest checkpoint"
         )
 
 
@@ -108,7 +109,7 @@ def outlast(patience: Patience, write: Callable[[], T]) -> T:
         except OSError as error:
             if not patience.seconds:
                 raise
-            outage.failed(os_error_text(error), "the run waits")
+            outage.failed(os_error_text(error), "the run waits", remedy_of(error))
             if outage.is_over_patience:
                 raise outage.error() from error
             outage.pause()

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import UserError, os_error_text
+from data_pipeline.errors import UserError, os_error_text, remedy_of
 from data_pipeline.files import write_json
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
@@ -49,6 +49,11 @@ class SaveProblem:
 
     text: str
     may_pass: bool = True  # storage failed, so a later save may succeed
+    remedy: str = "free disk space"
+
+    @classmethod
+    def of(cls, error: OSError) -> SaveProblem:
+        return cls(os_error_text(error), remedy=remedy_of(error))
 
 
 class HostBuffers:
@@ -163,7 +168,7 @@ class Save(threading.Thread):
             if self._world.is_main:
                 self._publish(self._raise_if_canceled)
         except OSError as error:
-            self._problem = SaveProblem(os_error_text(error))
+            self._problem = SaveProblem.of(error)
         except Exception as error:  # the loop asks for it, and every rank then raises it
             text = (str(error) if isinstance(error, UserError) else "") or repr(error)
             self._problem = SaveProblem(text, may_pass=False)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import CheckpointError, os_error_text
+from data_pipeline.errors import CheckpointError
 from data_pipeline.lanes.lane_stream import LaneCursor
-from data_pipeline.patience import Outage, Patience
+from data_pipeline.patience import ANY_REMEDY, Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
@@ -103,7 +103,7 @@ class Checkpointer:
         require_equal_replicas(engine, state)
         rank_files = files_of_rank(engine, state)
         if problem := self._problem_ahead(rank_files, obstacle):
-            self._give_up_save(state.step, SaveProblem(problem))
+            self._give_up_save(state.step, problem)
             return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss, suspected_since)
@@ -158,13 +158,14 @@ class Checkpointer:
     def _give_up_save(self, step: int, problem: SaveProblem) -> None:
         """Let a later save try again; CheckpointError, on every rank, if none would help."""
         if problem.may_pass:
-            self._outage.failed(f"step {step} not saved: {problem.text}", "training continues")
+            text = f"step {step} not saved: {problem.text}"
+            self._outage.failed(text, "training continues", problem.remedy)
         # Rank 0's clock decides. By now no rank writes any more, so that its files can go.
         is_hopeless = broadcast_value(self._outage.is_over_patience, bool) or not problem.may_pass
         if self._world.is_main:
             files.remove_partial(self._root)
         if is_hopeless:
-            raise _could_not_save(step, problem.text)
+            raise _could_not_save(step, problem)
 
     def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state."""
@@ -172,19 +173,24 @@ class Checkpointer:
         load_engine(engine, found)
         return self._restore_state(engine, found)
 
-    def _problem_ahead(self, rank_files: list[RankFile], obstacle: Callable[[], str]) -> str:
-        """Return rank 0's reason not to start a save, or ''."""
+    def _problem_ahead(
+        self, rank_files: list[RankFile], obstacle: Callable[[], str]
+    ) -> SaveProblem | None:
+        """Return rank 0's reason not to start a save, if it has one."""
         own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
         wanted = int(sum_over_ranks(own_bytes)) + self._world.world_size * INDEX_BYTES_PER_RANK
-        problem = ""
-        if self._world.is_main and not (problem := obstacle()):
+        problem = None
+        if self._world.is_main:
             try:
-                files.require_space(self._root, wanted)
+                if ahead := obstacle():
+                    problem = SaveProblem(ahead, remedy=ANY_REMEDY)
+                else:
+                    files.require_space(self._root, wanted)
             except OSError as error:
-                problem = os_error_text(error)
+                problem = SaveProblem.of(error)
             except CheckpointError as error:
-                problem = str(error)
-        return broadcast_value(problem, str)
+                problem = SaveProblem(str(error))
+        return broadcast_value(problem, SaveProblem | None)
 
     def _report(self, state: TrainState) -> dict[str, Any]:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
@@ -271,8 +277,8 @@ class Checkpointer:
         ]
 
 
-def _could_not_save(step: int, problem: str) -> CheckpointError:
+def _could_not_save(step: int, problem: SaveProblem) -> CheckpointError:
     return CheckpointError(
-        f"could not save step {step}: {problem}; older checkpoints are untouched, free disk space "
-        "and rerun the command to resume from the latest"
+        f"could not save step {step}: {problem.text}; older checkpoints are untouched, "
+        f"{problem.remedy} and rerun the command to resume from the latest"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.errors import os_error_text
+from data_pipeline.errors import os_error_text, remedy_of
 from data_pipeline.files import append_whole, fsync_directory
 from data_pipeline.patience import Outage, Patience, outlast
 from pretrain.rundir.run_dir import RunDir
@@ -78,7 +78,8 @@ class _Buffered:
             append_whole(self._path, self._left)
         except OSError as error:
             problem = os_error_text(error)
-            self._outage.failed(problem, "training continues, keeps metrics in memory")
+            meanwhile = "training continues, keeps metrics in memory"
+            self._outage.failed(problem, meanwhile, remedy_of(error))
             if self._outage.is_over_patience:
                 raise self._outage.error() from error
             return problem

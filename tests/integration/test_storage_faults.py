@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.small_disks import can_mount
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 # A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory
@@ -52,17 +52,6 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def command(experiment: Path, run_dir: Path) -> list[str]:
     return train_command(experiment, run_dir, *SETTINGS)
-
-
-def can_mount() -> bool:
-    """Whether this user may mount file systems in a namespace of its own; containers often forbid
-    it.
-    """
-    probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return (
-        shutil.which("unshare") is not None
-        and subprocess.run(probe, capture_output=True).returncode == 0
-    )
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.files import sha256_of
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
+from tests.helpers.small_disks import can_mount
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +163,6 @@ def test_a_failed_write_gives_one_line_and_the_same_command_resumes(tmp_path, pr
     assert not list(config.output.rglob(MANIFEST_NAME))
     assert main(arguments) == 0
     assert documents_of(config.output / "train").keys() < {f"d{n}" for n in range(1500)}
-
-
-def can_mount() -> bool:
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 FULL_DISK = """

@@ -1,0 +1,104 @@
+"""Every error of the operating system is one line and status 2, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.cli import main as data_pipeline
+from data_pipeline.errors import exit_status_of
+from launcher.cli import main as launcher
+from pretrain.cli import main as pretrain
+from tests.helpers.small_disks import can_mount
+
+EXPERIMENT = "configs/experiments/demo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (data_pipeline, "build loop"),
+        (data_pipeline, "build --input=text --output=loop/corpus"),
+        (data_pipeline, "inspect loop"),
+        (pretrain, "train loop --run-dir=run"),
+        (pretrain, f"train {EXPERIMENT} data.path=loop --run-dir=run"),
+        (pretrain, "describe loop"),
+        (launcher, f"submit {EXPERIMENT} --cluster=loop"),
+        (launcher, f"submit {EXPERIMENT} --cluster=configs/clusters/cpu.yaml --run-dir=loop"),
+    ],
+)
+def test_a_circle_of_links_as_any_path_is_one_line(tmp_path, monkeypatch, capsys, main, arguments):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("text").mkdir()
+    assert main(arguments.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "loop" in line
+    assert "Too many levels of symbolic links; check the path" in line
+
+
+def raising(error: Exception) -> Callable[[], int]:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+def test_every_error_of_a_file_is_one_line_with_its_name_and_what_to_do(capsys):
+    for number in errno.errorcode:
+        error = OSError(number, os.strerror(number), "data/x")
+        if isinstance(error, BrokenPipeError):
+            continue  # the reader of our output has gone: nothing to say
+        assert exit_status_of(raising(error)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        problem, _, remedy = line.partition("; ")
+        assert problem == f"error: data/x: {os.strerror(number)}"
+        assert len(remedy) > 10
+
+
+def test_a_mistake_of_ours_that_is_no_error_of_the_system_is_not_hidden():
+    for mistake in (OSError("x"), RuntimeError("x")):
+        with pytest.raises(type(mistake)):
+            exit_status_of(raising(mistake))
+
+
+WITHOUT_INODES = """
+mount -t tmpfs -o size=1m,nr_inodes=3 tmpfs "$DISK"
+touch "$DISK/x"
+exec "$PYTHON" -c 'from data_pipeline.cli import main; import sys; sys.exit(main(sys.argv[1:]))' \\
+    build --input="$TEXT" --output="$DISK/out" --validation-fraction=0
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
+def test_a_disk_without_inodes_is_not_told_to_free_space(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text\n" * 9)
+    places = {"DISK": str(tmp_path / "disk"), "TEXT": str(tmp_path / "text")}
+    built = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "bash", "-ec", WITHOUT_INODES],
+        env={**os.environ, **places, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 2
+    (line,) = built.stderr.splitlines()
+    assert "No inodes left on device" in line
+    assert "; delete files and run the same command again" in line
+
+
+def test_an_exceeded_quota_is_not_told_to_free_the_disk(capsys):
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "out/x")
+    assert exit_status_of(raising(error)) == 2
+    said = capsys.readouterr().err
+    assert "Disk quota exceeded; free space within the quota, or have it raised" in said
+    assert "disk space" not in said
