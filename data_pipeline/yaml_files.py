@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import read_regular
@@ -25,8 +25,18 @@ MOST_NODES = 100_000  # values, with each alias counted as what it stands for
 DEEPEST_NODE = 100
 TOO_DEEP = "it is nested too deeply"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
-# A number in YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text.
+_INT_TAG = "tag:yaml.org,2002:int"
+# Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
+# 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
 _EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+_FLOAT = re.compile(
+    r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+_INT = re.compile(r"[-+]?(0b[01_]+|0x[\da-fA-F_]+|\d[\d_]*)$")
+_LEADING_ZERO = re.compile(r"[-+]?0[\d_]+$")
+_NUMBERS = ((_FLOAT_TAG, _EXPONENT), (_FLOAT_TAG, _FLOAT), (_INT_TAG, _INT))
+_FIRST_OF_NUMBERS = list("-+0123456789.")
 
 
 def find_config(path: Path) -> Path:
@@ -93,17 +103,31 @@ def _parse_yaml(text: str, path: Path) -> Tree:
     try:
         tree = _load(text)
     except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+        where = f"{path}{_place_of(error, text)}"
+        raise ConfigError(f"{where}: not valid YAML: {_problem_of(error)}") from None
     if tree is None:
-        return {}
+        raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path} holds {abbreviated(tree)}, expected settings as 'name: value' lines"
         )
     return tree
+
+
+def _problem_of(error: Exception) -> str:
+    """The reason in one line: that of a forbidden character has its position in a second one."""
+    return getattr(error, "problem", None) or str(error).partition("\n")[0]
+
+
+def _place_of(error: Exception, text: str) -> str:
+    """`:LINE:COLUMN`, or '' if the error has no place."""
+    if mark := getattr(error, "problem_mark", None):
+        return f":{mark.line + 1}:{mark.column + 1}"
+    position = getattr(error, "position", None)  # of a forbidden character
+    if position is None:
+        return ""
+    before = text[:position]
+    return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
 
 
 def _load(text: str) -> Any:
@@ -150,11 +174,25 @@ def _check_growth(root: Any) -> None:
 
 @functools.cache
 def _loader() -> Any:
-    """Return PyYAML's safe loader, extended: 1e-3 is a number, and duplicate keys are errors."""
+    """Return PyYAML's safe loader with the numbers above; duplicate keys are errors."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        yaml_implicit_resolvers: ClassVar = {
+            first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
+            for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    def int_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+        if _LEADING_ZERO.match(node.value):
+            number = re.sub(r"^([-+]?)[0_]+(?=\d)", r"\1", node.value)
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{node.value} starts with 0: write {number}, or '{node.value}' for a text",
+                node.start_mark,
+            )
+        return loader.construct_yaml_int(node)
 
     def mapping_of(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -168,7 +206,9 @@ def _loader() -> Any:
         loader.flatten_mapping(node)
         return loader.construct_mapping(node, deep=True)
 
-    Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789."))
+    for tag, form in _NUMBERS:
+        Loader.add_implicit_resolver(tag, form, _FIRST_OF_NUMBERS)
+    Loader.add_constructor(_INT_TAG, int_of)
     Loader.add_constructor("tag:yaml.org,2002:map", mapping_of)
     return Loader
 
@@ -186,8 +226,9 @@ def parse_override(override: str) -> Tree:
     try:
         value = _load(text)
     except (yaml.YAMLError, ValueError) as error:
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"override {abbreviated(override)}: invalid YAML: {problem}") from None
+        raise ConfigError(
+            f"override {abbreviated(override)}: invalid YAML: {_problem_of(error)}"
+        ) from None
     for name in reversed(names):
         value = {name: value}
     return value
@@ -219,7 +260,7 @@ def _dumper() -> Any:
     class Dumper(yaml.SafeDumper):
         pass
 
-    Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789."))
+    Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, _FIRST_OF_NUMBERS)
     return Dumper
 
 

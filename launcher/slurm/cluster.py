@@ -81,12 +81,8 @@ class ClusterConfig(NodeConfig):
         super().__post_init__()
         _check_texts(self)
         _check_references(self.environment)
-        if (
-            self.time_limit.isdecimal()
-        ):  # what YAML makes of 24:00:00 without quotes, a number of seconds
-            raise ConfigError(
-                f"time_limit={self.time_limit} is a number; write '24:00:00', in quotes"
-            )
+        if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
+            raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be at most half of "

@@ -64,7 +64,6 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         check_ranges("", self)  # those of a subclass, too
-        # Without quotes, YAML reads a type of digits, 100:8, as a number to the base of 60.
         if not _GPUS.fullmatch(self.gpus_per_node) or self.num_gpus > MOST_RANKS:
             raise ConfigError(
                 f"gpus_per_node: found {self.gpus_per_node!r}, expected a number or a type and a "

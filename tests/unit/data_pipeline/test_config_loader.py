@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import SHIPPED, dump_yaml, read_tree
+from data_pipeline.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
 
@@ -185,10 +185,30 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
         ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),
         ("name: x\ncount: yes\n", "count: found True, expected a number"),
         ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
+        ("name: x\ncount: 0300\n", "a.yaml:2:8: not valid YAML: 0300 starts with 0: write 300"),
+        ("name: -007\n", "starts with 0: write -7, or '-007' for a text"),
+        ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer"),
+        ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: found '1:30.5', expected a valid number"),
+        ("name: x\ncount: 1\0\n", "a.yaml:2:9: not valid YAML: unacceptable character #x0000"),
+        ("", "a.yaml is empty, expected settings as 'name: value' lines"),
+        ("# name: x\n", "a.yaml is empty, expected settings as 'name: value' lines"),
     ],
 )
 def test_a_broken_file_is_rejected_with_the_location(tmp_path, text, expected):
-    assert expected in error_of(write(tmp_path / "a.yaml", text))
+    said = error_of(write(tmp_path / "a.yaml", text))
+    assert expected in said
+    assert "\n" not in said
+
+
+def test_a_time_stays_text_and_numbers_of_every_form_keep_their_value(tmp_path):
+    numbers = {"0": 0, "-12": -12, "0x1F": 31, "1_000": 1000, "1.": 1.0, ".5": 0.5, "-1.5e3": -1500}
+    text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
+    tree = read_tree(write(tmp_path / "a.yaml", f"{text}time: 24:00:00\n"))
+    assert tree.pop("time") == "24:00:00"
+    assert list(tree.values()) == list(numbers.values())
+    assert parse_override("a=5:00") == {"a": "5:00"}
+    with pytest.raises(ConfigError, match=r"override 'a=010': invalid YAML: 010 starts with 0"):
+        parse_override("a=010")
 
 
 def test_a_directory_or_a_binary_file_is_rejected(tmp_path):

@@ -72,10 +72,7 @@ def test_the_example_clusters_are_valid(path):
         ("ranks_per_node: 1\ngpu: H100\n", "set the GPUs of a node"),
         ("ranks_per_node: 1\ntime_limit: soon\n", "is not a time"),
         ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
-        (
-            "ranks_per_node: 1\ntime_limit: 24:00:00\n",
-            "in quotes",
-        ),  # to YAML this is the number 86400
+        ("ranks_per_node: 1\ntime_limit: 86400\n", "has no unit; write it as 24:00:00"),
     ],
 )
 def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):

@@ -144,7 +144,7 @@ def test_flags_typed_gpus_and_several_partitions_are_written_as_slurm_wants_them
     [
         ("gpus_per_node: h100\n", "write 8, or h100:8"),
         ("gpus_per_node: -1\n", "write 8, or h100:8"),
-        ("gpus_per_node: 100:8\n", "found '6008', expected a number or a type"),
+        ("gpus_per_node: 8x\n", "found '8x', expected a number or a type"),
         ("gpus_per_node: 'h 100:1'\n", "write 8, or h100:8"),
         ("gpus_per_node: a100:1\ngpu: H100\n", "give one kind of GPU"),
     ],
