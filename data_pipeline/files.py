@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ from data_pipeline.errors import DataError
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
@@ -68,6 +70,22 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON with sorted keys: equal values give equal bytes."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def await_text(path: Path, seconds: float) -> str:
+    """The text of a file that another process writes whole; TimeoutError if it does not come.
+
+    The name is looked up only once its directory lists it: a network file system answers for a
+    minute from its cache that a name does not exist. The pauses grow, since many may wait in one
+    directory.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while path.name not in os.listdir(path.parent):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{path} was not written within {seconds:g} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    return path.read_text()
 
 
 def append_whole(path: Path, content: bytes, sync: bool = False) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
+from data_pipeline.errors import EXIT_USER_ERROR
 from data_pipeline.patience import outlast
 from launcher.restart_policy import (
     AttemptResult,
@@ -32,8 +33,8 @@ from pretrain.rundir.run_dir import RunDir
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
     NextAction.STOPPED: EXIT_STOPPED,
-    NextAction.REFUSED: 2,
-    NextAction.GIVE_UP: 2,
+    NextAction.REFUSED: EXIT_USER_ERROR,
+    NextAction.GIVE_UP: EXIT_USER_ERROR,
 }
 _log = logging.getLogger(__name__)
 

@@ -7,25 +7,22 @@ choose the same one.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import socket
-import time
 from pathlib import Path
 
 from torch.distributed import Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from data_pipeline.errors import UserError
-from data_pipeline.files import write_text
+from data_pipeline.files import await_text, write_text
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 
 LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
 # Until all ranks have come, and in collectives of a run without a watchdog.
 WITHOUT_WATCHDOG = datetime.timedelta(minutes=30)
 _LONGEST_SUSPENSION = datetime.timedelta(days=7)
-_POLL_SECONDS = 0.1
 
 
 def collective_timeout(watchdog_timeout_seconds: float) -> datetime.timedelta:
@@ -89,9 +86,9 @@ def _store_by_file(file: Path, rank: int, world_size: int) -> Store:
 
 
 def _port_in(file: Path) -> int:
-    deadline = time.monotonic() + WITHOUT_WATCHDOG.total_seconds()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            return int(file.read_text())
-        time.sleep(_POLL_SECONDS)
-    raise UserError(f"{file}: rank 0 has not written its port for {WITHOUT_WATCHDOG}; see its log")
+    try:
+        return int(await_text(file, WITHOUT_WATCHDOG.total_seconds()))
+    except TimeoutError:
+        raise UserError(
+            f"{file}: rank 0 has not written its port for {WITHOUT_WATCHDOG}; see its log"
+        ) from None

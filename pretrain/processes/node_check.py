@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.files import write_json
+from data_pipeline.files import await_text, write_json
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 from pretrain.distributed.world import World, world_from_environment
@@ -197,12 +197,11 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
         )
         write_json(port_file, {"hostname": socket.gethostname(), "port": store.port})
         return store
-    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
-    while port_file.name not in os.listdir(port_file.parent):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the first rank of the group did not open a port")
-        time.sleep(_POLL_SECONDS)
-    address: dict[str, Any] = json.loads(port_file.read_text())
+    try:
+        text = await_text(port_file, GROUP_TIMEOUT.total_seconds())
+    except TimeoutError:
+        raise TimeoutError("the first rank of the group did not open a port") from None
+    address: dict[str, Any] = json.loads(text)
     return TCPStore(
         address["hostname"],
         address["port"],

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import datetime
+import io
+import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from data_pipeline.files import await_text
 from pretrain.config.run import EngineConfig
 from pretrain.distributed.rendezvous import collective_timeout, meeting_store
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
@@ -22,11 +28,41 @@ def met(number: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Store]
     monkeypatch.setenv("MASTER_PORT", "1")  # is not used, and restored afterwards
     stores: list[Store] = []
     second = threading.Thread(target=lambda: stores.append(meeting_store(1, 2)))
-    second.start()  # it may come before rank 0 has written the file
+    second.start()
+    time.sleep(0.1)  # it comes before rank 0 has written the file
     first = meeting_store(0, 2)
     second.join(30)
     first.set("run", str(number))
     return [first, *stores]
+
+
+def remembering(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    """As on a network file system: a name that was looked up in vain stays missing."""
+    missed: set[Any] = set()
+
+    def answer(path: Any, *arguments: Any, **options: Any) -> Any:
+        if path in missed:
+            raise FileNotFoundError(path)
+        try:
+            return look_up(path, *arguments, **options)
+        except FileNotFoundError:
+            missed.add(path)
+            raise
+
+    return answer
+
+
+def test_a_rank_that_looked_for_the_port_too_early_still_finds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "open", remembering(io.open))
+    monkeypatch.setattr(os, "stat", remembering(os.stat))
+    first, second = met(0, tmp_path / "port", monkeypatch)
+    assert second.get("run") == b"0"
+    assert first.num_keys() == second.num_keys()
+
+
+def test_a_file_that_nobody_writes_is_waited_for_as_long_as_asked(tmp_path):
+    with pytest.raises(TimeoutError, match=r"port was not written within 0\.1 s"):
+        await_text(tmp_path / "port", 0.1)
 
 
 def test_runs_that_start_on_one_host_at_the_same_time_each_meet_at_their_own_port(
