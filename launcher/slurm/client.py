@@ -31,6 +31,7 @@ _UNREACHABLE = re.compile(
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
+_HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
 # sockets.
@@ -69,14 +70,21 @@ class QueuedJob:
     @property
     def is_live(self) -> bool:
         """Whether it is pending, running or completing."""
-        return self.state in (
-            "PENDING",
+        return self.is_pending or self.state in (
             "RUNNING",
             "SUSPENDED",
             "COMPLETING",
             "CONFIGURING",
-            "REQUEUED",
         )
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state in ("PENDING", "REQUEUED", *_HELD_STATES)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it starts only after `scontrol release`."""
+        return self.is_pending and (self.state in _HELD_STATES or "held" in self.reason.lower())
 
 
 @dataclass(frozen=True, kw_only=True)

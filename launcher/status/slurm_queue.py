@@ -23,7 +23,7 @@ _WAITING = {
     "Dependency": "waiting for another job",
     "BeginTime": "may not start yet",
     "JobArrayTaskLimit": "waiting for other cells of its sweep",
-    "JobHeldUser": "held by its user; 'scontrol release' releases it",
+    "JobHeldUser": "held by its user",
     "JobHeldAdmin": "held by an administrator, or after a failed start",
     "PartitionDown": "its partition is down",
     "PartitionTimeLimit": "asks for more time than its partition allows",
@@ -33,7 +33,8 @@ _WAITING = {
 # The same for reasons that are sentences or have a beginning in common.
 _WAITING_IF = {
     "Nodes required for job": "the nodes it needs are down, drained or reserved",
-    "launch failed": "held after a failed start; 'scontrol release' releases it",
+    "launch failed": "held after a failed start",
+    "requeued in": "held by 'scontrol requeuehold'",
     "QOS": "waiting for a limit of its QOS",
     "Assoc": "waiting for a limit of its account",
 }
@@ -153,7 +154,7 @@ def ask(jobs: Sequence[str]) -> Queue:
     before.
     """
     queued = {job.address: job for job in slurm.jobs(jobs)}
-    unclear = [job for job in jobs if job not in queued or queued[job].state == "PENDING"]
+    unclear = [job for job in jobs if job not in queued or queued[job].is_pending]
     records: dict[str, list[JobRecord]] = {}
     for record in slurm.records(unclear):
         records.setdefault(record.array_task, []).append(record)
@@ -171,7 +172,7 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
         if state.state is State.DONE:
             nodes = " ".join(slurm.node_names(queued.nodes)) if queued.nodes else "its nodes"
             return replace(state, reason=f"its job {job} still holds {nodes}")
-        if queued.state == "PENDING":
+        if queued.is_pending:
             return _pending(state, queued, records)
         return _running(state, queued)
     ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
@@ -184,7 +185,9 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
 
 def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> RunState:
     reason = _waits_because(job.reason)
-    if job.start not in _UNKNOWN_TIMES:
+    if job.is_held:
+        reason += f"; 'scontrol release {job.address}' lets it start"
+    elif job.start not in _UNKNOWN_TIMES:
         reason += f", expected to start {job.start.replace('T', ' ')}"
     state = replace(state, nodes=(), seconds_left=None)
     if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger says why
