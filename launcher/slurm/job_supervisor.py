@@ -42,7 +42,7 @@ from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, TrainingBegan
+from pretrain.rundir.training_events import Event, Finished, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
 _POLL_SECONDS = 1.0
@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if ended := end_of_start(run_dir.ledger.read(), job):
             return job_exit.complete(ended)
+        if is_complete(run_dir, config):  # the job was requeued after its end
+            _log.info("%s is done: there is nothing to do", run_dir.path)
+            return 0
         await_former_ranks(job, run_dir, job_exit.poll)
         begin(job, run_dir)
         past = past_attempts(run_dir.ledger.read(), job.id)
@@ -208,6 +211,12 @@ def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
     """How this very start of the job ended, if a supervisor wrote that before it was killed."""
     ends = [end for end in events_of(ledger, JobEnded) if end.job == job.id]
     return ends[-1] if ends and ends[-1].restart == job.restart else None
+
+
+def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the run has finished all steps of `config`, and saved the last one."""
+    last = last_of(run_dir.ledger.read(), TrainingBegan, Finished)
+    return isinstance(last, Finished) and latest_step(run_dir) >= config.optim.steps
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:

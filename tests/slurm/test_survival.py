@@ -113,6 +113,8 @@ def test_a_second_job_on_the_same_run_is_refused(
     again = runs.try_submit("reference")
     assert again.returncode == 2
     assert f"is done after step {STEPS}" in again.stderr
+    # looked at in test_a_done_run_that_is_requeued...
+    assert lab.run("scontrol", "requeue", run.job).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,20 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
 
 
 def preempt(run: SlurmRun) -> None:
+def test_a_done_run_that_is_requeued_ends_at_once_with_status_0_and_trains_no_more(
+    lab: SlurmLab, reference: SlurmRun
+):
+    def job() -> str:
+        return lab.run("scontrol", "show", "job", reference.job).stdout
+
+    reference.until(lambda: "Restarts=1" in job() and "JobState=COMPLETED" in job())
+    assert "ExitCode=0:0" in job()
+    assert "is done: there is nothing to do" in reference.log()
+    assert reference.begun_at() == [0]
+    assert reference.ends()[-1:] == ["finished"]  # the ledger is as before: no time was lost
+    assert len(reference.events(JobStarted)) == 2  # with the job that was submitted by hand
+
+
     """Submit a job that takes the run's nodes for a moment."""
     urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
     assert run.lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
