@@ -27,7 +27,7 @@ from launcher.restart_policy import (
 )
 from pretrain.checkpoint import marker
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
-from pretrain.rundir.launch_events import AttemptEnded, NextAction
+from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction
 from pretrain.rundir.run_dir import RunDir
 
 EXIT_STATUS = {
@@ -140,7 +140,7 @@ def supervise(
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
             _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
-            _log_end(ended, run_dir)
+            _log_end(ended, run_dir, job)
             if decision.action is NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
             return EXIT_STATUS[decision.action]
@@ -155,7 +155,10 @@ def supervise(
             ended.step,
         )
         if not _pause(decision.delay, stop):
-            _log_stopped(run_dir)
+            if job is None:  # the end of a job is recorded with its reason
+                name = signal.Signals(stop.received[-1]).name
+                run_dir.ledger.append(Interrupted(signal=name, step=ended.step))
+            _log_stopped(run_dir, job)
             return EXIT_STOPPED
     raise AssertionError("itertools.count does not end")
 
@@ -217,15 +220,16 @@ def _event(
     )
 
 
-def _log_end(ended: AttemptEnded, run_dir: RunDir) -> None:
+def _log_end(ended: AttemptEnded, run_dir: RunDir, job: str | None) -> None:
     if ended.next is NextAction.FINISHED:
         _log.info("finished: %s", run_dir.path)
     elif ended.next is NextAction.STOPPED:
-        _log_stopped(run_dir)
+        _log_stopped(run_dir, job)
     elif ended.next is NextAction.GIVE_UP:
         _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
 
 
-def _log_stopped(run_dir: RunDir) -> None:
-    step = latest_step(run_dir)
-    _log.info("stopped on request; rerun the same command to resume from step %d", step)
+def _log_stopped(run_dir: RunDir, job: str | None) -> None:
+    # In a job nobody types the same command again: its end says what has to be done.
+    then = "" if job else "; rerun the same command to resume from there"
+    _log.info("stopped on request after the checkpoint of step %d%s", latest_step(run_dir), then)

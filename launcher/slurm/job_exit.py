@@ -234,13 +234,19 @@ class JobExit:
         ):
             event = replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
         self._run_dir.ledger.append(event)
-        _log.info("%s", event.description)
+        _log.info("%s%s", event.description, self._advice(event))
         if event.requeued:
             try:
                 self._requeue()
             except UserError as error:
                 _log.error("%s", error)
                 self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
+
+    def _advice(self, event: JobEnded) -> str:
+        """What a person has to do for the run to continue; empty if nothing."""
+        if event.is_final or event.reason is JobEndReason.CANCELED:
+            return f"; 'launcher resume {self._run_dir.path}' continues the run"
+        return ""
 
     def _requeue(self) -> None:
         exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)

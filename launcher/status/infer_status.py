@@ -14,6 +14,7 @@ from pretrain.rundir.launch_events import (
     UNEVENTFUL,
     AttemptEnded,
     Canceled,
+    Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -97,7 +98,7 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     ended = last_of(ledger, JobEnded)
     start = f"{ended.job}.{ended.restart}" if ended is not None else ""
     timely = [event for event in ledger if not began_in(event, start)]
-    ends = (Stopped, Finished, AttemptEnded)
+    ends = (Stopped, Finished, AttemptEnded, Interrupted)
     turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
@@ -138,10 +139,12 @@ def _canceled(evidence: Evidence) -> Status:
 def _ended(evidence: Evidence, last: Event | None) -> Status:
     if last is None:
         return Status(State.NEW, "no attempt yet")
-    end = last_of(evidence.ledger, Stopped, Finished, AttemptEnded)
+    end = last_of(evidence.ledger, Stopped, Finished, AttemptEnded, Interrupted)
     if end is not None and not _continues_after(last):
         if is_finished(end):
             return _finished(evidence)
+        if isinstance(end, Interrupted):
+            return Status(State.STOPPED, end.description)
         if is_stopped(end):
             return Status(State.STOPPED, f"stopped on request after step {end.step:,}")
         if isinstance(end, AttemptEnded) and end.next in (NextAction.GIVE_UP, NextAction.REFUSED):

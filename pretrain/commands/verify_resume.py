@@ -25,6 +25,7 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
+from pretrain.rundir.launch_events import Interrupted
 from pretrain.rundir.run_dir import RunDir
 
 EXIT_DIFFERENT = 1
@@ -141,10 +142,17 @@ def train_ranks(
     failed if the ranks exit in any other way.
     """
     command = train_command(config, run_dir.path, *overrides)
-    with RankGroup(
-        command, ranks, run_dir.logs, attempt, {FAULT_VARIABLE: fault}, echo_rank_zero=is_shown
-    ) as group:
-        statuses = group.wait(timeout=timeout)
+    try:
+        with RankGroup(
+            command, ranks, run_dir.logs, attempt, {FAULT_VARIABLE: fault}, echo_rank_zero=is_shown
+        ) as group:
+            statuses = group.wait(timeout=timeout)
+    except KeyboardInterrupt:
+        if run_dir.exists():
+            run_dir.ledger.append(
+                Interrupted(signal="SIGINT", step=latest_step(run_dir.checkpoints))
+            )
+        raise
     failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
     if fault and KILLED not in statuses:
         raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")

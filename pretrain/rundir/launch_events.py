@@ -118,6 +118,20 @@ _ATTEMPT_CAUSES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interrupted(Event):
+    """The program that runs the ranks was asked to end, and no rank was left to save for it."""
+
+    signal: str  # its name
+    step: int  # of the latest checkpoint
+
+    @property
+    def description(self) -> str:
+        how = "Ctrl-C" if self.signal == "SIGINT" else self.signal
+        saved = f"the latest checkpoint is of step {self.step}" if self.step else "nothing is saved"
+        return f"stopped by {how}; {saved}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
     job: str  # 17, or 17_3 for a task of an array
     job_name: str = ""

@@ -29,6 +29,7 @@ from pretrain.rundir.launch_events import (
     UNEVENTFUL,
     AttemptEnded,
     Canceled,
+    Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -60,7 +61,7 @@ EVENTS: dict[str, type[Event]] = {
     kind.name(): kind
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
                  Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, AttemptEnded,
-                 Submitted, Canceled, JobStarted, JobEnded, SupervisorKilled)
+                 Interrupted, Submitted, Canceled, JobStarted, JobEnded, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
             open_attempt, inside = event, None
         elif isinstance(event, (OutOfMemory, GaveUp)):
             inside = inside or event
-        elif isinstance(event, (TrainingEnded, Rewind)):
+        elif isinstance(event, (TrainingEnded, Rewind, Interrupted)):
             open_attempt = inside = None
         elif isinstance(event, AttemptEnded):
             if event.next in _FAILED:
@@ -277,8 +278,8 @@ def is_finished(event: Event) -> bool:
 
 
 def is_stopped(event: Event) -> bool:
-    """Whether an attempt stopped on request."""
-    return isinstance(event, Stopped) or _next(event) is NextAction.STOPPED
+    """Whether an attempt stopped on request, or none was made any more."""
+    return isinstance(event, (Stopped, Interrupted)) or _next(event) is NextAction.STOPPED
 
 
 def _next(event: Event) -> NextAction | None:

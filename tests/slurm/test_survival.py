@@ -154,10 +154,10 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     lab.run("scancel", run.job)
     run.until(lambda: run.state() == "CANCELLED")
     assert run.ends() == ["canceled"]
+    assert f"canceled; 'launcher resume {run.dir.path}' continues the run" in run.log()
     assert_status(run, "canceled", last_failure="")
 
 
-def preempt(run: SlurmRun) -> None:
 def test_a_done_run_that_is_requeued_ends_at_once_with_status_0_and_trains_no_more(
     lab: SlurmLab, reference: SlurmRun
 ):
@@ -172,6 +172,7 @@ def test_a_done_run_that_is_requeued_ends_at_once_with_status_0_and_trains_no_mo
     assert len(reference.events(JobStarted)) == 2  # with the job that was submitted by hand
 
 
+def preempt(run: SlurmRun) -> None:
     """Submit a job that takes the run's nodes for a moment."""
     urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
     assert run.lab.run(*urgent, "--wrap", "sleep 1").returncode == 0

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.local import starter
+from launcher.restart_policy import RestartPolicy
+from launcher.status.run_state import read_state
+from launcher.supervisor import StopSignals, supervise
+from pretrain.config.run import RunConfig
+from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.launch_events import AttemptEnded
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
+    run_dir.ledger.append(Started(step=0, world_size=1))
+    return run_dir
+
+
+def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
+    deadline = time.monotonic() + 30
+    while not any(isinstance(event, AttemptEnded) for event in run_dir.ledger.read()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    stop.received.append(signal.SIGINT)
+    stop.requests += 1
+
+
+@pytest.mark.parametrize("job", [None, "17"])
+def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir, job, caplog):
+    caplog.set_level("INFO")
+    stop = StopSignals()
+    fails = starter([sys.executable, "-I", "-S", "-c", "raise SystemExit(1)"], 1, run_dir)
+    threading.Thread(target=stop_at_the_first_failure, args=(run_dir, stop)).start()
+    status = supervise(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job)
+    assert status == EXIT_STOPPED
+    said = caplog.messages[-1]
+    assert ("rerun the same command" in said) == (job is None)
+    if job is None:
+        state = read_state(run_dir.path)
+        assert (state.state, state.reason) == ("stopped", "stopped by Ctrl-C; nothing is saved")
+        assert not state.is_lost
