@@ -22,6 +22,7 @@ from data_pipeline.errors import UserError
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.supervisor import StopSignals, latest_step
+from pretrain.rundir.event_times import in_order
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of
@@ -226,9 +227,9 @@ class JobExit:
             is_final=ending.is_final,
             step=latest_step(self._run_dir),
         )
-        starts = cut_starts(
-            [*self._run_dir.ledger.read(), replace(event, time=time.time())], self._job.id
-        )
+        now = time.time()
+        events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
+        starts = cut_starts(events, self._job.id)
         if event.requeued and (
             refusal := refusal_of_futile_starts(starts, self._most_futile, self._time_limit)
         ):

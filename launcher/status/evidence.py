@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
-from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
@@ -66,7 +65,7 @@ def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     saved = None if latest is None else _time_saved(step_directory(run_dir.checkpoints, latest))
     return Evidence(
         now=time.time(),
-        ledger=ledgers.without_refused_jobs(run_dir.ledger.read()),
+        ledger=run_dir.ledger.history(),
         metrics=summarize_file(run_dir.metrics),
         heartbeats=read_heartbeats(run_dir.heartbeats),
         locks=run_dir.locks(),

@@ -81,10 +81,13 @@ def infer_status(evidence: Evidence) -> Status:
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
     if not is_over and silence is not None:
-        if silence < UNRESPONSIVE_SECONDS or evidence.is_beating:
+        if abs(silence) < UNRESPONSIVE_SECONDS or evidence.is_beating:
             return running
         hostname = heartbeats[0].hostname if heartbeats else evidence.locks[0].hostname
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
+        if silence < 0:
+            ahead = duration(-silence)
+            reason = f"no heartbeat from {hostname}, whose clock is {ahead} ahead of this one"
         return Status(State.UNRESPONSIVE, reason)
     return _waiting_or_canceled(evidence, last) or _ended(evidence, last)
 

@@ -151,7 +151,7 @@ def read_history(path: Path) -> History:
         config=run_dir.config,
         train=train,
         evaluations=[line for line in measured if line.get("kind") == "evaluation"],
-        ledger=ledgers.without_refused_jobs(run_dir.ledger.read()),
+        ledger=run_dir.ledger.history(),
         last_sign=run_dir.metrics.stat().st_mtime,
         # a lock of another host cannot be looked up: its run counts as running
         is_running=any(lock.is_held is not False for lock in run_dir.locks()),

@@ -24,6 +24,7 @@ from data_pipeline.errors import os_error_text
 from data_pipeline.files import append_whole
 from data_pipeline.patience import Patience, outlast
 from data_pipeline.typed_json import built
+from pretrain.rundir.event_times import in_order
 from pretrain.rundir.launch_events import (
     PLANNED,
     UNEVENTFUL,
@@ -98,6 +99,20 @@ class Ledger:
             content = b"\n" + content
         append_whole(self.path, content, sync=True)
         self._postponed = []
+
+    def history(self) -> list[Event]:
+        """The events of the run, at times that can be subtracted from each other and from now.
+
+        One warning says so if clocks differed; events of jobs that another job kept out are left
+        out.
+        """
+        events, num_off = in_order(without_refused_jobs(self.read()), time.time())
+        if num_off:
+            what = "events have times in the future or out of order"
+            _log.warning(
+                "%s: %d %s; clocks differ, durations are estimates", self.path, num_off, what
+            )
+        return events
 
     def read(self) -> list[Event]:
         """All events, oldest first.

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import datetime
 import json
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -144,6 +146,11 @@ def elsewhere(seconds_ago: float) -> Lock:
             evidence(START, beats=[beat(360)]),
             "unresponsive",
             "no heartbeat from elsewhere for 6.0 min",
+        ),
+        (
+            evidence(START, beats=[beat(-86400)]),
+            "unresponsive",
+            "no heartbeat from elsewhere, whose clock is 24 h ahead of this one",
         ),
         (
             evidence(START, RETRY, locks=[HELD]),
@@ -346,6 +353,36 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
     assert spent.description == (
         "training 45.0%, restarts 30.0%, evaluation 8.3%, stalls 6.7%, waiting for data 5.0%, "
         "saving 5.0%"
+    )
+
+
+def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(tmp_path, caplog):
+    run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
+    run_dir.metrics.write_text(
+        json.dumps(train_line(5, tokens_per_second=1.0, seconds=40.0)) + "\n"
+    )
+    now = time.time()
+    seconds_ago = (
+        (GAVE_UP, 110),
+        (START, 100),
+        (replace(attempt_ended(NextAction.RETRY), step=4), 5000),  # a clock behind
+        (Resumed(step=4, world_size=2), 60),
+        (attempt_ended(NextAction.GIVE_UP, step=4), -86400),  # a clock ahead
+    )
+    text = b""
+    for event, seconds in seconds_ago:
+        run_dir.ledger.append(event)
+        when = datetime.datetime.fromtimestamp(now - seconds, datetime.timezone.utc).isoformat()
+        tree = json.loads(run_dir.ledger.path.read_text())
+        text += json.dumps({**tree, "time": when}).encode() + b"\n"
+        run_dir.ledger.path.unlink()
+    run_dir.ledger.path.write_bytes(text)
+    state = read_state(run_dir.path)
+    assert state.results.goodput == pytest.approx(0.4, abs=0.02)
+    assert state.last_failure_age == pytest.approx(0, abs=30)
+    (note,) = caplog.messages
+    assert note.endswith(
+        "2 events have times in the future or out of order; clocks differ, durations are estimates"
     )
 
 
