@@ -82,7 +82,11 @@ def try_lock(file: IO) -> bool:
 def open_shared(path: Path) -> BinaryIO:
     """Open a file for reading with a shared lock: until it is closed, `try_lock` on it fails."""
     file = open(path, "rb")  # noqa: SIM115  (the caller closes it)
-    _flock(file, fcntl.LOCK_SH)
+    try:
+        _flock(file, fcntl.LOCK_SH)
+    except BaseException:
+        file.close()
+        raise
     return file
 
 
