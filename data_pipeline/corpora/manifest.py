@@ -156,6 +156,7 @@ def checked_shard(tree: Fields) -> ShardInfo:
 
 
 def _missing_manifest(directory: Path) -> str:
+    directory = directory.absolute()  # the reader of the message may be in another directory
     corpus = directory.parent
     is_absent = not directory.exists() or not any(directory.iterdir())
     if is_absent and (corpus / SPLITS[0] / MANIFEST_NAME).exists() and directory.name in SPLITS:

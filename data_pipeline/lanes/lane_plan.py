@@ -282,11 +282,11 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
     lanes = range(plan.num_lanes) if share < longest_document else ()
     empty = next((lane for lane in lanes if not plan.lane_length(0, lane)), None)
     if empty is not None:
+        most = max(1, plan.num_tokens // max(longest_document, 1))
         raise DataError(
             f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest "
             f"document has {longest_document} tokens and lane {empty} would be "
-            f"empty; use at most {max(1, plan.num_tokens // max(longest_document, 1))} lanes, "
-            "more text, or shorter documents"
+            f"empty; use at most {most} lanes (data.lanes={most}), more text, or shorter documents"
         )
     if share < COMFORTABLE_RATIO * longest_document:
         comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
+from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import MixturePart, RunConfig
 
+if TYPE_CHECKING:
+    from data_pipeline.corpora.corpus import Corpus
+    from data_pipeline.lanes.mixture import Mixture
+
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the run with its vocabulary size; UserError if the corpus cannot fill the lanes."""
+    """Return the run with its vocabulary size.
+
+    UserError with all reasons why the run cannot train on the corpus, also those that would only
+    show later: a small corpus has several.
+    """
     # Imported late: commands that only estimate costs need no numpy.
     from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
-    from data_pipeline.lanes.lane_stream import LaneStream
     from data_pipeline.lanes.mixture import open_training_data
 
     phases = runs_of_phases(config)
@@ -25,8 +34,16 @@ def resolve(config: RunConfig) -> RunConfig:
         open_training_data(phase.data.path, phase.data.mixture, phase.data.cache)
         for phase in phases
     ]
-    for phase, corpus in zip(phases, corpora, strict=True):
-        LaneStream(corpus, phase.data.lanes, config.seed, phase.data.segment_length, range(1))
+    problems = [
+        problem
+        for phase, corpus in zip(phases, corpora, strict=True)
+        for problem in _problems(phase, corpus)
+    ]
+    if problem := _error_of(lambda: read_manifest(config.data.directory() / "validation")):
+        problems.append(problem)
+    if problems:
+        count = f"{len(problems)} problems with the corpus: " if problems[1:] else ""
+        raise DataError(count + "; also, ".join(problems))
     vocab_size = tokenizer_of(corpora[0].tokenizer_directory.parent).vocab_size  # same in all
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
@@ -35,6 +52,34 @@ def resolve(config: RunConfig) -> RunConfig:
             "taken from the corpus"
         )
     return _with_vocab_size(config, vocab_size)
+
+
+def _problems(phase: RunConfig, corpus: Corpus | Mixture) -> list[str]:
+    """Why the phase cannot read the corpus; what else would go wrong with it only if it cannot."""
+    from data_pipeline.lanes.lane_stream import LaneStream
+
+    lanes, segment = phase.data.lanes, phase.data.segment_length
+    problem = _error_of(lambda: LaneStream(corpus, lanes, phase.seed, segment, range(1)))
+    if not problem:
+        return []
+    manifest = corpus.manifest
+    share = manifest.tokens // max(1, manifest.tokens // max(1, manifest.longest_document))
+    if segment <= share:
+        return [problem]
+    return [
+        problem,
+        f"segments of {segment} tokens are longer than the {share} tokens of a lane; use "
+        f"data.segment_length={share} or less",
+    ]
+
+
+def _error_of(check: Callable[[], object]) -> str:
+    """What a check finds wrong with the data; empty if nothing."""
+    try:
+        check()
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def resolve_if_built(config: RunConfig) -> RunConfig:
@@ -60,7 +105,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     if not manifest.is_file():
         raise ConfigError(
             "model.vocab_size is not set and there is no corpus at "
-            f"{path_text(config.data.path)} to read it from; set it, or build the corpus"
+            f"{path_text(absolute(config.data.path))} to read it from; set it, or build the corpus"
         )
     return _with_vocab_size(config, int(json.loads(manifest.read_text())["vocab_size"]))
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.config.resolve import with_absolute_paths
+import pytest
+
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.errors import ConfigError, DataError
+from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import DataConfig, MixturePart, PhaseConfig, RunConfig
 
 
@@ -19,3 +24,44 @@ def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> No
     paths = [found.initial_weights, found.data.path, *(part.path for part in found.data.mixture)]
     paths += [part.path for part in found.data.phases[0].mixture]
     assert paths == [tmp_path / name for name in "wdabc"]
+
+
+def test_the_first_error_about_a_small_corpus_names_everything_to_change(tmp_path: Path) -> None:
+    for name, length in (("a", 20), ("b", 40)):
+        (tmp_path / f"{name}.txt").write_text("x" * length)
+    tokenizer = TokenizerConfig(kind="bytes")
+    text = (tmp_path / "a.txt", tmp_path / "b.txt")
+    without = CorpusConfig(
+        input=text, output=tmp_path / "c", validation_fraction=0, tokenizer=tokenizer
+    )
+    build_corpus(without)
+    with pytest.raises(DataError) as caught:
+        resolve(RunConfig(data=DataConfig(path=tmp_path / "c")))
+    said = str(caught.value)
+    assert said.startswith("3 problems with the corpus: 62 tokens are too few for 16 lanes")
+    assert "use at most 1 lanes (data.lanes=1)" in said
+    assert "longer than the 62 tokens of a lane; use data.segment_length=62 or less" in said
+    assert "has no validation split; build the corpus with validation_fraction above 0" in said
+    fitting = DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)
+    with pytest.raises(DataError, match=r"^data.path=.* has no validation split"):
+        resolve(RunConfig(data=fitting))
+    (tmp_path / "v.txt").write_text("y" * 5)
+    build_corpus(
+        CorpusConfig(
+            input=text,
+            output=tmp_path / "d",
+            validation_input=(tmp_path / "v.txt",),
+            tokenizer=tokenizer,
+        )
+    )
+    fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
+    assert resolve(RunConfig(data=fitting)).model.vocab_size == 257
+
+
+def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig(data=DataConfig(path=Path("p")))
+    with pytest.raises(ConfigError, match=f"no corpus at {tmp_path}/p to read it from; set it, or"):
+        with_vocabulary(run)
+    with pytest.raises(DataError, match=f"^{tmp_path}/p/train does not exist"):
+        resolve(run)
