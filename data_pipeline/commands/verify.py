@@ -20,6 +20,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_below, path_text, url_of
+from data_pipeline.fitted import print_fitted
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.program import check_positive
@@ -28,6 +29,7 @@ from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 120
+FACTS_COLUMN = 19  # after the names of the facts
 CORPUS_HELP = "directory or URL of a corpus, or the directory of one split"
 
 
@@ -65,8 +67,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         check_positive(arguments, "lanes")
     for split in splits_of(local_corpus_directory(arguments.directory, CacheConfig())):
         num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
-        for line in describe_split(split, num_lanes, arguments.seed):
-            print(line)
+        print_fitted(describe_split(split, num_lanes, arguments.seed), FACTS_COLUMN)
     return 0
 
 

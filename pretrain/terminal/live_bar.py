@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 _CLEAR = "\r\x1b[2K"
 _BAR_WIDTH = 24
+_NARROW_BAR_WIDTH = 4  # leaves room for loss, speed and time left in 80 columns
+_WIDE_TERMINAL = 120
 
 
 @contextlib.contextmanager
@@ -63,7 +65,7 @@ class LiveOutput(io.TextIOBase):
         self._terminal = terminal  # file descriptor
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
         self._unfinished = ""  # a line whose end has not come yet
-        self._bar = ""
+        self._bar: LogLine | None = None
 
     def writable(self) -> bool:
         return True
@@ -86,7 +88,7 @@ class LiveOutput(io.TextIOBase):
             if line.progress is None:
                 self._draw(f"{_CLEAR}{line.text}\n")
             else:
-                self._bar = f"{_drawn(line.progress)}  {line.message}"
+                self._bar = line
                 self._draw("")
 
     def leave(self) -> None:
@@ -94,16 +96,20 @@ class LiveOutput(io.TextIOBase):
         with self._lock:
             if self._unfinished or self._bar:
                 os.write(self._terminal, b"\n")
-            self._unfinished = self._bar = ""
+            self._unfinished, self._bar = "", None
 
     def _draw(self, above: str) -> None:
         bottom = self._unfinished or self._fitted_bar()
         os.write(self._terminal, f"{above}{_CLEAR}{bottom}".encode())
 
     def _fitted_bar(self) -> str:
-        return self._bar[: shutil.get_terminal_size().columns - 1]
+        if self._bar is None or self._bar.progress is None:
+            return ""
+        columns = shutil.get_terminal_size().columns
+        width = _BAR_WIDTH if columns >= _WIDE_TERMINAL else _NARROW_BAR_WIDTH
+        return f"{_drawn(self._bar.progress, width)}  {self._bar.message}"[: columns - 1]
 
 
-def _drawn(fraction: float) -> str:
-    done = round(min(1.0, fraction) * _BAR_WIDTH)
-    return f"[{'#' * done}{'-' * (_BAR_WIDTH - done)}] {fraction:4.0%}"
+def _drawn(fraction: float, width: int) -> str:
+    done = round(min(1.0, fraction) * width)
+    return f"[{'#' * done}{'-' * (width - done)}] {fraction:4.0%}"

@@ -11,22 +11,25 @@ from pretrain.terminal.text import number
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """An interval's measurements: its train loss, everything else at its end."""
+    """An interval's measurements: its train loss, everything else at its end.
+
+    What matters most comes first: a progress bar cuts the line at the terminal's width.
+    """
     line, loss = lines[-1], lines[-1]["train_loss"]
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
         f"train loss {number(loss, '.4f')}",
+        f"{line['tokens_per_second']:,.0f} tok/s",
+        f"left {duration((total_steps - line['step']) * seconds_per_step)}",
         f"ppl {number(None if loss is None else perplexity(loss), ',.1f')}",
         f"lr {line['learning_rate']:.2e}",
     ]
     if line["grad_norm"] is not None:
         parts.append(f"grad {line['grad_norm']:.2f}")
     parts += [
-        f"{line['tokens_per_second']:,.0f} tok/s",
         f"MFU {line['mfu']:.1%}",
         f"data wait {line['data_wait']:.1%}",
         f"mem {line['used_memory_gib']:.2f} GiB",
-        f"left {duration((total_steps - line['step']) * seconds_per_step)}",
     ]
     if "loss_scale" in line:
         parts.append(f"scale {line['loss_scale']:,.0f}")

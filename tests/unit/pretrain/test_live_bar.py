@@ -6,7 +6,16 @@ import subprocess
 import sys
 
 from pretrain.terminal.live_bar import LiveOutput, LogLine
+from pretrain.terminal.train_lines import train_line
+from tests.helpers.metrics import train_line as metrics_of_step
 
+SPEEDS = {
+    "train_loss": 1.0,
+    "tokens_per_second": 1234567,
+    "mfu": 0.4,
+    "data_wait": 0.01,
+    "used_memory_gib": 70,
+}
 SCRIPT = """
 import sys
 from pretrain.terminal.live_bar import LogLine, live_bar, show
@@ -45,9 +54,20 @@ def test_measurements_replace_each_other_and_other_lines_stay_above_them():
     assert screen(written("resuming\n", first, "saved\n", second)) == [
         "resuming",
         "saved",
-        f"[{'#' * 24}] 100%  step 10/10  loss 2.0",
+        f"[{'#' * 4}] 100%  step 10/10  loss 2.0",
         "",
     ]
+
+
+def test_80_columns_show_loss_speed_and_time_left_and_wide_terminals_all(monkeypatch):
+    line = train_line([metrics_of_step(99_999, **SPEEDS)], 100_000, seconds_per_step=7.5)
+    for columns, width in (("80", 4), ("240", 24)):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = screen(written(measured(line, 0.5)))[0]
+        assert len(shown) < int(columns)
+        assert shown.startswith(f"[{'#' * (width // 2)}{'-' * (width // 2)}]  50%  step  99999/")
+        assert "train loss 1.0000  1,234,567 tok/s  left 7.5 s" in shown
+    assert line in shown
 
 
 def test_a_line_may_come_in_pieces_and_what_looks_like_measurements_is_a_line():
@@ -75,7 +95,7 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
     assert screen(shown) == [
         "before",
         "saved",
-        f"[{'#' * 24}] 100%  step 10/10  loss 2.0",
+        f"[{'#' * 4}] 100%  step 10/10  loss 2.0",
         "after",
         "",
     ]
