@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
 from data_pipeline.yaml_files import did_you_mean
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,57 @@ class Program:
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
+        parser.given = rest
         return run(parser.parse_intermixed_args(rest))
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as every other error: in one line."""
 
+    given: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
-        _, _, unknown = message.partition("unrecognized arguments: ")
-        flag = next((each.partition("=")[0] for each in unknown.split() if each[0] == "-"), "")
+        flags = [each for each in self.given if each.startswith("--")]
+        unknown = [x for x in flags if x.partition("=")[0] not in self._option_string_actions]
+        if "are required:" in message and unknown:  # perhaps the required one, misspelt
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+        _, _, rest = message.partition("unrecognized arguments: ")
+        flag = next((each.partition("=")[0] for each in rest.split() if each[0] == "-"), "")
         hint = did_you_mean(flag, list(self._option_string_actions)) if flag else ""
         raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
+
+
+def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:
+    """Define `experiment`, a file, and `overrides` of its settings, which may also come first."""
+    parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        action=_Overrides,
+        help="settings that override the file's, such as optim.steps=100",
+    )
+
+
+class _Overrides(argparse.Action):
+    """Takes the one name that is no override as the experiment, wherever it stands."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        names = [str(namespace.experiment), *values]
+        files = [name for name in names if not _OVERRIDE.match(name)]
+        if len(files) != 1 and names[0] not in files and not namespace.experiment.exists():
+            found = " ".join(names)
+            raise UserError(f"found {found}, expected one experiment and overrides of its settings")
+        if len(files) == 1:
+            namespace.experiment = Path(files[0])
+            names = files + [name for name in names if name != files[0]]
+        namespace.overrides = names[1:]
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:

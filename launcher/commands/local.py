@@ -10,6 +10,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.patience import Patience
+from data_pipeline.program import add_experiment
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.status.run_state import is_done_already
 from launcher.supervisor import StopSignals, supervise
@@ -25,10 +26,7 @@ _log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher local`."""
-    parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="overrides of its settings"
-    )
+    add_experiment(parser)
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes on this machine (default %(default)s)"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.program import add_experiment
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
@@ -26,10 +27,7 @@ from pretrain.rundir.run_dir import RunDir
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""
-    parser.add_argument("experiment", type=Path, help="experiment file (YAML)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=value", help="overrides of its settings"
-    )
+    add_experiment(parser)
     parser.add_argument(
         "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
     )

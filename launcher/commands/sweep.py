@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
+from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
@@ -30,25 +31,49 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
 from pretrain.terminal.text import counted
 
-_ACTIONS = (
-    "plan: show the cells",
-    "submit: start the cells that are neither done nor active",
-    "status: show state, results and settings of each cell",
-    "collect: settings and results as CSV",
+PROGRAM = Program(
+    "launcher sweep",
+    "The cells of a sweep file: a grid, or cells as 'pretrain scale plan' writes them.",
+    {
+        "plan": ("launcher.commands.sweep:plan", "show the cells: steps, parameters, FLOPs"),
+        "submit": (
+            "launcher.commands.sweep:submit",
+            "start the cells that are neither done nor active",
+        ),
+        "status": (
+            "launcher.commands.sweep:status",
+            "show state, results and settings of each cell",
+        ),
+        "collect": ("launcher.commands.sweep:collect", "write settings and results as CSV"),
+    },
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep`."""
-    parser.add_argument(
-        "action", choices=("plan", "submit", "status", "collect"), help="; ".join(_ACTIONS)
-    )
-    parser.add_argument(
-        "sweep", type=Path, help="sweep file: a grid, or cells as 'pretrain scale plan' writes them"
-    )
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep plan`, with which the others begin."""
+    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="sweep file")
     parser.add_argument(
         "--runs-dir", type=Path, help="parent of the cells' run directories (default runs/SWEEP)"
     )
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep status`."""
+    add_plan_arguments(parser)
+    add_watch_argument(parser)
+
+
+def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep collect`."""
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help="output file (default RUNS/results.csv)"
+    )
+
+
+def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep submit`."""
+    add_plan_arguments(parser)
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
     place.add_argument(
@@ -70,29 +95,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         default="1",
         metavar="N|A:B",
-        help="nodes of each cell; 1:4 gives each the fewest that it needs",
+        help="with --cluster: nodes of each cell; 1:4 gives each the fewest that it needs",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="CSV",
-        help="output file of 'collect' (default RUNS/results.csv)",
-    )
-    add_watch_argument(parser, "with 'status': ")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch scripts; write and submit nothing"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """0 if every cell is done or in the queue (or for `status`), 2 if one failed, 75 if stopped on
-    request."""
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print a row per cell."""
+    from launcher.commands.tables import console, plain_table
+
+    cells = _cells_of(arguments)
+    console().print(plain_table(list(map(planned, cells, settings_of(cells)))))
+    print(describe(cells))
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print state, results and settings of each cell, once or until it is interrupted."""
+    from launcher.commands.sweep_tables import sweep_status
+    from launcher.commands.tables import console
+
+    if arguments.watch:
+        return watch(lambda: sweep_status(_cells_of(arguments)))
+    console().print(sweep_status(_cells_of(arguments)))
+    return 0
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Write the table of results."""
+    cells = _cells_of(arguments)
+    output = arguments.output or _runs_of(arguments, read_sweep(arguments.sweep)) / "results.csv"
+    write_results(output, cells)
+    print(f"{output}: {describe(cells)}")
+    return 0
+
+
+def run_submit(arguments: argparse.Namespace) -> int:
+    """0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
     sweep = read_sweep(arguments.sweep)
-    runs = arguments.runs_dir or Path("runs") / sweep.name
-    if arguments.watch and arguments.action != "status":
-        raise ConfigError(f"--watch belongs to 'status', found {arguments.action!r}; leave it out")
-    if arguments.action != "submit":
-        return _show(sweep, arguments, runs)
+    runs = _runs_of(arguments, sweep)
     for name in ("jobs", "ranks"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name}={value} must be 1 or more")
@@ -109,27 +152,13 @@ def run(arguments: argparse.Namespace) -> int:
     return _run_here(cells, arguments, runs)
 
 
-def _show(sweep: Sweep, arguments: argparse.Namespace, runs: Path) -> int:
-    from launcher.commands.sweep_tables import sweep_status
-    from launcher.commands.tables import console, plain_table
+def _cells_of(arguments: argparse.Namespace) -> list[CellRun]:
+    sweep = read_sweep(arguments.sweep)
+    return read_cells(sweep, arguments.sweep, _runs_of(arguments, sweep))
 
-    def cells() -> list[CellRun]:
-        return read_cells(sweep, arguments.sweep, runs)
 
-    if arguments.watch:
-        return watch(lambda: sweep_status(cells()))
-    if arguments.action == "status":
-        console().print(sweep_status(cells()))
-        return 0
-    found = cells()
-    if arguments.action == "collect":
-        output = arguments.output or runs / "results.csv"
-        write_results(output, found)
-        print(f"{output}: {describe(found)}")
-        return 0
-    console().print(plain_table(list(map(planned, found, settings_of(found)))))
-    print(describe(found))
-    return 0
+def _runs_of(arguments: argparse.Namespace, sweep: Sweep) -> Path:
+    return arguments.runs_dir or Path("runs") / sweep.name
 
 
 def _submit(

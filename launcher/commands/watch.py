@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _SECONDS = 5.0
 
 
-def add_watch_argument(parser: argparse._ActionsContainer, where: str = "") -> None:
-    """Add `--watch`, whose help begins with `where` it applies."""
+def add_watch_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--watch`."""
     parser.add_argument(
-        "--watch", action="store_true", help=f"{where}update every {_SECONDS:g} s, until Ctrl-C"
+        "--watch", action="store_true", help=f"update every {_SECONDS:g} s, until Ctrl-C"
     )
 
 

@@ -121,7 +121,7 @@ def _check_disk(config: RunConfig, run_dir: Path) -> None:
         raise ConfigError(
             f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
             f"{needed / GIB:.1f} GiB; "
-            "free disk space, choose another --run-dir or lower checkpoint.keep_last"
+            "free disk space, choose another run directory or lower checkpoint.keep_last"
         )
 
 

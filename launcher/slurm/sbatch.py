@@ -159,7 +159,7 @@ def _log_pattern(run_dir: Path, name: str) -> str:
     if "\\" in str(run_dir):
         raise ConfigError(
             f"found a backslash in {run_dir}, which Slurm does not keep in a log's path; "
-            "choose another --run-dir"
+            "choose another run directory"
         )
     return f"{run_dir / 'logs'}".replace("%", "%%") + f"/{name}"
 

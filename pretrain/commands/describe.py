@@ -9,6 +9,8 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config, parse_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.fitted import print_fitted
+from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
 from data_pipeline.yaml_files import read_tree
 from pretrain.config.phases import advice_on_phases, spans_of_phases
@@ -33,6 +35,8 @@ from pretrain.costs.flops import (
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted, si
+
+NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +70,7 @@ class Hardware:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
-    parser.add_argument(
-        "config",
-        type=Path,
-        metavar="EXPERIMENT",
-        help="experiment or model file (YAML), or a run directory",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="config overrides, such as data.lanes=64"
-    )
+    add_experiment(parser, "experiment or model file (YAML), or a run directory")
     parser.add_argument(
         "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"
     )
@@ -98,17 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the description of the run."""
     hardware = hardware_of(arguments)
-    path = arguments.config
+    path = arguments.experiment
     if path.is_dir():
         path = RunDir.open(path).config_file
     config = resolve_if_built(load_config(RunConfig, path, arguments.overrides))
-    if config.initial_weights is not None and not arguments.config.is_dir():
+    if config.initial_weights is not None and not arguments.experiment.is_dir():
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.
         from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)
-    for line in describe(config, hardware, arguments.mfu, arguments.explain):
-        print(line)
+    print_fitted(describe(config, hardware, arguments.mfu, arguments.explain), NOTES_COLUMN)
     return 0
 
 

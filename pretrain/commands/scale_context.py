@@ -23,6 +23,7 @@ from pretrain.config.run import RunConfig
 from pretrain.scaling.context import Evaluate, context_rows, plan_contexts, read_context
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
+from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.terminal.text import counted, text_table
 
@@ -86,7 +87,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     print(text_table([heads, *rows]))
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
-    print("\n".join([f"total: {total}", *unchecked]))
+    print("\n".join([f"total: {total}", replaced_settings(base), *unchecked]))
     write_plan(arguments, name, base, runs, [total])
     return 0
 

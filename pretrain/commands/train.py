@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import exit_status_of
+from data_pipeline.program import add_experiment
 from pretrain.config.phases import advice_on_phases
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
@@ -20,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain train`."""
-    parser.add_argument("config", type=Path, help="experiment file (YAML)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's"
-    )
+    add_experiment(parser)
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume the run of the directory, as one rank of WORLD_SIZE."""
     config = resolve(
-        with_absolute_paths(load_config(RunConfig, arguments.config, arguments.overrides))
+        with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     )
     from pretrain.distributed.world import (
         destroy_process_group,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.program import add_experiment
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -36,10 +37,7 @@ ELASTIC_TOLERANCE = 1e-5  # relative, of losses in fp32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain verify-resume`."""
-    parser.add_argument("config", type=Path, help="experiment file (YAML)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's"
-    )
+    add_experiment(parser)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
     parser.add_argument("--steps", type=int, default=20, help="steps to train (default 20)")
     parser.add_argument(
@@ -65,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kill-at={arguments.kill_at} must be at least 1 and below --steps={arguments.steps}"
         )
-    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
         for phase in runs_of_phases(config):
             accumulation_steps(phase, ranks)  # one error here instead of one from every rank
@@ -111,7 +109,7 @@ def _train_and_compare(
     for run_dir in (uninterrupted, killed):
         if run_dir.exists():
             raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
-    train = functools.partial(train_ranks, arguments.config, timeout=START_SECONDS)
+    train = functools.partial(train_ranks, arguments.experiment, timeout=START_SECONDS)
     _report(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, uninterrupted")
     train(settings, uninterrupted, arguments.ranks)
     _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")

@@ -32,7 +32,7 @@ def checked_tokenizer(run_dir: RunDir, config: RunConfig) -> str:
         raise DataError(
             f"tokenizer {directory / TOKENIZER_DIRECTORY} has fingerprint {found[:16]}, the run in "
             f"{run_dir.path} was trained with {before.tokenizer[:16]}; restore the corpus, or "
-            "choose another --run-dir"
+            "choose another run directory"
         )
     return found
 

@@ -47,7 +47,7 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
                 return
             raise ConfigError(
                 f"{path.parent} is in use by {_name_of(lock)}; "
-                "wait for it, stop it, or choose another --run-dir"
+                "wait for it, stop it, or choose another run directory"
             )
         file.truncate(0)
         owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}

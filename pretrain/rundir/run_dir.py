@@ -97,7 +97,7 @@ class RunDir:
             name = run_dir.identity.name
             raise ConfigError(
                 f"{path} already holds the run {name!r}; "
-                "choose another --run-dir or resume that run"
+                "choose another run directory or resume that run"
             )
         run_dir._refuse_strangers()
         for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
@@ -164,7 +164,7 @@ class RunDir:
             tree = json.loads(self._identity_file.read_text())
         except ValueError as error:
             raise ConfigError(
-                f"{self._identity_file} is not JSON: {error}; use a new --run-dir"
+                f"{self._identity_file} is not JSON: {error}; use a new run directory"
             ) from None
         return parse_config(RunIdentity, tree, source=str(self._identity_file))
 
@@ -230,14 +230,16 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
                 + "\n  ".join(refused)
-                + "\nuse its settings to resume it, or choose another --run-dir"
+                + "\nuse its settings to resume it, or choose another run directory"
             )
 
     def _refuse_strangers(self) -> None:
         if not self.path.exists():
             return
         if not self.path.is_dir():
-            raise ConfigError(f"{self.path} is a file; --run-dir must be a directory")
+            raise ConfigError(
+                f"{self.path} is a file, expected a directory; choose another run directory"
+            )
         names = sorted(entry.name for entry in self.path.iterdir())
         strangers = [
             name
@@ -247,7 +249,7 @@ class RunDir:
         if strangers:
             raise ConfigError(
                 f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); "
-                "choose an empty --run-dir"
+                "choose an empty run directory"
             )
 
     def _accept(self, config: RunConfig) -> None:

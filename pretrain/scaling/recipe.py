@@ -171,6 +171,15 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
     return run
 
 
+def replaced_settings(base: RunConfig) -> str:
+    """What `with_steps` gives every run in place of the base's settings, in one line."""
+    schedule = base.optim.schedule
+    return (
+        f"every run: optim.schedule.warmup_steps is {WARMUP:.0%} of its steps (the experiment: "
+        f"{schedule.warmup_steps} of {base.optim.steps}), checkpoint.interval a quarter of them"
+    )
+
+
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """Return the run with that many steps, and warm-up and checkpoints in proportion."""
     schedule = replace(

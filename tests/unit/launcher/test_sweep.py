@@ -27,6 +27,7 @@ from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
 from tests.helpers.metrics import train_line
 
+ROOT = Path(__file__).parents[3]
 CLUSTER = ClusterConfig(ranks_per_node=2)
 
 
@@ -236,6 +237,27 @@ def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+def test_each_action_explains_its_own_flags_and_takes_no_others(grid, capsys):
+    pages = []
+    for action in ("plan", "submit", "status", "collect"):
+        with pytest.raises(SystemExit):
+            main(["sweep", action, "--help"])
+        pages.append(capsys.readouterr().out.partition("\n\n")[2])
+    assert len(set(pages)) == 4
+    assert ["--jobs" in page for page in pages] == [False, True, False, False]
+    assert ["--output" in page for page in pages] == [False, False, False, True]
+    assert main(["sweep", "collect", str(grid), "--local"]) == 2
+    assert "unrecognized arguments: --local" in capsys.readouterr().err
+
+
+def test_shared_code_names_the_run_directory_and_not_the_flag_of_one_command():
+    modules = [path for name in ("pretrain", "launcher") for path in (ROOT / name).rglob("*.py")]
+    shared = [path for path in modules if not {"commands", "demo"} & set(path.parts)]
+    assert len(shared) > 100
+    found = [str(path) for path in shared if "another --run" in path.read_text()]
+    assert found == []
+
+
 def test_plan_shows_what_the_cells_will_be(grid, capsys, monkeypatch):
     monkeypatch.chdir(grid.parent)
     assert main(["sweep", "plan", str(grid)]) == 0
@@ -306,7 +328,7 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
 
 def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
     assert main(["sweep", "plan", str(grid), "--watch"]) == 2
-    assert "--watch belongs to 'status', found 'plan'" in capsys.readouterr().err
+    assert "unrecognized arguments: --watch" in capsys.readouterr().err
     assert main(["sweep", "status", str(grid), "--watch"]) == 2
     assert "--watch needs a terminal" in capsys.readouterr().err
 

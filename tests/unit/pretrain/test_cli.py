@@ -49,6 +49,30 @@ def test_a_misspelt_flag_is_answered_in_one_line_with_the_nearest(capsys, flag, 
     assert error.count("\n") == 1
 
 
+def test_overrides_may_stand_before_the_experiment_too(tmp_path, capsys):
+    experiment = tmp_path / "x.yaml"
+    experiment.write_text("name: mine\nmodel: {vocab_size: 100}\n")
+    assert main(["describe", "model.num_layers=2", str(experiment), "name=other"]) == 0
+    before = capsys.readouterr().out
+    assert main(["describe", str(experiment), "model.num_layers=2", "name=other"]) == 0
+    assert capsys.readouterr().out == before
+    assert before.startswith("other: ")
+    for wrong in (["name=x"], ["name=x", str(experiment), str(experiment)]):
+        assert main(["describe", *wrong]) == 2
+        assert capsys.readouterr().err == (
+            f"error: found {' '.join(wrong)}, expected one experiment and overrides of its "
+            "settings\n"
+        )
+
+
+def test_a_misspelt_flag_is_named_also_where_it_should_have_been_a_required_one(capsys):
+    assert main(["train", "x.yaml", "--rundir", "runs/x"]) == 2
+    expected = "error: unrecognized arguments: --rundir; did you mean '--run-dir'?\n"
+    assert capsys.readouterr().err == expected
+    assert main(["train", "x.yaml"]) == 2
+    assert "the following arguments are required: --run-dir" in capsys.readouterr().err
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
     assert main(["trian"]) == 2
     assert "did you mean 'train'" in capsys.readouterr().err

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config_loader import load_config
+from data_pipeline.fitted import fitted
 from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
+from pretrain.commands.describe import NOTES_COLUMN, Hardware, describe
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
@@ -345,3 +347,15 @@ def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same
             assert message in said[-1]
         assert said[0].endswith(said[1]) or said[1].endswith(said[0])
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_description_fits_80_columns_and_keeps_its_columns():
+    run = run_config(activation_checkpointing="full", checkpoint_every_n_layers=2)
+    hardware = Hardware(nodes=1, ranks_per_node=4, name="H100")
+    lines = list(fitted(describe(run, hardware, explain=True), NOTES_COLUMN, 80))
+    assert max(map(len, lines)) <= 80
+    unfitted = describe(run, hardware, explain=True)
+    assert max(map(len, unfitted)) > 100
+    words = "\n".join(lines).split()
+    assert words == "\n".join(unfitted).split()
+    assert [line for line in lines if line.startswith(" " * NOTES_COLUMN)]

@@ -5,7 +5,9 @@ real.
 from __future__ import annotations
 
 import csv
+import io
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +110,9 @@ metrics: {{tensorboard: false}}
         "0",
         "8",
     ]
-    assert main([*plan, "--out", str(sweep)]) == 0
+    with redirect_stdout(io.StringIO()) as said:
+        assert main([*plan, "--out", str(sweep)]) == 0
+    assert "every run: optim.schedule.warmup_steps is 5% of its steps (the exp" in said.getvalue()
     cells = read_sweep(sweep).cells
     assert [cell.name for cell in cells] == ["t8-m0-same-tokens", NOT_TRAINED, "t8-m8"]
     for cell in cells:
