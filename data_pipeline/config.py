@@ -22,6 +22,12 @@ from data_pipeline.setting_fields import (
     setting,
 )
 
+SourceKind = Literal["text", "jsonl", "tar", "parquet"]
+ShardFormat = Literal["mds", "webdataset"]
+BuiltTokenizer = Literal["unigram", "bpe", "bytes"]
+# `sentencepiece` is any model that was not trained here.
+TokenizerKind = Literal[BuiltTokenizer, "sentencepiece"]
+
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
@@ -48,7 +54,7 @@ CORPUS_NAMES = {  # setting -> what other systems call it, for errors about such
 class TokenizerConfig:
     """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
 
-    kind: Literal["unigram", "bpe", "bytes"] = "unigram"
+    kind: BuiltTokenizer = "unigram"
     """SentencePiece model to train, or bytes, which always have 257 tokens."""
     vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY), unit="tokens")
     """Size of the vocabulary."""
@@ -75,7 +81,7 @@ class CorpusConfig:
     """Files or folders of a separate validation split; then no fraction is used."""
     validation_fraction: float = setting(0.01, Range(0, 1, below=True))
     """Part of the documents for validation, chosen by a hash of their id; 0: none."""
-    format: Literal["auto", "text", "jsonl", "tar", "parquet"] = "auto"
+    format: Literal["auto", SourceKind] = "auto"
     """Format of the input; auto: by name or head; text: one document per file."""
     suffixes: tuple[str, ...] = ()
     """Read only files with these endings before .gz or .zst; []: all files."""
@@ -93,7 +99,7 @@ class CorpusConfig:
     """Keep only the first of documents with equal text."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
     """Cut longer documents at paragraph ends into NAME#1, NAME#2, ...; 0: never."""
-    shard_format: Literal["mds", "webdataset"] = "mds"
+    shard_format: ShardFormat = "mds"
     """Format of the shards: .mds files, or .tar files of arrays."""
     shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES), unit="bytes")
     """Size of a shard."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
@@ -81,6 +81,14 @@ def ranges_of(schema: Any) -> dict[str, Range]:
     """Return the ranges of a settings class, or of its instance, by the names of the fields."""
     found = {each.name: each.metadata.get(RANGE) for each in fields(schema)}
     return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """End a `match` over a choice: pyright rejects it while a value of the choice is missing.
+
+    (`typing.assert_never` needs Python 3.11.)
+    """
+    raise AssertionError(f"no case handles {value!r}")
 
 
 def check_ranges(section: str, settings: Any) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
+from data_pipeline.config import TokenizerKind
 from data_pipeline.errors import DataError
 from data_pipeline.files import atomic_write, read_regular, write_json
-
-# `sentencepiece` is any model that was not trained here.
-TokenizerKind = Literal["unigram", "bpe", "bytes", "sentencepiece"]
+from data_pipeline.setting_fields import assert_never
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "tokenizer.model"
@@ -25,6 +25,25 @@ NUM_BYTES = 256
 # tokens as the whole. No other model is cut: one of the user's may add a space at every start, and
 # unigram sums float32 scores from the start, so that near ties may end otherwise in a part.
 CUT_CHARACTERS = 1 << 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTraits:
+    has_model: bool = True  # without one, tokens are bytes
+    may_cut: bool = False  # at newlines, without other tokens than those of the whole text
+
+
+def tokenizer_traits(kind: TokenizerKind) -> TokenizerTraits:
+    """Return what a kind of tokenizer needs and allows."""
+    match kind:
+        case "unigram" | "sentencepiece":
+            return TokenizerTraits()
+        case "bpe":
+            return TokenizerTraits(may_cut=True)
+        case "bytes":
+            return TokenizerTraits(has_model=False)
+        case _:
+            assert_never(kind)
 
 
 class Tokenizer:
@@ -38,7 +57,7 @@ class Tokenizer:
         self.model = model
         self.fingerprint = fingerprint_of(kind, model)
         self._processor: Any = None
-        if kind == "bytes":
+        if not tokenizer_traits(kind).has_model:
             self.vocab_size, self.end_id = NUM_BYTES + 1, NUM_BYTES
             return
         import sentencepiece
@@ -65,7 +84,8 @@ class Tokenizer:
         """Return one array of ids per text, equal for any number of threads; releases the GIL."""
         if self._processor is None:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        cut = [list(_cut_at_newlines(text)) if self.kind == "bpe" else [text] for text in texts]
+        may_cut = tokenizer_traits(self.kind).may_cut
+        cut = [list(_cut_at_newlines(text)) if may_cut else [text] for text in texts]
         flat = [part for parts in cut for part in parts]
         encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=num_threads))
         return [_join([next(encoded) for _ in parts], self.dtype) for parts in cut]
@@ -135,7 +155,8 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes]:
         kind = description["kind"]
         if kind not in get_args(TokenizerKind):
             raise ValueError(f"unknown kind {kind!r}")
-        model = b"" if kind == "bytes" else (path / MODEL_NAME).read_bytes()
+        has_model = tokenizer_traits(kind).has_model
+        model = (path / MODEL_NAME).read_bytes() if has_model else b""
     except FileNotFoundError as error:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -25,6 +25,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
 from data_pipeline.patience import Patience, outlast
+from data_pipeline.setting_fields import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -267,10 +268,14 @@ def build_engine(config: RunConfig, world: World) -> Engine:
 
 def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:
     slots = accumulation_steps(config, world.world_size)
-    if config.engine.kind == "torch":
-        from pretrain.engines.engine import TorchEngine
+    match config.engine.kind:
+        case "torch":
+            from pretrain.engines.engine import TorchEngine
 
-        return TorchEngine(config, build(), world, slots)
-    from pretrain.engines.deepspeed_engine import DeepSpeedEngine
+            return TorchEngine(config, build(), world, slots)
+        case "deepspeed":
+            from pretrain.engines.deepspeed_engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(config, build, world, slots)
+            return DeepSpeedEngine(config, build, world, slots)
+        case _:
+            assert_never(config.engine.kind)

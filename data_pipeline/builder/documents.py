@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data_pipeline.builder.decompression import BLOCK_BYTES, CORRUPTION, decompressed
-from data_pipeline.builder.formats import kind_by_name
+from data_pipeline.builder.formats import kind_by_name, stated_kind
 from data_pipeline.builder.records import (
     Document,
     Reject,
@@ -25,6 +25,7 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import named_errors
+from data_pipeline.setting_fields import assert_never
 from data_pipeline.shards.tar import TarError, TarMember, tar_members
 
 if TYPE_CHECKING:
@@ -43,16 +44,32 @@ def read_documents(
 
     `follow` is called with a function that returns how many of the file's bytes were read so far.
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "tar": _read_tar}.get(source.kind)
     try:
-        if reader is None:
-            yield from _read_parquet(source, config, follow)
-            return
-        with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
-            follow(raw.tell)
-            yield from reader(decompressed(raw, source.path.name), source, config)
+        match source.kind:
+            case "parquet":
+                yield from _read_parquet(source, config, follow)
+            case "text":
+                yield from _read_bytes(_read_text, source, config, follow)
+            case "jsonl":
+                yield from _read_bytes(_read_jsonl, source, config, follow)
+            case "tar":
+                yield from _read_bytes(_read_tar, source, config, follow)
+            case _:
+                assert_never(source.kind)
     except (*CORRUPTION, TarError) as error:
         raise DataError(_corrupted(source, error)) from None
+
+
+def _read_bytes(
+    reader: Callable[[BinaryIO, SourceFile, CorpusConfig], Records],
+    source: SourceFile,
+    config: CorpusConfig,
+    follow: Callable[[Tell], None],
+) -> Records:
+    """Yield what `reader` makes of the file's bytes, unpacked."""
+    with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
+        follow(raw.tell)
+        yield from reader(decompressed(raw, source.path.name), source, config)
 
 
 def _corrupted(source: SourceFile, reason: object) -> str:
@@ -64,7 +81,7 @@ def _corrupted(source: SourceFile, reason: object) -> str:
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
     raw = file.read(config.max_document_bytes + 1)
-    if config.format == "auto" and not kind_by_name(source.name) and b"\0" in raw:
+    if stated_kind(config) is None and not kind_by_name(source.name) and b"\0" in raw:
         yield Reject(source.name, f"not text (byte {raw.index(0)} is 0)")
         return
     yield document_of_bytes(raw.removeprefix(codecs.BOM_UTF8), source.name, source.name, config)

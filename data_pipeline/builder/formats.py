@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import json
 from pathlib import Path, PurePath
-from typing import Literal
 
 from data_pipeline.builder.decompression import (
     BLOCK_BYTES,
@@ -18,9 +17,10 @@ from data_pipeline.builder.decompression import (
     decompressed,
     without_compression,
 )
+from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.errors import DataError
+from data_pipeline.setting_fields import assert_never
 
-SourceKind = Literal["text", "jsonl", "tar", "parquet"]
 # Ends of names before .gz or .zst, in any case.
 KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
@@ -66,6 +66,33 @@ MAGIC: tuple[tuple[int, bytes, tuple[str, str]], ...] = (
 )
 
 
+def stated_kind(config: CorpusConfig) -> SourceKind | None:
+    """Return the kind that the settings give to every file, or None if each is looked at."""
+    match config.format:
+        case "auto":
+            return None
+        case "text" | "jsonl" | "tar" | "parquet":
+            return config.format
+        case _:
+            assert_never(config.format)
+
+
+def may_read_as(kind: SourceKind, config: CorpusConfig) -> bool:
+    """Whether a file may be read as this kind."""
+    return stated_kind(config) in (None, kind)
+
+
+def holds_many(kind: SourceKind) -> bool:
+    """Whether a file of the kind holds many documents."""
+    match kind:
+        case "text":
+            return False
+        case "jsonl" | "tar" | "parquet":
+            return True
+        case _:
+            assert_never(kind)
+
+
 def kind_by_name(name: str) -> SourceKind | None:
     """Return the kind that the end of a name states, or None if the contents have to decide."""
     plain = without_compression(name)
@@ -75,13 +102,14 @@ def kind_by_name(name: str) -> SourceKind | None:
 def holds_records(name: str) -> bool:
     """Whether a file of that name holds many documents."""
     kind = kind_by_name(name)
-    return without_compression(name).endswith(JSON_SUFFIX) if kind is None else kind != "text"
+    return without_compression(name).endswith(JSON_SUFFIX) if kind is None else holds_many(kind)
 
 
 def is_companion(name: str) -> bool:
     """Whether the name is one of COMPANIONS: README.md, LICENSE, dataset_info.json, ..."""
     stem = PurePath(name).name.lower().partition(".")[0]
-    return stem in COMPANIONS and kind_by_name(name) in (None, "text")
+    kind = kind_by_name(name)
+    return stem in COMPANIONS and (kind is None or not holds_many(kind))
 
 
 def kind_by_contents(path: Path) -> SourceKind:

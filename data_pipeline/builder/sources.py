@@ -11,13 +11,15 @@ from pathlib import Path, PurePath
 from data_pipeline.builder.decompression import without_compression
 from data_pipeline.builder.formats import (
     JSON_SUFFIX,
-    SourceKind,
+    holds_many,
     holds_records,
     is_companion,
     kind_by_contents,
     kind_by_name,
+    may_read_as,
+    stated_kind,
 )
-from data_pipeline.config import CorpusConfig
+from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.progress import Note, Report
@@ -99,7 +101,7 @@ def _check_folder(root: Path, config: CorpusConfig) -> None:
             f"input {root} is where a build to {config.output} writes; choose another output"
         )
     for folder in (root, root / "train"):
-        if (folder / MANIFEST_NAME).exists() and config.format in ("auto", "tar"):
+        if (folder / MANIFEST_NAME).exists() and may_read_as("tar", config):
             raise DataError(
                 f"input {root} is a built corpus ({folder / MANIFEST_NAME}), expected text; "
                 f"train on it with data.path={root}"
@@ -165,12 +167,13 @@ def _examples(names: list[str]) -> str:
 
 def _companions(names: list[str], config: CorpusConfig) -> list[str]:
     """Return the names like README.md of files with records in their folder or below it."""
-    if config.format == "text":
+    stated = stated_kind(config)
+    if stated is not None and not holds_many(stated):
         return []
     with_records = {
         parent
         for name in names
-        if not is_companion(name) and (config.format != "auto" or holds_records(name))
+        if not is_companion(name) and (stated is not None or holds_records(name))
         for parent in PurePath(name).parents
     }
     return [name for name in names if is_companion(name) and PurePath(name).parent in with_records]
@@ -183,7 +186,7 @@ def _with_kinds(
     sources = []
     for name in names:
         path = folder / name
-        kind = kind_by_name(name) if config.format == "auto" else config.format
+        kind = stated_kind(config) or kind_by_name(name)
         if kind is None:
             suffix = PurePath(without_compression(name)).suffix
             looked_into[suffix] += 1

@@ -6,10 +6,10 @@ import numpy as np
 
 from data_pipeline.builder.journal import BuildJournal, FinishedShard
 from data_pipeline.builder.records import Document
-from data_pipeline.config import CorpusConfig
+from data_pipeline.config import CorpusConfig, ShardFormat
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.files import sha256_of
-from data_pipeline.shards.shards import FORMATS, ShardFormat, shard_name, write_index, write_shard
+from data_pipeline.shards.shards import FORMATS, shard_name, write_index, write_shard
 from data_pipeline.tokenizer import Tokenizer
 
 

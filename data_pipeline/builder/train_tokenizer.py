@@ -14,9 +14,14 @@ from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.splits import is_validation
-from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
+from data_pipeline.config import (
+    SMALLEST_VOCABULARY,
+    BuiltTokenizer,
+    CorpusConfig,
+    TokenizerConfig,
+)
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, TokenizerKind
+from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, tokenizer_traits
 
 COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is read
 MAX_SENTENCE_BYTES = 1 << 14
@@ -26,7 +31,7 @@ TRAINING_THREADS = 2
 
 def needs_training(settings: TokenizerConfig) -> bool:
     """Whether the tokenizer has to be trained."""
-    return not settings.path and settings.kind != "bytes"
+    return not settings.path and tokenizer_traits(settings.kind).has_model
 
 
 def describe_tokenizer(settings: TokenizerConfig) -> str:
@@ -47,8 +52,6 @@ def prepare_tokenizer(
         settings = config.tokenizer
         if settings.path:
             tokenizer = Tokenizer.load(settings.path)
-        elif settings.kind == "bytes":
-            tokenizer = Tokenizer("bytes")
         else:
             texts = _non_empty(training_sample(sources, config))
             tokenizer = train_tokenizer(settings.kind, settings.vocab_size, texts)
@@ -100,15 +103,15 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
         )
 
 
-def train_tokenizer(kind: TokenizerKind, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(kind: BuiltTokenizer, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     """Train on all of `texts`. Equal texts in equal order give an equal model on any machine.
 
     Decoding gives the text back unchanged, spaces and newlines included, except U+2581, by which
     SentencePiece writes a space. Characters outside the vocabulary become bytes. ConfigError if
     there is too little text for `vocab_size`.
     """
-    if kind == "bytes":
-        return Tokenizer("bytes")
+    if not tokenizer_traits(kind).has_model:
+        return Tokenizer(kind)
     import sentencepiece
 
     model, sentences = io.BytesIO(), _Sentences(texts)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
+from data_pipeline.config import TokenizerKind
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -21,7 +23,13 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
 from data_pipeline.files import fsync_directory, fsync_file, named_errors, path_below
-from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
+from data_pipeline.tokenizer import (
+    DESCRIPTION_NAME,
+    MODEL_NAME,
+    Tokenizer,
+    fingerprint_of,
+    tokenizer_traits,
+)
 
 # Most bytes of a manifest or tokenizer, for the timeout: a manifest has 300 for each shard.
 LARGEST_BYTES = 1 << 30
@@ -122,7 +130,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         check = partial(_description_problem, fingerprint=fingerprint)
         fetch_file(store, DESCRIPTION_NAME, description, scratch, check)
         kind = json.loads(description.read_bytes())["kind"]
-        if kind != "bytes":
+        if tokenizer_traits(kind).has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model)
             os.replace(model, directory / MODEL_NAME)
         os.replace(description, directory / DESCRIPTION_NAME)
@@ -130,9 +138,11 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
-        found, _ = (json.loads(path.read_bytes())[name] for name in ("fingerprint", "kind"))
+        found, kind = (json.loads(path.read_bytes())[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"
+    if kind not in get_args(TokenizerKind):
+        return f"the tokenizer there is of the kind {kind!r}, which this version does not know"
     if found != fingerprint:
         return (
             f"the tokenizer there has fingerprint {str(found)[:16]}, "

@@ -10,20 +10,18 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from data_pipeline.config import ShardFormat
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
 
-ShardFormat = Literal["mds", "webdataset"]
-
-
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
-FORMATS = {"mds": mds, "webdataset": wds}
+FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}
 
 
 def shard_name(number: int, shard_format: ShardFormat) -> str:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.credentials import is_variable_name, referenced_variable
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST_THREADS, Range, setting
+from data_pipeline.setting_fields import MOST_THREADS, Range, assert_never, setting
 from pretrain.costs.devices import NodeConfig
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
@@ -40,6 +40,9 @@ _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for error
     "container_runtime": "runtime",
     "container_mounts": "mounts binds volumes",
 }
+
+
+ContainerRuntime = Literal["pyxis", "apptainer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class ClusterConfig(NodeConfig):
     """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
     container_image: str = ""
     """Image the ranks run in, with this project's dependencies; empty: no container."""
-    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    container_runtime: ContainerRuntime = "pyxis"
     """What starts the container."""
     container_mounts: tuple[str, ...] = ()
     """Host directories mounted under the same path, such as the corpus'."""
@@ -180,14 +183,19 @@ def in_container(
         return [], [sys.executable, *task]
     command = [cluster.container_python, *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
-    if cluster.container_runtime == "pyxis":
-        flags = [
-            f"--container-image={cluster.container_image}",
-            f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
-            f"--container-workdir={workdir}",
-        ]
-        return flags, command
-    binds = [f"--bind={path}" for path in seen]
-    gpus = ["--nv"] if cluster.num_gpus else []
-    apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", cluster.container_image]
-    return [], [*apptainer, *command]
+    match cluster.container_runtime:
+        case "pyxis":
+            flags = [
+                f"--container-image={cluster.container_image}",
+                f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
+                f"--container-workdir={workdir}",
+            ]
+            return flags, command
+        case "apptainer":
+            binds = [f"--bind={path}" for path in seen]
+            gpus = ["--nv"] if cluster.num_gpus else []
+            image = cluster.container_image
+            apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", image]
+            return [], [*apptainer, *command]
+        case _:
+            assert_never(cluster.container_runtime)

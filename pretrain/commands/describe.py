@@ -13,6 +13,7 @@ from data_pipeline.fitted import print_fitted
 from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
 from data_pipeline.yaml_files import read_tree
+from pretrain.config.choices import precision_traits
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built
 from pretrain.config.run import RunConfig
@@ -291,7 +292,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
         "P": ("parameters", parameters_of(model).total),
-        "b": ("bytes of an activation", 4 if config.engine.precision == "fp32" else 2),
+        "b": ("bytes of an activation", precision_traits(config.engine.precision).bytes),
     }
     return [
         "letters" + (", with their values in the first phase" if config.data.phases else ""),

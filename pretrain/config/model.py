@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST_ROWS, Range, check_ranges, setting
-
-Positions = Literal["relative", "rope", "alibi", "t5"]
-FeedForwardKind = Literal["relu", "gelu", "swiglu"]
-Compression = Literal["conv", "mean", "max"]
+from pretrain.config.choices import (
+    CompressionKind,
+    FeedForwardKind,
+    NormKind,
+    NormPosition,
+    Positions,
+    feed_forward_traits,
+    position_traits,
+)
 
 # Settings of training alone; and the memory's length, which evaluation may choose, too.
 _NO_FUNCTION = (
     *("dropout", "attention_dropout", "z_loss", "init_std", "projection_init_std"),
     "memory_length",
 )
-SWIGLU_MULTIPLE = 64  # the derived width of a SwiGLU layer is rounded up to this
+GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
 LARGEST_WIDTH = 1 << 16
 
@@ -53,7 +58,7 @@ class ModelConfig:
     """Compressed memory, older than the memory; 0: none."""
     compression_rate: int = setting(3, Range(1, MOST_ROWS), unit="rows")
     """How many states that leave the memory become one row of compressed memory (c)."""
-    compression: Compression = "conv"
+    compression: CompressionKind = "conv"
     """How states are compressed; conv is learned, by attention reconstruction."""
     positions: Positions = "relative"
     """How attention encodes distances; relative is the paper's."""
@@ -65,9 +70,9 @@ class ModelConfig:
     """Normalize queries and keys within each head."""
     feed_forward: FeedForwardKind = "relu"
     """Activation of the feed-forward layer."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: NormKind = "layernorm"
     """Kind of normalization."""
-    norm_position: Literal["post", "pre"] = "post"
+    norm_position: NormPosition = "post"
     """Whether layers normalize their sum (post, the paper's) or their input (pre)."""
     untie_biases: bool = False
     """Learn the biases u and v per layer instead of sharing them."""
@@ -98,7 +103,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
-        if self.positions == "relative" and self.d_model % 2:
+        if position_traits(self.positions).projects_encodings and self.d_model % 2:
             raise ConfigError(
                 f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
             )
@@ -125,17 +130,18 @@ class ModelConfig:
             )
 
     def _check_positions(self) -> None:
-        if self.positions == "rope" and self.head_width % 2:
+        traits = position_traits(self.positions)
+        if traits.rotates and self.head_width % 2:
             raise ConfigError(
-                "model.positions=rope rotates pairs of a head's channels, but a head has "
-                f"{self.head_width}; set an even model.d_head"
+                f"model.positions={self.positions} rotates pairs of a head's channels, but a head "
+                f"has {self.head_width}; set an even model.d_head"
             )
-        if self.positions == "t5" and self.t5_buckets >= 2 * self.t5_max_distance:
+        if traits.learns_bias and self.t5_buckets >= 2 * self.t5_max_distance:
             raise ConfigError(
                 f"model.t5_buckets={self.t5_buckets} must be below twice "
                 f"t5_max_distance={self.t5_max_distance}: half of them are single distances"
             )
-        if self.positions != "relative":
+        if not traits.projects_encodings:
             for name in ("clamp_length", "untie_biases"):
                 if getattr(self, name):
                     raise ConfigError(
@@ -194,8 +200,9 @@ class ModelConfig:
         settings["tie_projections"] = tuple(
             self.ties_projection(index) for index in range(len(self.cutoffs) + 1)
         )
+        has_buckets = position_traits(self.positions).learns_bias
         unused = (
-            *(("t5_buckets", "t5_max_distance") if self.positions != "t5" else ()),
+            *(() if has_buckets else ("t5_buckets", "t5_max_distance")),
             *(() if self.compressed_length else ("compression", "compression_rate")),
         )
         return {name: value for name, value in settings.items() if name not in unused}
@@ -214,9 +221,9 @@ class ModelConfig:
 
     @property
     def inner_width(self) -> int:
-        if self.d_inner or self.feed_forward != "swiglu":
+        if self.d_inner or not feed_forward_traits(self.feed_forward).is_gated:
             return self.d_inner or 4 * self.d_model
-        return -(-8 * self.d_model // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
+        return -(-8 * self.d_model // (3 * GATED_MULTIPLE)) * GATED_MULTIPLE
 
     @property
     def embedding_width(self) -> int:

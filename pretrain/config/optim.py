@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST, Range, check_ranges, setting
+from pretrain.config.choices import OptimizerName, ScheduleShape, schedule_traits
 from pretrain.config.resume_rules import changeable
 
 
@@ -14,7 +14,7 @@ from pretrain.config.resume_rules import changeable
 class ScheduleConfig:
     """Learning rate by step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
 
-    shape: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    shape: ScheduleShape = "cosine"
     """Course of the learning rate after warm-up; wsd: constant, then a linear decay at the end."""
     warmup_steps: int = setting(0, Range(0, MOST), unit="steps")
     """Linear warm-up of the learning rate from zero."""
@@ -33,7 +33,7 @@ class OptimConfig:
 
     steps: int = changeable(1000, Range(1, MOST), unit="steps")
     """Updates of the run; a resume may only raise it."""
-    name: Literal["adamw", "lamb"] = "adamw"
+    name: OptimizerName = "adamw"
     """Optimizer; lamb is for very large batches, and its learning rates differ from Adam's."""
     learning_rate: float = setting(2.5e-4, Range(0, 1000))
     """Learning rate at the peak, after warm-up."""
@@ -58,7 +58,8 @@ class OptimConfig:
                 f"optim.steps={self.steps}"
             )
         left = self.steps - self.schedule.warmup_steps
-        if self.schedule.shape == "wsd" and self.schedule.decay_steps > left:
+        decays_last = schedule_traits(self.schedule.shape).decays_last
+        if decays_last and self.schedule.decay_steps > left:
             raise ConfigError(
                 f"optim.schedule.decay_steps={self.schedule.decay_steps} is longer than the {left} "
                 "steps that warm-up leaves: the rate would drop before the decay; use "

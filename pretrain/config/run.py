@@ -27,14 +27,17 @@ from data_pipeline.setting_fields import (
     require_no_secrets,
     setting,
 )
+from pretrain.config.choices import (
+    ActivationCheckpointing,
+    AttentionKernel,
+    EngineKind,
+    Precision,
+    shards,
+)
 from pretrain.config.model import MOST_LAYERS, ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.other_names import RUN_NAMES
 from pretrain.config.resume_rules import changeable, fixed
-
-Precision = Literal["fp32", "bf16", "fp16"]
-ActivationCheckpointing = Literal["none", "full", "selective"]
-AttentionKernel = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ class DataConfig:
 class EngineConfig:
     """How the model is sharded over the ranks and computed. Changes results by rounding at most."""
 
-    kind: Literal["deepspeed", "torch"] = fixed("deepspeed")
+    kind: EngineKind = fixed("deepspeed")
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0: nothing."""
@@ -144,12 +147,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("engine.", self)
-        if self.kind == "torch" and self.zero_stage > 1:
+        if not shards(self.kind) and self.zero_stage > 1:
             raise ConfigError(
-                f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found torch, "
-                "which shards nothing; remove one of them"
+                f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
+                f"{self.kind}, which shards nothing; remove one of them"
             )
-        if self.offload_optimizer and (self.kind == "torch" or self.zero_stage == 0):
+        if self.offload_optimizer and (not shards(self.kind) or self.zero_stage == 0):
             raise ConfigError(
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
                 f"or more, found {self.kind} and {self.zero_stage}"

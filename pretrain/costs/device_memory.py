@@ -11,6 +11,16 @@ import os
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.choices import (
+    allows_fused,
+    feed_forward_traits,
+    norm_traits,
+    norms_inputs,
+    position_traits,
+    precision_traits,
+    recomputation_traits,
+    shards,
+)
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.devices import GIB
@@ -24,9 +34,6 @@ LARGEST_FUSED_HEAD = (
     128  # the fused kernel takes no wider heads; on a GPU they run in plain operations
 )
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
-# Tensors of the inner width that are kept: what relu gave; gelu's input too; swiglu's two factors,
-# both gates, product.
-INNER_TENSORS = {"relu": 1, "gelu": 2, "swiglu": 4}
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
 
 def _gradients(run: RunConfig, world_size: int) -> Part:
     stage, width = _stage(run), _width(run)
-    one = 4 if width == 4 or stage > 0 or run.engine.kind == "torch" else 2
+    one = 4 if width == 4 or stage > 0 or not shards(run.engine.kind) else 2
     size = parameters_of(run.model).total * one / (world_size if stage >= 2 else 1)
     return Part("gradients", size, f"{one} P" + (" / R" if stage >= 2 else ""))
 
@@ -162,7 +169,8 @@ def _activations(
     checkpointed = -(-layers // every)
     freed = kept = layers * layer.kept
     working = layer.working
-    if run.engine.activation_checkpointing == "full":
+    repeated = recomputation_traits(run.engine.activation_checkpointing)
+    if repeated.layers:
         inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
         freed = kept = inputs + (layers - checkpointed) * layer.kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
@@ -171,12 +179,13 @@ def _activations(
         other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
         formula = f"L T B d b + beyond the logits {formula}, twice{other}"
     else:
-        if run.engine.activation_checkpointing == "selective":
+        if repeated.scores:
             kept -= (checkpointed - 1) * layer.weights
             some = "all" if every == 1 else "some"
             formula += f", the weights of {some} layers but one left out"
         freed, formula = kept - layer.kept, f"L + 1 times {formula}"
-    if run.engine.kind == "torch" and width == 4 and accumulation_steps(run, world_size) == 1:
+    is_unsharded = not shards(run.engine.kind)
+    if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
         # The backward pass allocates gradients while it frees activations, so the two do not peak
         # together.
         kept -= min(gradients, freed)
@@ -217,15 +226,14 @@ class LayerActivations:
         tokens, keys = T * self.lanes, (T + M) * self.lanes
         # Input, its sum with attention, both norms (pre: of memory too); queries and what they
         # read; keys and values.
-        normed = keys if model.norm_position == "pre" else tokens
+        normed = keys if norms_inputs(model.norm_position) else tokens
         elements = (3 * tokens + normed) * d + 2 * tokens * h + 2 * keys * k
-        if model.norm == "rmsnorm":
-            elements += (tokens + normed) * d  # once more before the gain
+        elements += norm_traits(model.norm).kept * (tokens + normed) * d
         if model.query_key_norm:
             elements += 2 * tokens * h + 3 * keys * k
-        inner_tensors = INNER_TENSORS[model.feed_forward] + bool(model.dropout)
+        inner_tensors = feed_forward_traits(model.feed_forward).inner_tensors + bool(model.dropout)
         elements += tokens * model.inner_width * inner_tensors
-        if model.positions == "relative":
+        if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
         return self.width * elements
 
@@ -259,8 +267,9 @@ class LayerActivations:
     @property
     def _is_plain(self) -> bool:
         engine = self.run.engine
-        cannot_fuse = engine.precision == "fp32" or self.run.model.head_width > LARGEST_FUSED_HEAD
-        return engine.attention_kernel == "plain" or (self.on_gpu and cannot_fuse)
+        is_half = precision_traits(engine.precision).is_half
+        cannot_fuse = not is_half or self.run.model.head_width > LARGEST_FUSED_HEAD
+        return not allows_fused(engine.attention_kernel) or (self.on_gpu and cannot_fuse)
 
 
 def _memory_length(run: RunConfig) -> int:
@@ -273,8 +282,8 @@ def _ema_bytes(run: RunConfig) -> int:
 
 def _stage(run: RunConfig) -> int:
     """Return the ZeRO stage; plain torch has none."""
-    return run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
+    return run.engine.zero_stage if shards(run.engine.kind) else 0
 
 
 def _width(run: RunConfig) -> int:
-    return 4 if run.engine.precision == "fp32" else 2
+    return precision_traits(run.engine.precision).bytes

@@ -8,7 +8,7 @@ from typing import Literal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import Range, check_ranges, setting
-from pretrain.config.run import Precision
+from pretrain.config.choices import Precision, precision_traits
 
 GIB = 1 << 30
 MOST_RANKS = 1024  # of a node
@@ -30,11 +30,11 @@ class Device:
 
     def peak(self, precision: Precision) -> float:
         """Return the FLOPs per second in this precision."""
-        return self.fp32 if precision == "fp32" else self.bf16
+        return self.bf16 if precision_traits(precision).is_half else self.fp32
 
     def describe_peak(self, precision: Precision) -> str:
         """Return precision and origin of the peak."""
-        has_tf32 = self.bf16 > self.fp32 and precision == "fp32"
+        has_tf32 = self.bf16 > self.fp32 and not precision_traits(precision).is_half
         return f"{precision}{', TF32 off' if has_tf32 else ''}; {self.origin}"
 
 

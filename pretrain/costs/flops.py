@@ -13,6 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.choices import (
+    feed_forward_traits,
+    learns_to_compress,
+    norm_traits,
+    norms_inputs,
+    position_traits,
+    recomputation_traits,
+)
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lanes_of_rank
 
@@ -124,11 +132,12 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     lanes = lanes_of_pass(run, world_size)
     flops, w = flops_of(model, T, lanes), _attention_widths(model)[0]
     of_layers = 0.0
-    if engine.activation_checkpointing == "full":
+    repeated = recomputation_traits(engine.activation_checkpointing)
+    if repeated.layers:
         of_layers = flops.forward - flops.head
-        if model.norm_position == "pre":  # only a norm after it needs a layer's last product
+        if norms_inputs(model.norm_position):  # only a norm after it needs a layer's last product
             of_layers -= model.num_layers * 2 * model.d_model * model.inner_width
-    elif engine.activation_checkpointing == "selective":  # the scores, not what they weight
+    elif repeated.scores:  # the scores, not what they weight
         keys = T + model.memory_length + model.compressed_length
         of_layers = flops.attention - model.num_layers * 2 * w * keys
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
@@ -148,8 +157,8 @@ def parameters_of(model: ModelConfig) -> Parameters:
     d, layers = model.d_model, model.num_layers
     w, k = _attention_widths(model)
     embedding, head = _vocabulary_parameters(model)
-    position = d * w if model.positions == "relative" else 0
-    per_norm = d if model.norm == "rmsnorm" else 2 * d
+    position = d * w if position_traits(model.positions).projects_encodings else 0
+    per_norm = norm_traits(model.norm).vectors * d
     return Parameters(
         embedding=embedding,
         head=head,
@@ -168,21 +177,22 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_layers
     w, k = _attention_widths(model)
-    relative = model.positions == "relative"
+    projects = position_traits(model.positions).projects_encodings
     memory = model.memory_length + model.compressed_length
     keys, remembered = segment_length + memory, memory / segment_length
-    positions = layers * 2 * d * w * keys / (segment_length * lanes) if relative else 0.0
+    positions = layers * 2 * d * w * keys / (segment_length * lanes) if projects else 0.0
     compression, still = _compression_flops(model, segment_length)
+    is_gated = feed_forward_traits(model.feed_forward).is_gated
     return Flops(
         projections=layers * 4 * d * (w + k * (1 + remembered)),
         positions=positions,
-        attention=layers * (6 if relative else 4) * w * keys,
-        feed_forward=layers * (6 if model.feed_forward == "swiglu" else 4) * d * model.inner_width,
+        attention=layers * (6 if projects else 4) * w * keys,
+        feed_forward=layers * (6 if is_gated else 4) * d * model.inner_width,
         head=_embedding_flops(model) + _output_flops(model),
         compression=layers * compression,
         # Memory rows have no gradient. With pre-norm, the parameters of their norm have.
         without_gradient=positions
-        + (layers * 4 * d * k * remembered if model.norm_position == "post" else 0.0)
+        + (0.0 if norms_inputs(model.norm_position) else layers * 4 * d * k * remembered)
         + layers * still,
     )
 
@@ -194,13 +204,15 @@ def _attention_widths(model: ModelConfig) -> tuple[int, int]:
 
 def _feed_forward_parameters(model: ModelConfig) -> int:
     d, f = model.d_model, model.inner_width
-    return 3 * d * f if model.feed_forward == "swiglu" else 2 * d * f + f + d
+    is_gated = feed_forward_traits(model.feed_forward).is_gated
+    return 3 * d * f if is_gated else 2 * d * f + f + d
 
 
 def _position_biases(model: ModelConfig) -> int:
-    if model.positions == "t5":
+    traits = position_traits(model.positions)
+    if traits.learns_bias:
         return model.t5_buckets * model.num_heads
-    if model.positions == "relative":
+    if traits.projects_encodings:
         return (
             2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
         )
@@ -208,7 +220,7 @@ def _position_biases(model: ModelConfig) -> int:
 
 
 def _learns_to_compress(model: ModelConfig) -> bool:
-    return bool(model.compressed_length) and model.compression == "conv"
+    return bool(model.compressed_length) and learns_to_compress(model.compression)
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:

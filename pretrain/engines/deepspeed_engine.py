@@ -14,12 +14,12 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.deepspeed_settings import check_settings, deepspeed_settings, is_unwrapped
 from pretrain.engines.engine import (
-    DTYPES,
     Memory,
     StepResult,
     batch_tensors,
     clip_gradients,
     dropout_stream,
+    dtype_of,
     evaluate_module,
     loss_scaler_of,
     step_result,
@@ -53,7 +53,7 @@ class DeepSpeedEngine:
         self._accumulation_steps = accumulation_steps
         self._slots_done = 0
         self.loss_scaler = loss_scaler_of(run)
-        dtype = DTYPES[run.engine.precision]
+        dtype = dtype_of(run.engine.precision)
         if self._stage == 3:
             zero = deepspeed.zero.Init(config_dict_or_path=settings)
             module, initial = build_sharded(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import precision_traits
 from pretrain.config.run import RunConfig
 
 # DeepSpeed ignores these sections when it is given an optimizer; the value is what to use instead.
@@ -38,12 +40,17 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
         }
         # torch's fused AdamW is as fast on the CPU as DeepSpeed's, and needs no compiler.
         derived["zero_force_ds_cpu_optimizer"] = False
-    if run.engine.precision == "bf16":
-        derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    if run.engine.precision == "fp16":
-        # Constant for DeepSpeed; the engine sets it from `pretrain.optim.loss_scale`.
-        derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
-    if run.engine.precision != "fp32" and run.engine.zero_stage > 0:
+    match run.engine.precision:
+        case "fp32":
+            pass
+        case "bf16":
+            derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        case "fp16":
+            # Constant for DeepSpeed; the engine sets it from `pretrain.optim.loss_scale`.
+            derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
+        case _:
+            assert_never(run.engine.precision)
+    if precision_traits(run.engine.precision).is_half and run.engine.zero_stage > 0:
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
         derived["communication_data_type"] = "fp32"
@@ -70,7 +77,7 @@ def is_unwrapped(run: RunConfig) -> bool:
 
     It would then clip gradients without reporting their norm, so the engine does both.
     """
-    return run.engine.zero_stage == 0 and run.engine.precision == "fp32"
+    return run.engine.zero_stage == 0 and not precision_traits(run.engine.precision).is_half
 
 
 def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from pretrain.config.run import OptimConfig, Precision, RunConfig
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import Precision, precision_traits
+from pretrain.config.run import OptimConfig, RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
@@ -24,11 +26,18 @@ from pretrain.optim.optimizers import build_optimizer, must_skip
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
-DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+
+def dtype_of(precision: Precision) -> torch.dtype:
+    """Return the type of weights and activations."""
+    match precision:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+        case "fp16":
+            return torch.float16
+        case _:
+            assert_never(precision)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,8 @@ class Engine(Protocol):
 
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError if the device cannot compute in this precision (fp16 on some CPUs)."""
-    if precision == "fp16" and device.type == "cpu" and not cpu_has_fp16():
+    is_fp16 = dtype_of(precision) is torch.float16
+    if is_fp16 and device.type == "cpu" and not cpu_has_fp16():
         raise ConfigError(
             f"engine.precision=fp16: found a CPU without half-precision arithmetic "
             f"({torch.backends.cpu.get_cpu_capability()}), expected one with AVX512-FP16 or a GPU; "
@@ -141,7 +151,7 @@ def evaluate_module(
 
 def loss_scaler_of(run: RunConfig) -> LossScaler | None:
     """Return a new loss scaler in fp16, else None."""
-    if run.engine.precision != "fp16":
+    if not precision_traits(run.engine.precision).scales_loss:
         return None
     return LossScaler(run.engine.initial_loss_scale, run.engine.loss_scale_window)
 
@@ -176,8 +186,8 @@ class TorchEngine:
         self._master.train()
         self.module: nn.Module = self._master
         self.loss_scaler = loss_scaler_of(run)
-        if run.engine.precision != "fp32":
-            self.module = copy.deepcopy(self._master).to(DTYPES[run.engine.precision])
+        if precision_traits(run.engine.precision).is_half:
+            self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.precision))
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
         names = [name for name, _ in self._master.named_parameters()]

@@ -14,10 +14,10 @@ import torch
 
 from data_pipeline.errors import os_error_text
 from data_pipeline.files import write_json
-from pretrain.config.run import Precision
+from pretrain.config.choices import Precision
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.world import World, broadcast_value, sum_over_ranks
-from pretrain.engines.engine import DTYPES
+from pretrain.engines.engine import dtype_of
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
     known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
     if devices in known:
         return known[devices]
-    own = measured_matmul_peak(world.device, DTYPES[precision])
+    own = measured_matmul_peak(world.device, dtype_of(precision))
     peak = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device)))
     if world.is_main:
         try:

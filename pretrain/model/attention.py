@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config.run import AttentionKernel, ModelConfig
+from pretrain.config.choices import AttentionKernel, position_traits
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import DistanceTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, normal
@@ -37,7 +38,7 @@ class RelativeAttention(nn.Module):
         self._kernel: AttentionKernel = kernel
         # Selective checkpointing: the backward pass computes the scores again.
         self.recomputes_scores = False
-        self._positions = config.positions
+        self._positions = position_traits(config.positions)
         self._head_width = config.head_width
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
@@ -45,7 +46,7 @@ class RelativeAttention(nn.Module):
         self.query_weight = normal(width, config.d_model, std=std)
         key_width = config.key_heads * config.head_width
         self.key_value_weight = normal(2 * key_width, config.d_model, std=std)
-        if config.positions == "relative":
+        if self._positions.projects_encodings:
             self.position_weight = normal(width, config.d_model, std=std)
         self.output_weight = normal(config.d_model, width, std=std)
         if config.untie_biases:
@@ -92,7 +93,7 @@ class RelativeAttention(nn.Module):
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
         if self.query_norm is not None:
             query_BLNH = self.query_norm(query_BLNH)
-        if self._positions == "rope":
+        if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
         return query_BLNH
 
@@ -106,7 +107,7 @@ class RelativeAttention(nn.Module):
 
     def placed(self, key_values: Tensor, positions_XX: Tensor) -> Tensor:
         """Rotate the keys to their distances if positions are rotations (rope)."""
-        if self._positions != "rope":
+        if not self._positions.rotates:
             return key_values
         key_BXGH, value_BXGH = key_values.unbind(2)
         return torch.stack((rotated_BXNH(key_BXGH, positions_XX), value_BXGH), dim=2)
@@ -115,10 +116,10 @@ class RelativeAttention(nn.Module):
         self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
     ) -> DistanceTerms:
         """Return what distances add to the scores."""
-        if self._positions == "rope":
-            return DistanceTerms()
-        if self._positions != "relative":
+        if self._positions.adds_bias:
             return DistanceTerms(distance_bias_CN=positions_CX)
+        if not self._positions.projects_encodings:
+            return DistanceTerms()
         if content_bias_NH is None or position_bias_NH is None:
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
         return DistanceTerms(

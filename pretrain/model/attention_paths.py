@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.config.run import AttentionKernel
+from pretrain.config.choices import AttentionKernel, allows_fused
 from pretrain.kernels.cpu.attention import relative_attention
 from pretrain.kernels.cpu.relative_shift import relative_shift
 from pretrain.kernels.triton.settings import interprets_kernels, unsupported_reason
@@ -88,7 +88,7 @@ def path_for(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
 ) -> AttentionPath:
     """Return the fastest path for such tensors, or plain operations if they are requested."""
-    if kernel == "plain":
+    if not allows_fused(kernel):
         return plain_attention
     if device.type == "cpu" and not interprets_kernels():
         return tiled_attention

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from pretrain.config.run import AttentionKernel, ModelConfig
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import (
+    AttentionKernel,
+    FeedForwardKind,
+    feed_forward_traits,
+    norms_inputs,
+)
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import DistanceTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
@@ -18,17 +25,18 @@ from pretrain.model.parameters import Norm, norm_of, normal, zeros
 
 
 class FeedForward(nn.Module):
-    """dropout(W2 dropout(f(W1 x + b1)) + b2), f relu or gelu; the layer adds norm and residual.
+    """dropout(W2 dropout(f(W1 x + b1)) + b2); the layer adds norm and residual.
 
-    SwiGLU (Shazeer 2020): dropout(W2 dropout(silu(W x) * (W1 x))), without biases.
+    f is relu or gelu. SwiGLU (Shazeer 2020) is dropout(W2 dropout(silu(W x) * (W1 x))), without
+    biases.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self._layer = layer
         self._rate = config.dropout
-        self._kind = config.feed_forward
-        gated = self._kind == "swiglu"
+        self._kind: FeedForwardKind = config.feed_forward
+        gated = feed_forward_traits(self._kind).is_gated
         self.inner_weight = normal(config.inner_width, config.d_model, std=config.init_std)
         self.inner_bias = None if gated else zeros(config.inner_width)
         self.output_weight = normal(config.d_model, config.inner_width, std=config.init_std)
@@ -37,14 +45,23 @@ class FeedForward(nn.Module):
             self.gate_weight = normal(config.inner_width, config.d_model, std=config.init_std)
 
     def forward(self, hidden_BLD: Tensor, *, dropout: DropoutStream | None) -> Tensor:
-        inner_BLF = linear(hidden_BLD, self.inner_weight, self.inner_bias)
-        if self._kind == "swiglu":
-            inner_BLF = silu(linear(hidden_BLD, self.gate_weight)) * inner_BLF
-        else:
-            inner_BLF = relu(inner_BLF) if self._kind == "relu" else gelu(inner_BLF)
+        inner_BLF = self._activated(
+            linear(hidden_BLD, self.inner_weight, self.inner_bias), hidden_BLD
+        )
         inner_BLF = drop(inner_BLF, self._rate, dropout, Site.FEED_FORWARD_INNER, self._layer)
         output_BLD = linear(inner_BLF, self.output_weight, self.output_bias)
         return drop(output_BLD, self._rate, dropout, Site.FEED_FORWARD_OUTPUT, self._layer)
+
+    def _activated(self, inner_BLF: Tensor, hidden_BLD: Tensor) -> Tensor:
+        match self._kind:
+            case "relu":
+                return relu(inner_BLF)
+            case "gelu":
+                return gelu(inner_BLF)
+            case "swiglu":
+                return silu(linear(hidden_BLD, self.gate_weight)) * inner_BLF
+            case _:
+                assert_never(self._kind)
 
 
 class TransformerLayer(nn.Module):
@@ -52,7 +69,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
         super().__init__()
-        self._pre_norm = config.norm_position == "pre"
+        self._norms_inputs = norms_inputs(config.norm_position)
         self.attention = RelativeAttention(config, layer, attention_kernel)
         self.attention_norm = norm_of(config)
         self.feed_forward = FeedForward(config, layer)
@@ -70,7 +87,7 @@ class TransformerLayer(nn.Module):
         dropout: DropoutStream | None,
     ) -> Tensor:
         segment_BLD = hidden_BLD
-        if self._pre_norm:
+        if self._norms_inputs:
             # Memory holds the residual stream, so it passes the norm with its current parameters.
             segment_BLD, memory_BMD = map(self.attention_norm, (hidden_BLD, memory_BMD))
         attended_BLD = self.attention(
@@ -98,7 +115,7 @@ class TransformerLayer(nn.Module):
         `remember` takes the keys and values of the segment, [B, L, 2, G, H], and returns those of
         memory and segment.
         """
-        segment_BLD = self.attention_norm(hidden_BLD) if self._pre_norm else hidden_BLD
+        segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         key_values = remember(self.attention.keys_and_values(segment_BLD))
         attended_BLD = self.attention.read(
             self.attention.queries(segment_BLD, positions_CX),
@@ -114,7 +131,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Add residuals, norms and the feed-forward layer to what attention read."""
         hidden_BLD = hidden_BLD + attended_BLD
-        if self._pre_norm:
+        if self._norms_inputs:
             normed_BLD = self.feed_forward_norm(hidden_BLD)
             return hidden_BLD + self.feed_forward(normed_BLD, dropout=dropout)
         hidden_BLD = self.attention_norm(hidden_BLD)
@@ -123,4 +140,4 @@ class TransformerLayer(nn.Module):
     @property
     def input_norm(self) -> Norm | None:
         """The norm that segment and memory pass before attention, if any."""
-        return self.attention_norm if self._pre_norm else None
+        return self.attention_norm if self._norms_inputs else None

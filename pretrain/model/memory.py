@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import CompressionKind, learns_to_compress
 from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
@@ -141,11 +143,12 @@ class Compression(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: RelativeAttention) -> None:
         super().__init__()
-        self._kind = config.compression
+        self._kind: CompressionKind = config.compression
         self._rate = config.compression_rate
         self._head_width = config.head_width
         self._heads_per_key = config.num_heads // config.key_heads
-        if self._kind == "conv":
+        self._learns = learns_to_compress(self._kind)
+        if self._learns:
             self.weight = normal(config.d_model, self._rate * config.d_model, std=config.init_std)
             self.bias = zeros(config.d_model)
             # Attention's own, registered here too: ZeRO-3 gathers a module's parameters when the
@@ -177,7 +180,7 @@ class Compression(nn.Module):
                 documents_BL[:, :, None] == rows[:, None] for rows in (documents_BX, documents_BK)
             )
         compressed_BKD = self._compressed(groups_BKXD, own_BKX)
-        if self._kind != "conv" or not torch.is_grad_enabled():
+        if not self._learns or not torch.is_grad_enabled():
             return compressed_BKD, compressed_BKD.new_zeros(())
         norm, key_norm = layer.input_norm, layer.attention.key_norm
         with torch.no_grad():
@@ -195,14 +198,20 @@ class Compression(nn.Module):
 
     def _compressed(self, groups_BKXD: Tensor, own_BKX: Tensor | None) -> Tensor:
         own_BKX1 = None if own_BKX is None else own_BKX[..., None]
-        if own_BKX1 is not None:
-            left_out = float("-inf") if self._kind == "max" else 0.0
-            groups_BKXD = groups_BKXD.where(own_BKX1, left_out)
-        if self._kind == "max":
-            return groups_BKXD.amax(2)
-        if self._kind == "conv":
-            return linear(groups_BKXD.flatten(2), self.weight, self.bias)
-        return groups_BKXD.sum(2) / (self._rate if own_BKX1 is None else own_BKX1.sum(2))
+
+        def own(left_out: float) -> Tensor:
+            """Return the groups, with `left_out` in place of rows of other documents."""
+            return groups_BKXD if own_BKX1 is None else groups_BKXD.where(own_BKX1, left_out)
+
+        match self._kind:
+            case "conv":
+                return linear(own(0.0).flatten(2), self.weight, self.bias)
+            case "mean":
+                return own(0.0).sum(2) / (self._rate if own_BKX1 is None else own_BKX1.sum(2))
+            case "max":
+                return own(float("-inf")).amax(2)
+            case _:
+                assert_never(self._kind)
 
     def _query(self, segment_BLD: Tensor, query_norm: nn.Module | None) -> Tensor:
         query_BLNH = linear(segment_BLD, self.query_weight).unflatten(-1, (-1, self._head_width))

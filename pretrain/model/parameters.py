@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import CheckpointError
+from data_pipeline.setting_fields import assert_never
 from pretrain.config.run import ModelConfig
 
 NORM_EPSILON = 1e-5
@@ -59,9 +60,13 @@ Norm = LayerNorm | RMSNorm
 
 def norm_of(config: ModelConfig) -> Norm:
     """Return a norm over the model's width, of the configured kind."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.d_model)
-    return LayerNorm(config.d_model, config.init_std)
+    match config.norm:
+        case "layernorm":
+            return LayerNorm(config.d_model, config.init_std)
+        case "rmsnorm":
+            return RMSNorm(config.d_model)
+        case _:
+            assert_never(config.norm)
 
 
 def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from pretrain.config.choices import position_traits
 from pretrain.config.run import ModelConfig
 from pretrain.model.parameters import normal
 
@@ -107,7 +108,7 @@ class DistanceBias(nn.Module):
         super().__init__()
         self._config = config
         self.bucket_bias = None
-        if config.positions == "t5":
+        if position_traits(config.positions).learns_bias:
             self.bucket_bias = normal(config.t5_buckets, config.num_heads, std=config.init_std)
 
     def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.config.choices import (
+    ActivationCheckpointing,
+    AttentionKernel,
+    position_traits,
+    recomputation_traits,
+)
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
@@ -53,27 +59,29 @@ class TransformerXL(nn.Module):
             raise ConfigError("model.vocab_size=0; set it to the tokenizer's number of tokens")
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        recomputes_scores = recomputation_traits(activation_checkpointing).scores
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
         layers = [
             TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)
         ]
         for layer in layers[::checkpoint_every_n_layers]:
-            layer.attention.recomputes_scores = activation_checkpointing == "selective"
+            layer.attention.recomputes_scores = recomputes_scores
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
-        if config.positions == "relative" and not config.untie_biases:
+        positions = position_traits(config.positions)
+        if positions.projects_encodings and not config.untie_biases:
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
-        self.distance_bias = DistanceBias(config) if config.positions in ("alibi", "t5") else None
+        self.distance_bias = DistanceBias(config) if positions.adds_bias else None
         self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(
                 Compression(config, layer.attention) for layer in layers
             )
-        width = config.head_width if config.positions == "rope" else config.d_model
+        width = config.head_width if positions.rotates else config.d_model
         self._encodings = RelativePositions(width, config.clamp_length)
 
     def forward(
@@ -153,7 +161,7 @@ class TransformerXL(nn.Module):
         # Options are keyword arguments: DeepSpeed's hooks inspect the positional ones and support
         # tensors only.
         if (
-            self.activation_checkpointing != "full"
+            not recomputation_traits(self.activation_checkpointing).layers
             or index % self.checkpoint_every_n_layers
             or not torch.is_grad_enabled()
         ):
@@ -219,7 +227,8 @@ class TransformerXL(nn.Module):
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
         positions_CX = self._encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
-        if dropout is None or self.config.dropout == 0.0 or self.config.positions != "relative":
+        drops = position_traits(self.config.positions).projects_encodings
+        if dropout is None or self.config.dropout == 0.0 or not drops:
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
 

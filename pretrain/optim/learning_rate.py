@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from data_pipeline.setting_fields import assert_never
 from pretrain.config.run import OptimConfig
 
 
@@ -20,14 +21,17 @@ def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
     floor = schedule.final_fraction
     done = (step - schedule.warmup_steps) / max(1, optim.steps - schedule.warmup_steps)
     done = min(1.0, max(0.0, done))
-    if schedule.shape == "constant":
-        return 1.0
-    if schedule.shape == "linear":
-        return floor + (1.0 - floor) * (1.0 - done)
-    if schedule.shape == "cosine":
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-    if schedule.shape == "inverse_sqrt":
-        return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
-    # wsd (warm-up, stable, decay): constant, then linear over the last `decay_steps`
-    left = max(0, optim.steps - step)
-    return floor + (1.0 - floor) * min(1.0, left / optim.decay_steps)
+    match schedule.shape:
+        case "constant":
+            return 1.0
+        case "linear":
+            return floor + (1.0 - floor) * (1.0 - done)
+        case "cosine":
+            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+        case "inverse_sqrt":
+            return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
+        case "wsd":  # warm-up, stable, decay: constant, then linear over the last `decay_steps`
+            left = max(0, optim.steps - step)
+            return floor + (1.0 - floor) * min(1.0, left / optim.decay_steps)
+        case _:
+            assert_never(schedule.shape)

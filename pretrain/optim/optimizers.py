@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.setting_fields import assert_never
 from pretrain.config.run import OptimConfig
 from pretrain.distributed.world import sum_over_ranks
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments
@@ -26,11 +27,15 @@ from pretrain.optim.layer_norms import LayerMeter, layer_of
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lamb:
     """Return the configured optimizer; the engine sets its learning rate before every step."""
     groups = parameter_groups(module, optim)
-    if optim.name == "lamb":
-        return Lamb(groups, optim.betas, optim.epsilon)
-    return GuardedAdamW(
-        groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
-    )
+    match optim.name:
+        case "adamw":
+            return GuardedAdamW(
+                groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
+            )
+        case "lamb":
+            return Lamb(groups, optim.betas, optim.epsilon)
+        case _:
+            assert_never(optim.name)
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import schedule_traits
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 
@@ -107,7 +109,7 @@ def _scored(base: RunConfig, shape: Shape, parameters: float) -> tuple[float, Ru
 
 
 Rule = Literal["step-law", "base"]
-RULES: tuple[Rule, ...] = ("step-law", "base")
+RULES: tuple[Rule, ...] = get_args(Rule)
 HIGHEST_LEARNING_RATE = (
     1e-2  # Step Law was measured from 60M parameters on; below, its rates outgrow what trains
 )
@@ -133,7 +135,7 @@ def refuse_unsuited(base: RunConfig) -> None:
             "take them out of the base"
         )
     schedule = base.optim.schedule
-    if schedule.shape in ("constant", "inverse_sqrt") or schedule.final_fraction > DECAYED:
+    if not schedule_traits(schedule.shape).decays or schedule.final_fraction > DECAYED:
         raise ConfigError(
             f"optim.schedule.shape={schedule.shape} final_fraction={schedule.final_fraction} does "
             "not decay the "
@@ -146,11 +148,16 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
     """Return the run with the rule's batch and the whole steps that `budget` FLOPs allow."""
     tokens = budget / cost_of(run).flops_per_token
     rate, lanes = run.optim.learning_rate, run.data.lanes
-    if rule == "step-law":
-        rate, batch = step_law(cost_of(run).body_parameters, tokens)
-        most = tokens / (FEWEST_STEPS * run.data.segment_length)
-        wanted = min(batch / run.data.segment_length, most)
-        lanes = lanes_multiple * max(1, round(wanted / lanes_multiple))
+    match rule:
+        case "base":
+            pass
+        case "step-law":
+            rate, batch = step_law(cost_of(run).body_parameters, tokens)
+            most = tokens / (FEWEST_STEPS * run.data.segment_length)
+            wanted = min(batch / run.data.segment_length, most)
+            lanes = lanes_multiple * max(1, round(wanted / lanes_multiple))
+        case _:
+            assert_never(rule)
     run = replace(run, data=replace(run.data, lanes=lanes))
     cost = cost_of(
         run

@@ -10,7 +10,8 @@ import json
 import torch
 from torch import Tensor
 
-from pretrain.config.run import AttentionKernel, ModelConfig
+from pretrain.config.choices import AttentionKernel
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from pretrain.config.choices import OptimizerName, Precision
 from pretrain.engines.engine import cpu_has_fp16
 from tests.helpers.engine_cells import (
     STAGES,
@@ -20,7 +21,7 @@ from tests.helpers.engine_cells import (
 )
 
 STEPS, HALF = 12, 6
-PRECISIONS = ("fp32", "bf16", "fp16") if cpu_has_fp16() else ("fp32", "bf16")
+PRECISIONS = [kind for kind in get_args(Precision) if kind != "fp16" or cpu_has_fp16()]
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 LAMB: dict[str, Any] = {"optim": {"name": "lamb", "learning_rate": 0.01}}
 LAYERS = ("shared", "embedding", "layer.0", "layer.1", "output")
@@ -112,7 +113,7 @@ def test_a_lamb_run_of_two_ranks_resumes_with_one_under_another_stage(results: R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 @pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
 def test_per_layer_norms_are_those_of_all_ranks_together(
     results: Results, optimizer: str, name: str

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.builder.train_tokenizer import train_tokenizer
+from data_pipeline.config import BuiltTokenizer
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer
 from tests.helpers.corpora import make_text, users_model
 
-KINDS = ["bytes", "bpe", "unigram"]
+KINDS = get_args(BuiltTokenizer)
 
 
 def texts_for_training() -> list[str]:

@@ -30,6 +30,7 @@ from pretrain.costs.flops import (
 )
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.scaling.collect import flops_after
+from tests.helpers.choices import MODEL_CHOICES
 from tests.helpers.scaling import PUBLISHED_DATA
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -48,6 +49,7 @@ LADDER = {"10m": 10e6, "30m": 30e6, "100m": 100e6, "300m": 300e6, "1b": 1e9, "3b
 SMALL = {"vocab_size": 60, "num_layers": 3, "d_model": 16, "num_heads": 2, "memory_length": 8}
 VARIANTS = {
     "plain": {},
+    **{f"{name}={value}": {name: value} for name, value in MODEL_CHOICES},
     "untied biases": {"untie_biases": True},
     "untied embeddings": {"tie_embeddings": False},
     "wide heads": {"d_head": 12, "d_inner": 20},
@@ -157,6 +159,7 @@ def test_counted_parameters_are_those_of_the_built_model(options):
         {},
         {"untie_biases": True, "d_head": 12},
         {"d_embed": 8},
+        *({name: value} for name, value in MODEL_CHOICES),
         {"num_key_heads": 1, "feed_forward": "swiglu"},
         {"positions": "rope", "num_key_heads": 1},
         {"positions": "t5", "feed_forward": "gelu"},

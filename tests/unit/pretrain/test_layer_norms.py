@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.config.choices import OptimizerName
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -56,7 +58,7 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
     return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", get_args(OptimizerName))
 @pytest.mark.parametrize("clip_norm", [0.05, 0.0])
 def test_norms_and_ratios_equal_those_of_gradients_and_weights(
     run: RunConfig, name: str, clip_norm: float

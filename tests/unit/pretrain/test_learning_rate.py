@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.choices import ScheduleShape
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.optim.learning_rate import learning_rate_at
 
@@ -15,13 +17,13 @@ def optim(shape: str, **settings: float) -> OptimConfig:
     return OptimConfig(steps=100, learning_rate=2.0, schedule=schedule)
 
 
-@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
+@pytest.mark.parametrize("shape", get_args(ScheduleShape))
 def test_warmup_rises_linearly_to_the_peak(shape: str) -> None:
     rates = [learning_rate_at(optim(shape), step) for step in range(10)]
     assert rates == pytest.approx([2.0 * part / 10 for part in range(1, 11)])
 
 
-@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
+@pytest.mark.parametrize("shape", get_args(ScheduleShape))
 def test_no_rate_exceeds_the_peak_or_rises_after_warmup(shape: str) -> None:
     rates = [learning_rate_at(optim(shape), step) for step in range(9, 100)]
     assert max(rates) <= 2.0 + 1e-12

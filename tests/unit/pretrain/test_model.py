@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from data_pipeline.errors import CheckpointError
-from pretrain.config.run import ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.config.choices import ActivationCheckpointing, AttentionKernel
+from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import Visibility, forbidden_LC
 from pretrain.model.dropout import DropoutStream
@@ -175,9 +176,8 @@ def checkpointed(
 
 
 CHECKPOINTING: list[tuple[ActivationCheckpointing, int]] = [
-    ("full", 1),
+    *((kind, 1) for kind in get_args(ActivationCheckpointing)),
     ("full", 2),
-    ("selective", 1),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pretrain.config.choices import FeedForwardKind, feed_forward_traits
 from pretrain.config.run import ModelConfig, OptimConfig
 from pretrain.model.layer import FeedForward
 from pretrain.model.memory import num_leaving_rows
@@ -109,24 +111,38 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
-@pytest.mark.parametrize("kind", ["relu", "gelu", "swiglu"])
+ACTIVATIONS = {
+    "relu": lambda inner, _: inner.clamp(min=0),
+    "gelu": lambda inner, _: inner * (1 + torch.erf(inner / math.sqrt(2))) / 2,
+    "swiglu": lambda inner, gate: gate * torch.sigmoid(gate) * inner,
+}
+
+
+@pytest.mark.parametrize("kind", get_args(FeedForwardKind))
 def test_feed_forward_is_its_formula(kind) -> None:
     layer = FeedForward(
         ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind, init_std=0.5), 0
     ).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     inner = x @ layer.inner_weight.T
-    if kind == "swiglu":
-        gate = x @ layer.gate_weight.T
-        expected = (gate * torch.sigmoid(gate) * inner) @ layer.output_weight.T
-    else:
-        active = (
-            inner.clamp(min=0)
-            if kind == "relu"
-            else inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
-        )
-        expected = active @ layer.output_weight.T
+    gate = x @ layer.gate_weight.T if hasattr(layer, "gate_weight") else None
+    expected = ACTIVATIONS[kind](inner, gate) @ layer.output_weight.T
     torch.testing.assert_close(layer(x, dropout=None), expected)
+
+
+@pytest.mark.parametrize("kind", get_args(FeedForwardKind))
+def test_feed_forward_keeps_as_many_inner_tensors_as_its_traits_say(kind) -> None:
+    layer = FeedForward(ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind), 0)
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 2 * 4 * 10:
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(2, 4, 6, requires_grad=True), dropout=None)
+    assert len(kept) == feed_forward_traits(kind).inner_tensors
 
 
 @pytest.mark.parametrize("cutoffs", [(), (9, 20)])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
+from itertools import cycle, product
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from pretrain.config.choices import (
+    CompressionKind,
+    FeedForwardKind,
+    NormKind,
+    NormPosition,
+    Positions,
+)
 from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import memory_num_rows
@@ -15,15 +22,14 @@ from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
 
 LENGTH = 12
-POSITIONS = ("relative", "rope", "alibi", "t5")
-FEED_FORWARDS = ("relu", "gelu", "swiglu")
 COMPRESSIONS: dict[str, dict[str, Any]] = {
     "none": {},
-    "conv": {"compressed_length": 3, "compression_rate": 2, "compression": "conv"},
-    "mean": {"compressed_length": 3, "compression_rate": 3, "compression": "mean"},
-    "max": {"compressed_length": 3, "compression_rate": 2, "compression": "max"},
+    **{
+        kind: {"compressed_length": 3, "compression_rate": rate, "compression": kind}
+        for kind, rate in zip(get_args(CompressionKind), cycle((2, 3)))
+    },
 }
-EVERY_POSITION = pytest.mark.parametrize("positions", POSITIONS)
+EVERY_POSITION = pytest.mark.parametrize("positions", get_args(Positions))
 EVERY_COMPRESSION = pytest.mark.parametrize("compression", COMPRESSIONS)
 SMALL = {
     "d_model": 8,
@@ -37,9 +43,8 @@ SMALL = {
 
 def combinations(positions: str, compression: str) -> list[dict[str, Any]]:
     """Return every choice of norm, feed-forward, key heads and query-key norm for two others."""
-    choices = product(
-        ("layernorm", "rmsnorm"), ("post", "pre"), FEED_FORWARDS, (1, 2), (False, True)
-    )
+    named = (get_args(choice) for choice in (NormKind, NormPosition, FeedForwardKind))
+    choices = product(*named, (1, 2), (False, True))
     names = ("norm", "norm_position", "feed_forward", "num_key_heads", "query_key_norm")
     given = {**SMALL, "positions": positions, **COMPRESSIONS[compression]}
     return [{**given, **dict(zip(names, choice, strict=True))} for choice in choices]

@@ -1,0 +1,197 @@
+"""The settings that are one of several names, and what each name costs and needs. Torch-free.
+
+A name that is added to a type alone fails `make check`: every `match` over it ends in
+`assert_never`, and pyright shows each one that does not handle it. `tests/unit/test_choices.py`
+keeps it so. CONTRIBUTING.md walks through adding one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from data_pipeline.setting_fields import assert_never
+
+FeedForwardKind = Literal["relu", "gelu", "swiglu"]
+Positions = Literal["relative", "rope", "alibi", "t5"]
+CompressionKind = Literal["conv", "mean", "max"]
+NormKind = Literal["layernorm", "rmsnorm"]
+NormPosition = Literal["post", "pre"]
+ScheduleShape = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
+OptimizerName = Literal["adamw", "lamb"]
+EngineKind = Literal["deepspeed", "torch"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
+AttentionKernel = Literal["auto", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardTraits:
+    """What a feed-forward layer has, and what it keeps for its backward pass."""
+
+    is_gated: bool = False  # a third matrix, of the gate, and no biases
+    inner_tensors: int  # of the inner width that are kept
+
+
+def feed_forward_traits(kind: FeedForwardKind) -> FeedForwardTraits:
+    """Return what costs follow from; `pretrain.model.layer.FeedForward` computes it."""
+    match kind:
+        case "relu":
+            return FeedForwardTraits(inner_tensors=1)  # its output
+        case "gelu":
+            return FeedForwardTraits(inner_tensors=2)  # its input, too
+        case "swiglu":
+            # both factors, the gate before its activation, the product
+            return FeedForwardTraits(is_gated=True, inner_tensors=4)
+        case _:
+            assert_never(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionTraits:
+    """How attention sees distances."""
+
+    projects_encodings: bool = False  # W_R, u and v: a third product of each query and key
+    rotates: bool = False  # queries and keys
+    adds_bias: bool = False  # to the scores, per distance and head
+    learns_bias: bool = False  # in buckets of distances
+
+
+def position_traits(positions: Positions) -> PositionTraits:
+    """Return what costs and attention follow from; `pretrain.model.positions` computes it."""
+    match positions:
+        case "relative":
+            return PositionTraits(projects_encodings=True)
+        case "rope":
+            return PositionTraits(rotates=True)
+        case "alibi":
+            return PositionTraits(adds_bias=True)
+        case "t5":
+            return PositionTraits(adds_bias=True, learns_bias=True)
+        case _:
+            assert_never(positions)
+
+
+def learns_to_compress(compression: CompressionKind) -> bool:
+    """Whether the compression has parameters, learned by attention reconstruction."""
+    match compression:
+        case "conv":
+            return True
+        case "mean" | "max":
+            return False
+        case _:
+            assert_never(compression)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormTraits:
+    vectors: int  # parameters per channel
+    kept: int  # rows kept for the backward pass beside the output
+
+
+def norm_traits(norm: NormKind) -> NormTraits:
+    """Return what costs follow from; `pretrain.model.parameters.norm_of` builds it."""
+    match norm:
+        case "layernorm":
+            return NormTraits(vectors=2, kept=0)
+        case "rmsnorm":
+            return NormTraits(vectors=1, kept=1)  # once more before the gain
+        case _:
+            assert_never(norm)
+
+
+def norms_inputs(position: NormPosition) -> bool:
+    """Whether attention and feed-forward read normed rows, those of the memory among them."""
+    match position:
+        case "pre":
+            return True
+        case "post":
+            return False
+        case _:
+            assert_never(position)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTraits:
+    decays: bool = True  # to `final_fraction` of the peak at the last step
+    decays_last: bool = False  # in `decay_steps` after a constant stretch
+
+
+def schedule_traits(shape: ScheduleShape) -> ScheduleTraits:
+    """Return how a shape ends; `pretrain.optim.learning_rate` computes it."""
+    match shape:
+        case "linear" | "cosine":
+            return ScheduleTraits()
+        case "wsd":
+            return ScheduleTraits(decays_last=True)
+        case "constant" | "inverse_sqrt":
+            return ScheduleTraits(decays=False)
+        case _:
+            assert_never(shape)
+
+
+def shards(kind: EngineKind) -> bool:
+    """Whether the engine can shard optimizer, gradients and weights over the ranks (ZeRO)."""
+    match kind:
+        case "deepspeed":
+            return True
+        case "torch":
+            return False
+        case _:
+            assert_never(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionTraits:
+    bytes: int  # of a weight or an activation
+    scales_loss: bool = False  # so that small gradients do not become zero
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights are rounded copies of float32 masters."""
+        return self.bytes < 4
+
+
+def precision_traits(precision: Precision) -> PrecisionTraits:
+    """Return what costs and engines follow from."""
+    match precision:
+        case "fp32":
+            return PrecisionTraits(bytes=4)
+        case "bf16":
+            return PrecisionTraits(bytes=2)
+        case "fp16":
+            return PrecisionTraits(bytes=2, scales_loss=True)
+        case _:
+            assert_never(precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputationTraits:
+    """What the backward pass computes again instead of keeping it."""
+
+    layers: bool = False
+    scores: bool = False  # attention's scores and weights
+
+
+def recomputation_traits(kind: ActivationCheckpointing) -> RecomputationTraits:
+    """Return what a kind of activation checkpointing repeats."""
+    match kind:
+        case "none":
+            return RecomputationTraits()
+        case "full":
+            return RecomputationTraits(layers=True)
+        case "selective":
+            return RecomputationTraits(scores=True)
+        case _:
+            assert_never(kind)
+
+
+def allows_fused(kernel: AttentionKernel) -> bool:
+    """Whether attention may leave the textbook form, for tiles or the fused kernel."""
+    match kernel:
+        case "auto":
+            return True
+        case "plain":
+            return False
+        case _:
+            assert_never(kernel)
