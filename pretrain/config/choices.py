@@ -12,7 +12,7 @@ from typing import Literal
 
 from data_pipeline.setting_fields import assert_never
 
-FeedForwardKind = Literal["relu", "gelu", "swiglu"]
+FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
 Positions = Literal["relative", "rope", "alibi", "t5"]
 CompressionKind = Literal["conv", "mean", "max"]
 NormKind = Literal["layernorm", "rmsnorm"]
@@ -38,6 +38,8 @@ def feed_forward_traits(kind: FeedForwardKind) -> FeedForwardTraits:
     match kind:
         case "relu":
             return FeedForwardTraits(inner_tensors=1)  # its output
+        case "relu2":
+            return FeedForwardTraits(inner_tensors=2)  # relu's output, and its square
         case "gelu":
             return FeedForwardTraits(inner_tensors=2)  # its input, too
         case "swiglu":

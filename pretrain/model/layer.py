@@ -27,8 +27,8 @@ from pretrain.model.parameters import Norm, norm_of, normal, zeros
 class FeedForward(nn.Module):
     """dropout(W2 dropout(f(W1 x + b1)) + b2); the layer adds norm and residual.
 
-    f is relu or gelu. SwiGLU (Shazeer 2020) is dropout(W2 dropout(silu(W x) * (W1 x))), without
-    biases.
+    f is relu, its square (So et al. 2021) or gelu. SwiGLU (Shazeer 2020) is
+    dropout(W2 dropout(silu(W x) * (W1 x))), without biases.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -56,6 +56,8 @@ class FeedForward(nn.Module):
         match self._kind:
             case "relu":
                 return relu(inner_BLF)
+            case "relu2":
+                return relu(inner_BLF).square()
             case "gelu":
                 return gelu(inner_BLF)
             case "swiglu":

@@ -113,6 +113,7 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
 
 ACTIVATIONS = {
     "relu": lambda inner, _: inner.clamp(min=0),
+    "relu2": lambda inner, _: inner.clamp(min=0) ** 2,
     "gelu": lambda inner, _: inner * (1 + torch.erf(inner / math.sqrt(2))) / 2,
     "swiglu": lambda inner, gate: gate * torch.sigmoid(gate) * inner,
 }
