@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from data_pipeline.program import add_experiment
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
+from launcher.slurm.dry_run import step_lines
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, quote, render
+from launcher.slurm.shared_paths import path_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.status.run_state import is_done_already
+from launcher.supervisor import latest_step
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.launch_events import Submitted
@@ -42,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_policy_arguments(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the batch script; write and submit nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the batch script and the step that it runs; write and submit nothing",
     )
 
 
@@ -53,15 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name:
         config = replace(config, name=arguments.name)
     job = planned(arguments, config)
-    for line in check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir):
-        print(line, file=sys.stderr)
+    notes = check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir)
+    notes += path_notes(config, job.cluster, job.run_dir, job.python)
     if arguments.dry_run:
-        print(render(job), end="")
+        refuse_done(job, config)
+        step_before = latest_step(RunDir(job.run_dir))
+        print(render(job) + "\n".join(step_lines(job, config, step_before)))
+        _print_notes(notes)
         return 0
     number = submit(job, config)
+    _print_notes(notes)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
     print(f"Status: launcher status {job.run_dir}\nLogs:   launcher logs {job.run_dir} --follow")
     return 0
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for line in notes:
+        print(line, file=sys.stderr)
 
 
 def planned(arguments: argparse.Namespace, config: RunConfig) -> Job:
@@ -84,14 +99,19 @@ def job_name(name: str, run_dir: Path) -> str:
     return f"{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
 
 
+def refuse_done(job: Job, config: RunConfig) -> None:
+    """Raise ConfigError if the run has made all its steps."""
+    if is_done_already(RunDir(job.run_dir), config):
+        raise ConfigError(
+            f"{job.run_dir} is done after step {config.optim.steps:,}; to train further, submit "
+            "it with more optim.steps"
+        )
+
+
 def submit(job: Job, config: RunConfig) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
-    if is_done_already(run_dir, config):
-        raise ConfigError(
-            f"{run_dir.path} is done after step {config.optim.steps:,}; to train further, submit "
-            "it with more optim.steps"
-        )
+    refuse_done(job, config)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:

@@ -42,7 +42,7 @@ _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for error
 }
 
 
-ContainerRuntime = Literal["pyxis", "apptainer"]
+ContainerRuntime = Literal["", "pyxis", "apptainer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class ClusterConfig(NodeConfig):
     """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
     container_image: str = ""
     """Image the ranks run in, with this project's dependencies; empty: no container."""
-    container_runtime: ContainerRuntime = "pyxis"
-    """What starts the container."""
+    container_runtime: ContainerRuntime = ""
+    """What starts the container; to be given with `container_image`."""
     container_mounts: tuple[str, ...] = ()
     """Host directories mounted under the same path, such as the corpus'."""
     container_python: str = "python3"
@@ -86,6 +86,11 @@ class ClusterConfig(NodeConfig):
         _check_references(self.environment)
         if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
+        if self.container_image and not self.container_runtime:
+            raise ConfigError(
+                f"container_image={self.container_image} without container_runtime; set it to "
+                "pyxis (srun has --container-image) or apptainer"
+            )
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be at most half of "
@@ -184,6 +189,8 @@ def in_container(
     command = [cluster.container_python, *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
     match cluster.container_runtime:
+        case "":
+            raise AssertionError("ClusterConfig refuses an image without a runtime")
         case "pyxis":
             flags = [
                 f"--container-image={cluster.container_image}",

@@ -34,6 +34,7 @@ from launcher.slurm.srun import (
     Step,
     nodes_that_cannot_start,
     nodes_that_miss,
+    training_command,
 )
 from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
@@ -261,7 +262,7 @@ def starter(
     step = Step(
         nodes=job.nodes, num_nodes=count, ranks=count * cluster.tasks_per_node, cluster=cluster
     )
-    command = ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir.path)]
+    command = training_command(snapshot, run_dir.path)
     if blind := nodes_that_miss(step, run_dir.path):
         raise ConfigError(
             f"{', '.join(blind)} cannot see {run_dir.path}; "

@@ -17,6 +17,7 @@ from data_pipeline.errors import UserError
 from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
 from launcher.slurm.rank_statuses import SrunPatience, first_failure, read_ends, statuses
+from launcher.slurm.snapshot import Snapshot
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.exit_status import NEVER_STARTED
@@ -48,7 +49,29 @@ class Step:
         return self.nodes[rank // self.tasks_per_node]
 
 
-def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -> list[str]:
+def training_command(snapshot: Snapshot, run_dir: Path) -> list[str]:
+    """The arguments of Python that train the run."""
+    return ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir)]
+
+
+def rank_task(run_dir: Path, attempt: int, command: Sequence[str]) -> list[str]:
+    """The arguments of Python that run `command` as one rank, with a log of its own."""
+    log = RunDir(run_dir).logs / f"attempt-{attempt}-rank-{{rank}}.log"
+    return ["-m", "launcher.slurm.task", str(log), *command]
+
+
+def meeting_point(step: Step, run_dir: Path, attempt: int) -> dict[str, str]:
+    """The environment variables by which the ranks of an attempt find each other."""
+    return {
+        "MASTER_ADDR": step.nodes[0],
+        PORT_FILE_VARIABLE: str(RunDir(run_dir).logs / f"attempt-{attempt}.port"),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def srun_command(
+    step: Step, task: Sequence[str], mounts: Sequence[Path], workdir: Path
+) -> list[str]:
     """The srun command line. A task that fails ends the others (--kill-on-bad-exit), but one that
     ends well does not:
     the others may still be saving (--wait=0)."""
@@ -67,7 +90,7 @@ def srun_command(step: Step, task: Sequence[str], mounts: Sequence[Path] = ()) -
     # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
     # would end it was killed, must not keep the next one waiting.
     command += ["--overlap"]
-    flags, line = in_container(cluster, task, mounts, Path.cwd())
+    flags, line = in_container(cluster, task, mounts, workdir)
     return [*command, *flags, *line]
 
 
@@ -92,20 +115,10 @@ class SlurmRanks:
         self.logs = [
             run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)
         ]
-        task = [
-            "-m",
-            "launcher.slurm.task",
-            str(run_dir.logs / f"attempt-{attempt}-rank-{{rank}}.log"),
-            *command,
-        ]
-        port_file = run_dir.logs / f"attempt-{attempt}.port"
-        port_file.unlink(missing_ok=True)
-        meeting_point = {
-            "MASTER_ADDR": step.nodes[0],
-            PORT_FILE_VARIABLE: str(port_file),
-            "PYTHONUNBUFFERED": "1",
-        }
-        line = srun_command(step, task, mounts=[run_dir.path])
+        meeting = meeting_point(step, run_dir.path, attempt)
+        Path(meeting[PORT_FILE_VARIABLE]).unlink(missing_ok=True)
+        task = rank_task(run_dir.path, attempt, command)
+        line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
         with open(self._log, "ab") as log:
             log.write(f"{shlex.join(line)}\n".encode())
@@ -113,7 +126,7 @@ class SlurmRanks:
             parent = os.getpid()
             self._srun = subprocess.Popen(
                 line,
-                env={**os.environ, **meeting_point, **variables},
+                env={**os.environ, **meeting, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

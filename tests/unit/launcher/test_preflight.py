@@ -111,6 +111,7 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     base = ClusterConfig(
         gpus_per_node="2",
         container_image="/images/x.sqsh",
+        container_runtime="pyxis",
         container_python="/venv/python",
         container_mounts=("/data",),
         modules=("cuda",),

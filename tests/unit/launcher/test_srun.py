@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.cluster import ClusterConfig
+from launcher.slurm.cluster import ClusterConfig, ContainerRuntime
 from launcher.slurm.srun import Step, srun_command
 from pretrain.distributed.slurm_variables import rank_variables
 
@@ -23,7 +23,7 @@ STEP = Step(
 
 
 def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
-    command = srun_command(STEP, ["-m", "launcher.slurm.task"])
+    command = srun_command(STEP, ["-m", "launcher.slurm.task"], [], Path("/code"))
     assert command[-3:] == [sys.executable, "-m", "launcher.slurm.task"]
     wanted = {
         "--nodes=2",
@@ -35,29 +35,30 @@ def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
     assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
 
 
-def in_container(**settings) -> list[str]:
+def in_container(runtime: ContainerRuntime, **settings) -> list[str]:
     cluster = ClusterConfig(
-        gpus_per_node="2", container_image="/images/x.sqsh", container_mounts=("/data",), **settings
+        gpus_per_node="2",
+        container_image="/images/x.sqsh",
+        container_mounts=("/data",),
+        container_runtime=runtime,
+        **settings,
     )
-    return srun_command(
-        dataclasses.replace(STEP, cluster=cluster),
-        ["-m", "launcher.slurm.task"],
-        mounts=[Path("/runs/a")],
-    )
+    step = dataclasses.replace(STEP, cluster=cluster)
+    return srun_command(step, ["-m", "launcher.slurm.task"], [Path("/runs/a")], Path("/code"))
 
 
 def test_pyxis_gets_the_image_and_sees_run_and_data():
-    command = in_container()
+    command = in_container("pyxis")
     assert "--container-image=/images/x.sqsh" in command
     assert "--container-mounts=/runs/a:/runs/a,/data:/data" in command
-    assert f"--container-workdir={os.getcwd()}" in command
+    assert "--container-workdir=/code" in command
     assert command[-3:] == ["python3", "-m", "launcher.slurm.task"]
 
 
 def test_apptainer_runs_the_task_inside_the_image():
-    command = in_container(container_runtime="apptainer", container_python="/opt/python")
+    command = in_container("apptainer", container_python="/opt/python")
     begin = command.index("apptainer")
-    binds = ["--nv", "--bind=/runs/a", "--bind=/data", f"--pwd={os.getcwd()}"]
+    binds = ["--nv", "--bind=/runs/a", "--bind=/data", "--pwd=/code"]
     assert command[begin:] == [
         "apptainer",
         "exec",

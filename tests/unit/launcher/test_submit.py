@@ -52,6 +52,35 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert not (files / "run").exists()
 
 
+def test_a_dry_run_shows_the_step_with_container_mounts_and_environment(files, capsys):
+    with open(files / "cluster.yaml", "a") as cluster:
+        cluster.write("container_image: /x.sif\ncontainer_runtime: apptainer\n")
+        cluster.write("container_mounts: [/corpora]\nenvironment: {NCCL_DEBUG: WARN}\n")
+    assert submit(files, "--nodes=2:3", "--dry-run") == 0
+    found = capsys.readouterr()
+    script, _, below = found.out.partition("# Before: ")
+    assert all(line.startswith("#") for line in below.splitlines()[1:]), "still a batch script"
+    assert "exec " in script
+    step = below.replace(" \\\n#    ", "")
+    run_dir = files / "run"
+    assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in step
+    assert f"apptainer exec --bind={run_dir} --bind=/corpora --pwd={run_dir}/slurm/code" in step
+    assert f"-m pretrain train {run_dir}/slurm/experiment.yaml --run-dir {run_dir}" in step
+    assert "on 2 of 2-3 nodes" in below
+    assert "Container: /x.sif, started by apptainer" in below
+    for variable in ("NCCL_DEBUG=WARN", "MASTER_ADDR=NODE1", "PYTHONUNBUFFERED=1"):
+        assert f"export {variable}" in below
+    assert "note: container_image: /x.sif is not there on this host" in found.err
+    assert "note: data.path: " in found.err
+
+
+def test_an_image_needs_the_runtime_that_starts_it(files, capsys):
+    with open(files / "cluster.yaml", "a") as cluster:
+        cluster.write("container_image: /x.sif\n")
+    assert submit(files, "--dry-run") == 2
+    assert "container_image=/x.sif without container_runtime; set it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -97,8 +126,11 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     submit(files, "optim.steps=10")
     assert "is done" not in capsys.readouterr().err, "its last checkpoint is lost"
     publish_step(run_dir.checkpoints, 10)
-    assert submit(files, "optim.steps=10") == 2
-    assert "is done after step 10; to train further" in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        assert submit(files, "optim.steps=10", *more) == 2
+        assert "is done after step 10; to train further" in capsys.readouterr().err
+    assert submit(files, "optim.steps=20", "--dry-run") == 0
+    assert "The run resumes after step 10 of 20." in capsys.readouterr().out
     submit(files, "optim.steps=20")
     assert "is done" not in capsys.readouterr().err
 

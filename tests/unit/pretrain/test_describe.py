@@ -227,10 +227,13 @@ def test_a_cluster_file_that_says_too_little_is_rejected_in_one_line(
 def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
     experiment = str(MODELS / "enwik8-base.yaml")
     RunDir.create(tmp_path / "run", load_config(RunConfig, Path(experiment)))
-    main(["describe", experiment, "optim.steps=30"])
-    expected = capsys.readouterr().out
-    assert main(["describe", str(tmp_path / "run"), "optim.steps=30"]) == 0
-    assert capsys.readouterr().out == expected
+    on_gpus = ["--cluster", str(CLUSTERS / "8xh100.yaml"), "--nodes", "2"]
+    for more in ([], ["engine.precision=bf16", *on_gpus]):
+        main(["describe", experiment, "optim.steps=30", *more])
+        expected = capsys.readouterr().out
+        assert ("16 ranks (H100)" in expected) == bool(more)
+        assert main(["describe", str(tmp_path / "run"), "optim.steps=30", *more]) == 0
+        assert capsys.readouterr().out == expected
     assert main(["describe", str(tmp_path)]) == 2
     assert "run.json" in capsys.readouterr().err
 
