@@ -1,4 +1,28 @@
 """Text to token shards to lanes of segments.
 
-The lowest of the three packages: imports neither torch, pretrain nor launcher.
+The lowest of the three packages: imports neither torch, pretrain nor launcher. The names below are
+for use from Python (docs/python.md); they are imported when they are first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data_pipeline.config import CorpusConfig
+    from data_pipeline.corpora.corpus import Corpus
+    from data_pipeline.tokenizer import Tokenizer
+
+__all__ = ["Corpus", "CorpusConfig", "Tokenizer"]
+_HOMES = {
+    "CorpusConfig": "data_pipeline.config",
+    "Corpus": "data_pipeline.corpora.corpus",
+    "Tokenizer": "data_pipeline.tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,18 +50,19 @@ class TrainedModel:
 
 
 def load_trained(
-    run: Path,
-    device: torch.device,
+    run: Path | str,
+    device: torch.device | None = None,
     say: Callable[[str], None] = logger.warning,
     model_settings: Mapping[str, Any] | None = None,
     ema: bool = False,
 ) -> TrainedModel:
-    """Load an export, or the latest valid checkpoint of a run.
+    """Load an export, or the latest valid checkpoint of a run; by default onto a GPU, if any.
 
     `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
     an export has it if it was made from it. `model_settings` replace those of training and must not
     change any weight's shape; ConfigError if they are inconsistent.
     """
+    run, device = Path(run), device or inference_device()
     if is_export(run):
         if ema:
             raise ConfigError(
@@ -83,8 +84,12 @@ def load_trained(
     return TrainedModel(module.to(device).eval(), config, found.step, home, tokenizer)
 
 
-def load_tokenizer(trained: TrainedModel, data: Path) -> Tokenizer:
-    """Return the tokenizer of the corpus in `data`; DataError if the model has another one."""
+def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of the corpus in `data`; DataError if the model has another one.
+
+    By default that of the run's corpus, or the one in the export.
+    """
+    data = data or trained.tokenizer_home
     if (
         data == trained.tokenizer_home
         and is_export(data)

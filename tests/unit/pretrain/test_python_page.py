@@ -1,0 +1,75 @@
+"""The script of docs/python.md runs as it stands, on a model and a corpus of our own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import data_pipeline
+import pretrain
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig
+from pretrain.model.cached import new_stream
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.export import write_export
+
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+TEXT = "entry 7: naïve → words that are scored over several segments\n" * 3
+
+
+def test_the_page_loads_scores_with_memory_over_segments_and_generates(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    torch.manual_seed(1)
+    model = ModelConfig(vocab_size=320, num_layers=2, d_model=16, num_heads=2, memory_length=24)
+    config = RunConfig(model=model, data=DataConfig(segment_length=16))
+    module = TransformerXL(model)
+    monkeypatch.chdir(tmp_path)
+    write_export(tmp_path / "runs" / "mine", module, config, 7, corpus.directory.parent)
+    shutil.copytree(corpus.directory.parent, tmp_path / "data" / "mine")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    script = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+    names: dict[str, Any] = {}
+    exec(compile(script, PAGE.name, "exec"), names)
+
+    end = names["tokenizer"].end_id
+    ids = torch.tensor([names["tokenizer"].encode(TEXT).tolist()])
+    inputs, targets = (torch.nn.functional.pad(ids, side, value=end) for side in ((1, 0), (0, 1)))
+    assert inputs.shape[1] > 4 * 16
+    stream = new_stream(module.eval(), 24, 16)
+    parts = zip(inputs.split(16, dim=1), targets.split(16, dim=1), strict=True)
+    known = torch.cat([stream.nll_BL(*part) for part in parts], dim=1).mean().item()
+    assert names["loss"] == pytest.approx(known, rel=1e-5)
+    out = capsys.readouterr().out
+    assert out.startswith("step 7, ")
+    assert f"{names['bits_per_byte']:.3f} bits per byte" in out
+    assert f"The {names['continuation']}" in out
+    assert names["small"].head is not None
+    assert names["corpus"].num_documents == corpus.num_documents
+
+
+def test_the_names_of_the_packages_are_there_and_importing_them_loads_nothing_heavy():
+    for package in (pretrain, data_pipeline):
+        assert all(getattr(package, name) for name in package.__all__)
+        with pytest.raises(AttributeError, match="has no attribute 'Transformer'"):
+            _ = package.Transformer
+    code = """
+import sys
+import data_pipeline, pretrain
+ours = [name for name in sys.modules if name.startswith(("pretrain", "data_pipeline"))]
+assert sorted(ours) == ["data_pipeline", "pretrain"], ours
+assert not {"torch", "numpy", "yaml", "pydantic"} & set(sys.modules)
+from pretrain import RunConfig
+assert "torch" not in sys.modules
+from pretrain import TransformerXL, generate, load_trained
+from data_pipeline import Corpus
+assert "torch" in sys.modules
+assert not {"deepspeed", "streaming", "triton.language", "rich"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
