@@ -69,7 +69,7 @@ class RunsTable:
         is_narrow = options.max_width < LEAST_FULL_WIDTH
         numbers = FEW_NUMBERS if is_narrow else NUMBERS
         names = [Text(printable(name)) for name in _short_names([s.path for s in self.states])]
-        reasons = [Text(printable(state.reason), style="dim") for state in self.states]
+        reasons = [Text(_reason(state), style="dim") for state in self.states]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("run", header_style="dim", overflow="fold")
         for name in ("state", *numbers):
@@ -164,8 +164,8 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         (
             "state",
             _word(state)
-            if not state.reason
-            else _word(state).append(f"  {printable(state.reason)}", style="default"),
+            if not _reason(state)
+            else _word(state).append(f"  {_reason(state)}", style="default"),
         ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
         *((name, value) for name, value in state.results.cells.items() if name != "goodput"),
@@ -197,6 +197,11 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
 def _attempts(state: RunState) -> str:
     ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
     return f"{state.attempts}{ranks}" + (f" on {' '.join(state.nodes)}" if state.nodes else "")
+
+
+def _reason(state: RunState) -> str:
+    """Why the run is in its state, and whether much of it is not saved."""
+    return printable("; ".join(filter(None, (state.reason, state.unsaved))))
 
 
 def _word(state: RunState) -> Text:

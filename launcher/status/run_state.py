@@ -51,6 +51,7 @@ class RunState:
     checkpoint_age: float | None = None
     last_failure: str = ""
     last_failure_age: float | None = None
+    interval: int = 0  # of checkpoints, in steps
 
     @property
     def fraction_done(self) -> float:
@@ -60,6 +61,18 @@ class RunState:
     def is_done(self) -> bool:
         """Whether all steps are made and there is a valid checkpoint of the last one."""
         return self.state is State.DONE and (self.checkpoint or 0) >= self.steps
+
+    @property
+    def unsaved(self) -> str:
+        """How far a restart would go back, if that is more than an interval or the run is done.
+
+        Measurements outlive checkpoints: those may be refused, or lost.
+        """
+        saved = self.checkpoint or 0
+        if self.step - saved <= (0 if self.state is State.DONE else self.interval):
+            return ""
+        latest = f"only step {saved:,}" if saved else "no step"
+        return f"{latest} of {self.step:,} is saved"
 
     @property
     def is_active(self) -> bool:
@@ -126,6 +139,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         checkpoint_age=None if age is None else max(0.0, age),
         last_failure=interrupted[-1].description if interrupted else "",
         last_failure_age=evidence.now - interrupted[-1].time if interrupted else None,
+        interval=config.checkpoint.interval,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from data_pipeline.errors import CheckpointError, ConfigError
+from data_pipeline.errors import CheckpointError, ConfigError, printable
 from data_pipeline.program import Program
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -133,5 +133,5 @@ def _checkpoints(run: Path) -> tuple[Path, list[int]]:
     root = RunDir.open(run).checkpoints
     steps = files.steps_on_disk(root)
     if not steps:
-        print(f"no checkpoint found in {root}")
+        print(printable(f"no checkpoint found in {root}"))
     return root, steps

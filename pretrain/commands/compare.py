@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, printable
 from data_pipeline.files import write_text
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.output / "compare.html", render(histories, rows, changed))
         title = " / ".join(history.name for history in histories)
         save_panels(arguments.output / "compare.png", title, comparison_panels(histories))
-        print(f"\n{arguments.output / 'compare.html'} and compare.png")
+        print(printable(f"\n{arguments.output / 'compare.html'} and compare.png"))
     return 0
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
+from data_pipeline.errors import printable
 from data_pipeline.files import write_text
 from data_pipeline.progress import duration
 from data_pipeline.yaml_files import dump_yaml
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "report.html", render(history))
     save_panels(directory / "report.png", history.name, run_panels(history))
-    print(f"{directory / 'report.html'} and report.png: {summary(history)}")
+    print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
     return 0
 
 
@@ -61,13 +62,16 @@ def summary(history: History) -> str:
     if history.time_spent is not None:
         parts.append(f"goodput {history.time_spent.goodput:.0%}")
     parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.rewinds)}")
-    parts.append(f"skipped steps: {history.num_skipped}")
+    parts.append(f"skipped steps: {history.measured.num_skipped}")
+    parts += filter(None, [history.unsaved])
     return ", ".join(parts)
 
 
 def render(history: History) -> str:
     """The whole page."""
-    lead = f"{setup_of(history.config)}. Step {history.step:,} of {history.config.optim.steps:,}."
+    step = f"Step {history.step:,} of {history.config.optim.steps:,}"
+    step = "; ".join(filter(None, (step, history.unsaved)))
+    lead = f"{setup_of(history.config)}. {step}."
     charts = [
         section(
             panel.title,
@@ -116,7 +120,7 @@ def _cards(history: History) -> list[Card]:
         words = f"goodput: of {duration(spent.total)}, in productive steps"
         cards.append(Card(f"{spent.goodput:.0%}", words))
     rewinds = counted(len(history.rewinds), "automatic rewind")
-    words = f"failed attempts; {rewinds}, {counted(history.num_skipped, 'skipped step')}"
+    words = f"failed attempts; {rewinds}, {counted(history.measured.num_skipped, 'skipped step')}"
     mood = "bad" if events_of(history.ledger, GaveUp) else ""
     return [*cards, Card(str(len(history.failures)), words, mood)]
 

@@ -18,11 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from data_pipeline.errors import os_error_text, remedy_of
 from data_pipeline.files import append_whole, fsync_directory
 from data_pipeline.patience import Outage, Patience, outlast
+from pretrain.rundir.metrics_summary import summarize_file, sums_of
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-NOT_DRAWN = ("kind", "step", "time")
+NOT_DRAWN = ("kind", "step", "time", "totals")
 
 
 class MetricsFiles:
@@ -38,6 +39,7 @@ class MetricsFiles:
     ) -> None:
         self._may_write = may_write
         outlast(run_dir.patience, lambda: run_dir.cut_metrics_after(step))
+        self._sums = sums_of(summarize_file(run_dir.metrics))
         self._files = [_Buffered(run_dir.metrics, run_dir.patience)]
         self._tensorboard: TensorBoardEvents | None = None
         if tensorboard:
@@ -47,7 +49,11 @@ class MetricsFiles:
             self._files.append(file)
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Write the lines."""
+        """Write the lines; the last one of an interval with the run's sums until then."""
+        for line in lines:
+            self._sums.add(line)
+            if "tokens_per_second" in line:
+                line["totals"] = {name: round(each, 6) for name, each in vars(self._sums).items()}
         self._files[0].add("".join(json.dumps(line) + "\n" for line in lines).encode())
         if self._tensorboard is not None:
             self._files[1].add(self._tensorboard.scalars(lines))

@@ -59,9 +59,9 @@ def comparison_panels(histories: Sequence[History]) -> list[Panel]:
 def _loss(history: History, axes: Axes, palette: Palette) -> None:
     """Step losses, smoothed, and validation losses; where steps were rewound or skipped."""
     steps_X, losses_X = history.series("loss")
-    smooth_X = history.smooth_loss[1]
     axes.plot(steps_X, losses_X, color=palette.first, linewidth=0.8, label=STEP_LOSS)
-    axes.plot(steps_X, smooth_X, color=palette.second, linewidth=1.6, label=SMOOTHED_LOSS)
+    smooth = {"color": palette.second, "linewidth": 1.6, "label": SMOOTHED_LOSS}
+    axes.plot(*history.smooth_loss, **smooth)
     validated = history.series("loss", history.evaluations)
     if history.evaluations:
         axes.plot(*validated, "o", color=palette.ink, markersize=4, label=VALIDATION_LOSS)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
+from pretrain.checkpoint.marker import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
+from pretrain.reporting.thinning import Line, Measurements, thinned
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.ledger import Interruption, events_of
 from pretrain.rundir.losses import smoothed_loss
+from pretrain.rundir.metrics_file import measurements_of
 from pretrain.rundir.metrics_summary import MetricsSummary, summarize
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent, time_spent
@@ -25,15 +27,23 @@ from pretrain.rundir.training_events import Event, Rewind
 
 @dataclass(frozen=True)
 class History:
-    """A run's measurements and events, oldest first; X marks the steps of a series."""
+    """A run's measurements, thinned, and events, oldest first; X marks the steps of a series."""
 
     path: Path
     config: RunConfig
-    train: Sequence[Mapping[str, Any]]  # a line per step
-    evaluations: Sequence[Mapping[str, Any]]
+    measured: Measurements
     ledger: Sequence[Event]
     last_sign: float  # when the measurements were last written, seconds since 1970
+    saved_step: int  # of the latest checkpoint
     is_running: bool = False
+
+    @property
+    def train(self) -> Sequence[Line]:
+        return self.measured.train
+
+    @property
+    def evaluations(self) -> Sequence[Line]:
+        return self.measured.evaluations
 
     @property
     def name(self) -> str:
@@ -41,11 +51,11 @@ class History:
         return (
             self.config.name
             if self.path.name in (self.config.name, "")
-            else f"{self.config.name} ({self.path.name})"
+            else f"{self.config.name} ({printable(self.path.name)})"
         )
 
     def series(
-        self, name: str, lines: Sequence[Mapping[str, Any]] | None = None
+        self, name: str, lines: Sequence[Line] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a measurement, where there is one."""
         found = [
@@ -66,12 +76,13 @@ class History:
     @cached_property
     def smooth_loss(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and the smoothed loss at each."""
-        steps_X, losses_X = self.series("loss")
-        return steps_X, smoothed_loss(losses_X)
+        found = self.measured
+        return found.loss_steps_B, smoothed_loss(found.loss_sums_B, found.num_losses_B)
 
     @cached_property
     def summary(self) -> MetricsSummary:
-        return summarize([*self.train, *self.evaluations])
+        kept = summarize([*self.train, *self.evaluations])
+        return replace(kept, **vars(self.measured.sums))
 
     @property
     def results(self) -> RunResults:
@@ -93,8 +104,11 @@ class History:
         return statistics.median(speeds) if speeds else None
 
     @property
-    def num_skipped(self) -> int:
-        return sum(bool(line["skipped"]) for line in self.train)
+    def unsaved(self) -> str:
+        """What a restart would repeat, if it is more than an interval of checkpoints."""
+        is_far = self.step - self.saved_step > self.config.checkpoint.interval
+        saved = f"only step {self.saved_step:,}" if self.saved_step else "no step"
+        return f"{saved} of {self.step:,} is saved" if is_far else ""
 
     @property
     def failures(self) -> list[Interruption]:
@@ -142,17 +156,16 @@ class History:
 def read_history(path: Path) -> History:
     """The past of the run in this directory; DataError if it has made no step yet."""
     run_dir = RunDir.open(path)
-    measured = run_dir.read_metrics()
-    train = [line for line in measured if line.get("kind") == "train"]
-    if not train or all(line.get("loss") is None for line in train):
+    measured = thinned(measurements_of(run_dir.metrics))
+    if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     return History(
         path=path,
         config=run_dir.config,
-        train=train,
-        evaluations=[line for line in measured if line.get("kind") == "evaluation"],
+        measured=measured,
         ledger=run_dir.ledger.history(),
         last_sign=run_dir.metrics.stat().st_mtime,
+        saved_step=latest_step(run_dir.checkpoints),
         # a lock of another host cannot be looked up: its run counts as running
         is_running=any(lock.is_held is not False for lock in run_dir.locks()),
     )

@@ -31,16 +31,18 @@ def train_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def smoothed_loss(losses_X: np.ndarray) -> np.ndarray:
-    """Return the smoothed loss at each step from the step losses."""
+def smoothed_loss(losses_X: np.ndarray, num_steps_X: np.ndarray) -> np.ndarray:
+    """Return the smoothed loss at each X: a step, or so many with the sum of their losses."""
     import numpy as np  # late: `launcher` starts without it
 
     count = len(losses_X)
     width = max(1, count // _SMOOTHED_PARTS)
-    sums_X = np.concatenate([[0.0], np.cumsum(losses_X)])
+    sums_X, counts_X = (
+        np.concatenate([[0.0], np.cumsum(each_X)]) for each_X in (losses_X, num_steps_X)
+    )
     begins_X = np.maximum(np.arange(count) - width, 0)
     ends_X = np.minimum(np.arange(count) + width + 1, count)
-    return (sums_X[ends_X] - sums_X[begins_X]) / (ends_X - begins_X)
+    return (sums_X[ends_X] - sums_X[begins_X]) / (counts_X[ends_X] - counts_X[begins_X])
 
 
 def memory_gain(evaluation: Mapping[str, Any]) -> float | None:

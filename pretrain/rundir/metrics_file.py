@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from data_pipeline.files import atomic_write
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _NUMBER = (int, float)
 _NUMBER_OR_NULL = (int, float, type(None))  # null where a skipped step had none
+_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # how much is read from the end, at once and in all
 # kind -> what every line of the kind has, and the types of it
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "train": {
@@ -34,6 +37,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL = {
     **dict.fromkeys(("tokens_per_second", "seconds", "data_wait", "save_stall", "stall"), _NUMBER),
     **dict.fromkeys(("train_loss", "bits_per_byte", "loss_without_memory"), _NUMBER_OR_NULL),
+    "totals": (dict,),
 }
 
 
@@ -52,15 +56,70 @@ def measurement_of(line: bytes) -> dict[str, Any] | None:
     return tree
 
 
-def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """All measurements, oldest first; a line that a crash cut short is skipped, too."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a measurement that a line may have is one."""
+    return type(value) in _NUMBER
+
+
+def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
+    """Measurements, latest first, of the last few megabytes of a file that may have gigabytes."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        file = open(path, "rb")  # noqa: SIM115  (closed below)
     except FileNotFoundError:
-        return []
-    measured = [measurement_of(line) for line in lines]
-    _warn_of_damaged(path, lines, measured)
-    return [each for each in measured if each is not None]
+        return
+    with file:
+        start = file.seek(0, os.SEEK_END)
+        end, rest = max(0, start - _TAIL_BYTES), b""
+        while start > end:
+            size = min(_BLOCK_BYTES, start - end)
+            start -= size
+            file.seek(start)
+            rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest` begins further ahead
+            yield from filter(None, map(measurement_of, reversed(lines)))
+        if start == 0 and (first := measurement_of(rest)):
+            yield first
+
+
+def is_longer_than_its_end(path: Path) -> bool:
+    """Whether `latest_measurements` leaves out the file's first part."""
+    return path.exists() and path.stat().st_size > _TAIL_BYTES
+
+
+def latest_evaluation(path: Path) -> dict[str, Any] | None:
+    """The latest evaluation, wherever it is in a file that is not empty."""
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        end = len(content)
+        while (place := content.rfind(b'"kind": "evaluation"', 0, end)) >= 0:
+            start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
+            if found := measurement_of(content[start : stop if stop >= 0 else len(content)]):
+                return found
+            end = start
+    return None
+
+
+def read_measurements(path: Path) -> list[dict[str, Any]]:
+    """All measurements, oldest first."""
+    return list(measurements_of(path))
+
+
+def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The measurements, oldest first, one after the other; a line that a crash cut short is
+    skipped, too."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115  (closed below)
+    except FileNotFoundError:
+        return
+    damaged: list[int] = []
+    with file:
+        for number, line in enumerate(file, start=1):
+            if found := measurement_of(line):
+                yield found
+            elif _is_damaged(line):
+                damaged.append(number)
+    _warn_of_damaged(path, damaged)
 
 
 def cut_measurements_after(path: Path, step: int) -> int:
@@ -70,7 +129,12 @@ def cut_measurements_after(path: Path, step: int) -> int:
     lines = path.read_bytes().splitlines(keepends=True)
     # A last line without its end belongs to a step that is repeated, however much of it is there.
     measured = [measurement_of(line) if line.endswith(b"\n") else None for line in lines]
-    _warn_of_damaged(path, lines, measured)
+    damaged = [
+        number
+        for number, (line, found) in enumerate(zip(lines, measured, strict=True), 1)
+        if found is None and _is_damaged(line)
+    ]
+    _warn_of_damaged(path, damaged)
     kept = [
         line
         for line, found in zip(lines, measured, strict=True)
@@ -82,13 +146,12 @@ def cut_measurements_after(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _warn_of_damaged(
-    path: Path, lines: Sequence[bytes], measured: Sequence[dict[str, Any] | None]
-) -> None:
-    damaged = [
-        str(number)
-        for number, (line, found) in enumerate(zip(lines, measured, strict=True), 1)
-        if found is None and line.endswith(b"\n") and line.strip()
-    ]
-    if damaged:
-        logger.warning("%s: skipped what is not a measurement in line %s", path, ", ".join(damaged))
+def _is_damaged(line: bytes) -> bool:
+    """Of a line that is not a measurement: whether it is more than what a crash cut short."""
+    return line.endswith(b"\n") and bool(line.strip())
+
+
+def _warn_of_damaged(path: Path, numbers: Sequence[int]) -> None:
+    if numbers:
+        found = ", ".join(map(str, numbers))
+        logger.warning("%s: skipped what is not a measurement in line %s", path, found)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.rundir.metrics_file import measurement_of
+from pretrain.rundir.metrics_file import (
+    is_longer_than_its_end,
+    is_number,
+    latest_evaluation,
+    latest_measurements,
+)
 
 RECENT_INTERVALS = 5  # the speed is their median
-# The very last line may be cut short.
-_LAST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,56 +34,81 @@ class MetricsSummary:
     stall_seconds: float = 0.0
 
 
+@dataclass(kw_only=True)
+class TimeSums:
+    """The sums of a summary. The last line of an interval has those of the run until then, as
+    "totals"."""
+
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count what a line has measured."""
+        if line["kind"] == "evaluation":
+            self.evaluation_seconds += line.get("seconds", 0.0)
+        elif "tokens_per_second" in line:
+            seconds = line.get("seconds", 0.0)
+            self.seconds += seconds
+            self.data_seconds += min(1.0, line.get("data_wait", 0.0)) * seconds
+            self.save_seconds += line.get("save_stall", 0.0)
+            self.stall_seconds += line.get("stall", 0.0)
+
+
+def sums_of(summary: MetricsSummary) -> TimeSums:
+    return TimeSums(**{each.name: getattr(summary, each.name) for each in fields(TimeSums)})
+
+
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
     step, train_loss, evaluation = 0, None, None
-    speeds = deque[float](maxlen=RECENT_INTERVALS)
-    trained = waited = evaluated = saved = stalled = 0.0
+    speeds, sums = deque[float](maxlen=RECENT_INTERVALS), TimeSums()
     for line in measurements:
+        sums.add(line)
         if line["kind"] == "evaluation":
             evaluation = line
-            evaluated += line.get("seconds", 0.0)
             continue
         step = line["step"]
-        if "tokens_per_second" not in line:
-            continue
-        seconds = line.get("seconds", 0.0)
-        speeds.append(line["tokens_per_second"])
-        train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
-        trained += seconds
-        waited += min(1.0, line.get("data_wait", 0.0)) * seconds
-        saved += line.get("save_stall", 0.0)
-        stalled += line.get("stall", 0.0)
+        if "tokens_per_second" in line:
+            speeds.append(line["tokens_per_second"])
+            train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
     return MetricsSummary(
         step=step,
         train_loss=train_loss,
         evaluation=evaluation,
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds=trained,
-        data_seconds=waited,
-        evaluation_seconds=evaluated,
-        save_seconds=saved,
-        stall_seconds=stalled,
+        **vars(sums),
     )
 
 
 def summarize_file(path: Path) -> MetricsSummary:
-    """Sum up a file that may have a million lines.
+    """Sum up a file that may have gigabytes, from its end."""
+    latest_first: list[Mapping[str, Any]] = []
+    num_intervals, has_loss = 0, False
+    sums, is_whole = None, True
+    for line in latest_measurements(path):
+        if sums is None and (sums := _totals_in(line)):
+            for later in reversed(latest_first):
+                sums.add(later)
+        latest_first.append(line)
+        num_intervals += "tokens_per_second" in line
+        has_loss = has_loss or line.get("train_loss") is not None
+        if sums is not None and has_loss and num_intervals >= RECENT_INTERVALS:
+            is_whole = False
+            break
+    summary = summarize(reversed(latest_first))
+    if is_whole and not is_longer_than_its_end(path):
+        return summary
+    summary = replace(summary, **vars(sums or TimeSums()))
+    if summary.evaluation is None and summary.evaluation_seconds:
+        summary = replace(summary, evaluation=latest_evaluation(path))
+    return summary
 
-    Parses only evaluations, the ends of intervals and the last lines.
-    """
-    return summarize(_telling(path))
 
-
-def _telling(path: Path) -> Iterable[Mapping[str, Any]]:
-    latest: deque[bytes] = deque(maxlen=_LAST_LINES)
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file:
-            if b'"tokens_per_second"' in line or b'"evaluation"' in line:
-                if found := measurement_of(line):
-                    latest.clear()
-                    yield found
-            else:
-                latest.append(line)
-    # Of an interval that is not whole, or whose end is damaged.
-    yield from (found for line in latest if (found := measurement_of(line)))
+def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
+    totals = line.get("totals", {})
+    known = {each.name for each in fields(TimeSums)}
+    is_usable = totals and known >= totals.keys() and all(map(is_number, totals.values()))
+    return TimeSums(**totals) if is_usable else None

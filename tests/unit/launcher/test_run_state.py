@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import datetime
 import json
 import socket
-import time
 from dataclasses import replace
 
 import pytest
@@ -24,7 +22,7 @@ from pretrain.rundir.launch_events import (
     Submitted,
 )
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
+from pretrain.rundir.metrics_summary import MetricsSummary
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
 from tests.helpers.checkpoints import publish_step
@@ -303,35 +301,6 @@ def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host()
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
 
 
-def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_steps(tmp_path):
-    lines = [train_line(step, 9.0 - step) for step in range(1, 8)]
-    parts = {"seconds": 2.0, "data_wait": 0.25, "save_stall": 0.5, "stall": 6.0}
-    lines[1] |= {**parts, "tokens_per_second": 100.0, "train_loss": 7.5}
-    lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0, "train_loss": 5.5}
-    lines[5] |= {"seconds": 3.0, "tokens_per_second": 200.0, "train_loss": None}  # all skipped
-    evaluation = {"kind": "evaluation", "step": 4, "loss": 1.0, "seconds": 1.5}
-    lines.insert(4, evaluation)
-    path = tmp_path / "metrics.jsonl"
-    damaged = '{"kind": "train", "stdp": 3, "tokens_per_second": 1.0}\n'
-    text = [json.dumps(line) + "\n" for line in lines]
-    wrong_types = [
-        json.dumps({**line, "tokens_per_second": 1.0, "seconds": "2"}) + "\n" for line in lines
-    ]
-    path.write_text(damaged.join(text) + "".join(wrong_types) + '{"kind": "train", "step": 8, "lo')
-    assert summarize_file(path) == MetricsSummary(
-        step=7,
-        train_loss=5.5,
-        evaluation=evaluation,
-        tokens_per_second=200.0,
-        seconds=8.0,
-        data_seconds=0.5,
-        evaluation_seconds=1.5,
-        save_seconds=0.5,
-        stall_seconds=6.0,
-    )
-    assert summarize_file(tmp_path / "nothing") == MetricsSummary()
-
-
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
     metrics = MetricsSummary(
         seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
@@ -353,36 +322,6 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
     assert spent.description == (
         "training 45.0%, restarts 30.0%, evaluation 8.3%, stalls 6.7%, waiting for data 5.0%, "
         "saving 5.0%"
-    )
-
-
-def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(tmp_path, caplog):
-    run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
-    run_dir.metrics.write_text(
-        json.dumps(train_line(5, tokens_per_second=1.0, seconds=40.0)) + "\n"
-    )
-    now = time.time()
-    seconds_ago = (
-        (GAVE_UP, 110),
-        (START, 100),
-        (replace(attempt_ended(NextAction.RETRY), step=4), 5000),  # a clock behind
-        (Resumed(step=4, world_size=2), 60),
-        (attempt_ended(NextAction.GIVE_UP, step=4), -86400),  # a clock ahead
-    )
-    text = b""
-    for event, seconds in seconds_ago:
-        run_dir.ledger.append(event)
-        when = datetime.datetime.fromtimestamp(now - seconds, datetime.timezone.utc).isoformat()
-        tree = json.loads(run_dir.ledger.path.read_text())
-        text += json.dumps({**tree, "time": when}).encode() + b"\n"
-        run_dir.ledger.path.unlink()
-    run_dir.ledger.path.write_bytes(text)
-    state = read_state(run_dir.path)
-    assert state.results.goodput == pytest.approx(0.4, abs=0.02)
-    assert state.last_failure_age == pytest.approx(0, abs=30)
-    (note,) = caplog.messages
-    assert note.endswith(
-        "2 events have times in the future or out of order; clocks differ, durations are estimates"
     )
 
 

@@ -86,8 +86,24 @@ def test_control_characters_do_not_reach_the_terminal(runs, capsys):
     assert "a\\x1b]0;title\\x07[red]b/cell" in output
     assert main(["status", str(runs / "\x1b[2Jgone")]) == 2
     assert "\\x1b[2Jgone holds no run" in capsys.readouterr().err
+    with open(runs / "a\x1b]0;title\x07[red]b" / "cell" / "ledger.jsonl", "w") as ledger:
+        ledger.write("damaged\n")
+    assert main(["status", f"--runs-dir={runs}"]) == 0
+    assert "\\x1b]0;title\\x07[red]b/cell/ledger.jsonl: skipped" in (
+        error := capsys.readouterr().err
+    )
+    assert "\x1b" not in error
     state = replace(STATE, reason="\x1b[31mred", last_failure="\x1b[2J", name="\x1b[5m")
     assert "\x1b" not in drawn(state) + drawn(state, state)
+
+
+def test_the_step_that_is_saved_is_shown_where_it_is_far_behind():
+    behind = replace(STATE, checkpoint=200, interval=200)
+    assert "saving a checkpoint; only step 200 of 1,500 is saved" in drawn(behind)
+    assert "only step 200 of 1,500 is saved" in drawn(behind, STATE)
+    assert "is saved" not in drawn(replace(STATE, interval=200))
+    lost = replace(STATE, state=State.DONE, reason="", step=6000, checkpoint=5900, interval=200)
+    assert "only step 5,900 of 6,000 is saved" in drawn(lost)
 
 
 def test_in_80_columns_every_value_and_reason_is_readable():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main
+from pretrain.commands.report import summary
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.reporting.charts import PRINT
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import read_history
+from pretrain.reporting.thinning import MOST_BUCKETS, Measurements, thinned
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -24,6 +28,7 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, Resumed, Rewind, Started
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
@@ -124,7 +129,7 @@ def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_co
     assert spent.total == pytest.approx(91)  # what was waited after the crash included
     assert (spent.training, spent.evaluation, spent.restarts) == pytest.approx((40, 2, 49))
     assert spent.goodput == history.results.goodput == pytest.approx(40 / 91)
-    assert (len(history.failures), history.num_skipped, history.tokens) == (1, 1, 320)
+    assert (len(history.failures), history.measured.num_skipped, history.tokens) == (1, 1, 320)
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run, capsys):
@@ -139,18 +144,76 @@ def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run, cap
         assert len(read_history(run).failures) == 1
 
 
-def test_the_report_says_why_a_job_ended(run):
+def test_the_report_says_why_a_job_ended_in_a_directory_that_no_text_can_name(run, capsys):
+    run = run.rename(run.with_name("caf\udce9\x1b[31m"))
     reason = JobEndReason.NODE_FAILED
     ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, node="n2")
     RunDir.open(run).ledger.append(ended)
     assert main(["report", str(run)]) == 0
-    assert "job 17 ended: node n2 failed" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "job 17 ended: node n2 failed" in page
+    assert "<h1>small (caf\\udce9\\x1b[31m)</h1>" in page
+    assert "caf\\udce9\\x1b[31m/report.html and report.png" in capsys.readouterr().out
 
 
 def test_smoothing_keeps_a_straight_line_straight_and_passes_over_skipped_steps(run):
     steps_X, smooth_X = read_history(run).smooth_loss
     assert 20 not in steps_X
     assert smooth_X[5:15] == pytest.approx(4.0 - steps_X[5:15] / 40)
+
+
+def long_run(directory: Path, steps: int) -> tuple[Path, list[dict]]:
+    """A run with two skipped steps, a peak of the loss and one of the norm, and layers' norms."""
+    run_dir = RunDir.create(directory, RunConfig(name="long", optim=OptimConfig(steps=steps)))
+    lines = [train_line(step, 3.0 + step % 2) for step in range(1, steps + 1)]
+    lines[777]["loss"], lines[888]["grad_norm"] = 9.0, 50.0
+    for index in (5, 3333):
+        lines[index] |= {"loss": None, "grad_norm": None, "skipped": True}
+    for index in range(9, steps, 10):
+        lines[index] |= {"seconds": 1.0, "tokens_per_second": 8.0, "grad_norm/output": 0.1}
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_ledger(run_dir, at(0, Started(step=0, world_size=1)))
+    return directory, lines
+
+
+def test_a_long_run_is_thinned_but_keeps_what_stands_out_and_exact_sums(tmp_path):
+    steps = 3 * MOST_BUCKETS
+    path, lines = long_run(tmp_path / "long", steps)
+    history = read_history(path)
+    kept = {line["step"] for line in history.train}
+    assert len(kept) < 0.6 * steps
+    assert {6, 778, 889, 3334, steps} < kept
+    assert history.series("tokens_per_second")[0].size >= MOST_BUCKETS // 20
+    assert history.layers("grad_norm") == ["output"]
+    assert (history.step, history.measured.num_skipped) == (steps, 2)
+    assert history.summary.seconds == steps / 10
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    assert history.smooth_loss[1][steps // 8] == pytest.approx(3.5, abs=0.01)
+    assert history.measured.loss_sums_B.sum() == pytest.approx(sum(losses))
+    assert history.measured.num_losses_B.sum() == len(losses)
+    peaks = history.series("loss")[1]
+    assert peaks.max() == 9.0
+
+
+def test_the_memory_of_a_report_does_not_grow_with_the_run(tmp_path):
+    def held(measured: Measurements) -> int:
+        return len(measured.train) + len(measured.loss_steps_B)
+
+    lines = [train_line(step) for step in range(1, 40 * 100 + 1)]
+    short, long = thinned(lines[:400], most_buckets=100), thinned(lines, most_buckets=100)
+    assert held(long) <= 1.1 * held(short)
+
+
+def test_what_a_restart_would_repeat_is_said(run):
+    assert "no step of 40 is saved" not in summary(read_history(run))  # within an interval
+    file = RunDir.open(run).config_file
+    file.write_text(file.read_text().replace("interval: 200", "interval: 10"))
+    assert summary(read_history(run)).endswith(", no step of 40 is saved")
+    publish_step(RunDir.open(run).checkpoints, 20)
+    publish_step(RunDir.open(run).checkpoints, 10)
+    assert summary(read_history(run)).endswith("only step 20 of 40 is saved")
+    shutil.rmtree(step_directory(RunDir.open(run).checkpoints, 20))
+    assert summary(read_history(run)).endswith("only step 10 of 40 is saved")
 
 
 def test_progress_falls_where_the_run_went_back(run):

@@ -25,11 +25,13 @@ from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
+from pretrain.metrics.writers import MetricsFiles
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.log import PROGRESS
 from pretrain.terminal.text import counted, si
 from pretrain.terminal.train_lines import perplexity
+from tests.helpers.metrics import train_line
 
 RUN = RunConfig(
     model=ModelConfig(vocab_size=50, num_layers=1, d_model=8, num_heads=2, memory_length=4),
@@ -288,3 +290,19 @@ def test_numbers_for_people():
         "1,000 ranks",
     ]
     assert perplexity(0.0) == 1.0
+
+
+def test_an_interval_ends_with_the_runs_sums_also_after_a_resume(run_dir):
+    def interval(step: int, seconds: float) -> dict:
+        return train_line(step, tokens_per_second=1.0, seconds=seconds, stall=0.5)
+
+    def append(first_step: int, *lines: dict) -> dict:
+        files = MetricsFiles(run_dir, first_step, tensorboard=True, may_write=lambda: None)
+        files.append(lines)
+        return run_dir.read_metrics()[-1]["totals"]
+
+    evaluation = {"kind": "evaluation", "step": 1, "loss": 1.0, "seconds": 0.25}
+    assert append(0, interval(1, 2.0), evaluation, interval(2, 3.0))["seconds"] == 5.0
+    resumed = append(1, interval(2, 4.0))
+    assert (resumed["seconds"], resumed["stall_seconds"]) == (6.0, 1.0)
+    assert resumed["evaluation_seconds"] == 0.25

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pretrain.rundir.metrics_file import latest_measurements
+from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
+from tests.helpers.metrics import train_line
+
+
+def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_steps(tmp_path):
+    lines = [train_line(step, 9.0 - step) for step in range(1, 8)]
+    parts = {"seconds": 2.0, "data_wait": 0.25, "save_stall": 0.5, "stall": 6.0}
+    lines[1] |= {**parts, "tokens_per_second": 100.0, "train_loss": 7.5}
+    lines[3] |= {"seconds": 3.0, "tokens_per_second": 300.0, "train_loss": 5.5}
+    lines[5] |= {"seconds": 3.0, "tokens_per_second": 200.0, "train_loss": None}  # all skipped
+    evaluation = {"kind": "evaluation", "step": 4, "loss": 1.0, "seconds": 1.5}
+    lines.insert(4, evaluation)
+    path = tmp_path / "metrics.jsonl"
+    damaged = '{"kind": "train", "stdp": 3, "tokens_per_second": 1.0}\n'
+    text = [json.dumps(line) + "\n" for line in lines]
+    wrong_types = [
+        json.dumps({**line, "tokens_per_second": 1.0, "seconds": "2"}) + "\n" for line in lines
+    ]
+    path.write_text(damaged.join(text) + "".join(wrong_types) + '{"kind": "train", "step": 8, "lo')
+    assert summarize_file(path) == MetricsSummary(
+        step=7,
+        train_loss=5.5,
+        evaluation=evaluation,
+        tokens_per_second=200.0,
+        seconds=8.0,
+        data_seconds=0.5,
+        evaluation_seconds=1.5,
+        save_seconds=0.5,
+        stall_seconds=6.0,
+    )
+    assert summarize_file(tmp_path / "nothing") == MetricsSummary()
+
+
+def test_status_reads_only_the_end_of_a_long_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    totals = {"seconds": 9.0, "evaluation_seconds": 3.0}
+    line = train_line(7, 2.0, train_loss=2.5, tokens_per_second=1e3, seconds=1.0, totals=totals)
+    evaluation = {"kind": "evaluation", "step": 7, "loss": 1.0, "seconds": 0.5}
+    path.write_text(
+        "".join(json.dumps(each) + "\n" for each in [line, evaluation, *40_000 * [line]])
+    )
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    found = summarize_file(path)
+    assert bytes_read() - before < path.stat().st_size / 50
+    assert (found.seconds, found.evaluation_seconds, found.train_loss) == (9.0, 3.0, 2.5)
+    assert found.evaluation == evaluation
+    with open(path, "a") as file:
+        file.write(json.dumps(evaluation) + "\n")
+    assert summarize_file(path).evaluation_seconds == 3.5
+    assert summarize_file(path).seconds == 9.0
+
+
+def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [train_line(step, 2.0, note="x" * 200_000) for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["step"] for line in latest_measurements(path)] == [3, 2, 1]
