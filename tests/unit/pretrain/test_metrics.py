@@ -200,9 +200,14 @@ def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir):
     recorder.make_step(1.0)
     time.sleep(0.05)
     recorder.close()
-    seconds = [line["seconds"] for line in run_dir.read_metrics() if "seconds" in line]
-    assert seconds[0] < 0.25
-    assert 0.05 <= seconds[1] < 0.25
+    with recorder.metrics.saving():
+        time.sleep(0.05)
+    first, evaluation, last = (line for line in run_dir.read_metrics() if "seconds" in line)
+    assert first["seconds"] < 0.25
+    assert 0.05 <= last["seconds"] < 0.25
+    assert 0.3 <= evaluation["seconds"] < 0.4
+    assert 0.3 <= first["save_stall"] < 0.4
+    assert 0.05 <= recorder.metrics.save_seconds < 0.25, "of the last save of all"
 
 
 def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir, caplog):
@@ -220,7 +225,7 @@ def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir
     assert peak.startswith("MFU = tokens/s x ")
     for words in (
         "step  2/10",
-        "loss 1.5000",
+        "train loss 1.5000",
         "ppl 4.5",
         "lr 1.00e-03",
         "grad 0.50",
@@ -231,7 +236,8 @@ def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir
         "left",
     ):
         assert words in interval
-    assert "loss 1.2500" in evaluation
+    assert "validation loss 1.2500" in evaluation
+    assert [line.get("train_loss") for line in run_dir.read_metrics()] == [None, 1.5, None]
     assert "0.750 bits/byte" in evaluation
     assert "1.5000 without memory" in evaluation
 
