@@ -14,12 +14,12 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
-    largest_micro_batch,
     largest_phase,
     memory_parts,
     total_bytes,
 )
 from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.fitting import advice
 from pretrain.costs.flops import computed_flops_of_step
 
 
@@ -96,18 +96,12 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * DEVICES[cluster.gpu_model].memory
-    config = largest_phase(config, ranks, on_gpu=True)
-    needed = total_bytes(memory_parts(config, ranks, on_gpu=True))
+    largest = largest_phase(config, ranks, on_gpu=True)
+    needed = total_bytes(memory_parts(largest, ranks, on_gpu=True))
     if needed > capacity:
-        micro = largest_micro_batch(config, ranks, capacity, on_gpu=True)
-        advice = (
-            f"set engine.micro_batch_lanes={micro}"
-            if micro
-            else "use more nodes or a higher engine.zero_stage"
-        )
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu_model} leaves "
-            f"{capacity / GIB:.1f} GiB; {advice} "
+            f"{capacity / GIB:.1f} GiB; {advice(config, ranks, capacity, on_gpu=True)} "
             "('pretrain describe' shows the parts)"
         )
 

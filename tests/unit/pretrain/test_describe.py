@@ -12,15 +12,25 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.fitted import fitted
 from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
-from pretrain.commands.describe import NOTES_COLUMN, Hardware, describe
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.commands.describe import NOTES_COLUMN, describe
+from pretrain.commands.hardware import Hardware
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PhaseConfig,
+    RunConfig,
+)
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,
     memory_parts,
     total_bytes,
 )
+from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of, parameters_of
+from pretrain.costs.run_time import flops_of_evaluation, run_time
 from pretrain.rundir.run_dir import RunDir
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -31,6 +41,17 @@ def run_config(**engine) -> RunConfig:
     return RunConfig(
         model=model, data=DataConfig(lanes=16, segment_length=32), engine=EngineConfig(**engine)
     )
+
+
+def wide_run() -> RunConfig:
+    """Of mostly weights and moments, so that more ranks help most."""
+    run = run_config(precision="bf16")
+    model = replace(run.model, d_model=512, num_layers=32, memory_length=1)
+    return replace(run, model=model, data=replace(run.data, segment_length=1, lanes=64))
+
+
+def needed_of(run: RunConfig) -> float:
+    return total_bytes(memory_parts(run, 4, on_gpu=True))
 
 
 def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
@@ -136,6 +157,102 @@ def test_what_does_not_fit_is_rejected_in_one_line(capsys, arguments, message):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("hardware", "settings"),
+    [
+        (["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], []),
+        (
+            ["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")],
+            ["engine.precision=bf16"],
+        ),
+        (["--gpu", "A100"], []),
+    ],
+    ids=["8 GPUs in fp32", "8 GPUs in bf16", "1 GPU"],
+)
+def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware, settings):
+    command = ["describe", str(MODELS / "xl_modern_7b.yaml"), *hardware, *settings]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT" in said
+    (advised,) = re.findall(r"to fit +set ((?:engine\.\w+=\w+ )+)\((\S+) GiB", said)
+    assert main([*command, *advised[0].split()]) == 0
+    said = capsys.readouterr().out
+    needed = re.search(r"device memory +(\S+) GiB  per rank, fits in", said)
+    assert needed is not None
+    assert needed[1] == advised[1], "the same estimate"
+    assert "to fit" not in said
+
+
+def test_the_advised_change_is_the_cheapest_of_those_that_fit():
+    run = run_config(precision="bf16")
+    needed = total_bytes(memory_parts(run, 4, on_gpu=True))
+    unchanged = cheapest_fit(run, 4, needed, on_gpu=True)
+    assert unchanged is not None
+    assert unchanged.changes == {}
+    changes: dict = {}
+    costs = []
+    for part in (0.9, 0.7, 0.5, 0.4, 0.3, 0.25):
+        found = cheapest_fit(run, 4, part * needed, on_gpu=True)
+        assert found is not None
+        assert found.bytes <= part * needed
+        changes = found.changes
+        costs.append(found.cost)
+        for name in found.changes:  # none is superfluous
+            kept = {key.removeprefix("engine."): value for key, value in found.changes.items()}
+            del kept[name.removeprefix("engine.")]
+            fewer = replace(run, engine=replace(run.engine, **kept))
+            assert total_bytes(memory_parts(fewer, 4, on_gpu=True)) > part * needed
+    assert costs == sorted(costs)
+    assert "engine.offload_optimizer" in changes, "the most expensive change comes last"
+    assert advice(run, 4, 0.9 * needed, True) == "set engine.zero_stage=2 (0.00 GiB)"
+    more = advice(wide_run(), 4, 0.1 * needed_of(wide_run()), True)
+    assert more.startswith(
+        "no engine setting makes it fit here; use 8 ranks with engine.zero_stage=3"
+    )
+    assert advice(run, 4, 10.0, True).startswith("nothing makes it fit; use a smaller model")
+
+
+def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
+    command = ["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "optim.steps=1000"]
+    command += ["evaluation.interval=300", "evaluation.max_tokens=64000", "evaluation.lanes=8"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    words = re.search(r"  evaluation +(\S+) s  \(4 of 64,000 tokens, each with memory\s+and", said)
+    assert words is not None
+    config = load_config(RunConfig, MODELS / "wt103-base.yaml")
+    flops = [
+        flops_of(model, config.data.segment_length, 8).forward
+        for model in (config.model, replace(config.model, memory_length=0))
+    ]
+    batches = -(-64000 // (8 * config.data.segment_length))
+    tokens = batches * 8 * config.data.segment_length
+    seconds = 4 * tokens * sum(flops) / (0.35 * 19.5e12)
+    assert float(words[1]) == pytest.approx(seconds, rel=0.05)
+    assert main([*command, "evaluation.max_tokens=0"]) == 0
+    assert re.search(r"  evaluation +\?  \(4 of the whole", capsys.readouterr().out)
+
+
+def test_evaluations_are_counted_by_phase_and_at_the_end():
+    phases = (PhaseConfig(from_step=10, segment_length=64),)
+    run = run_config()
+    run = replace(
+        run,
+        data=replace(run.data, phases=phases),
+        optim=replace(run.optim, steps=25),
+        evaluation=EvaluationConfig(interval=5, max_tokens=1000, lanes=4),
+    )
+    time = run_time(run, 2, 1e9)
+    assert time.evaluations == 5
+    short, long = (
+        flops_of_evaluation(replace(run, data=replace(run.data, segment_length=length)), 1000, 2)
+        for length in (32, 64)
+    )
+    assert time.evaluation == pytest.approx((2 * short + 3 * long) / 1e9)
+    assert flops_of_evaluation(run, 1000, 8) == flops_of_evaluation(run, 1000, 4), "4 lanes"
+    at_the_end = replace(run, evaluation=replace(run.evaluation, interval=0))
+    assert run_time(at_the_end, 2, 1e9).evaluations == 1
+
+
 def test_every_phase_is_accounted_for(capsys):
     command = [
         "describe",
@@ -228,7 +345,7 @@ def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
     experiment = str(MODELS / "enwik8-base.yaml")
     RunDir.create(tmp_path / "run", load_config(RunConfig, Path(experiment)))
     on_gpus = ["--cluster", str(CLUSTERS / "8xh100.yaml"), "--nodes", "2"]
-    for more in ([], ["engine.precision=bf16", *on_gpus]):
+    for more in ([], ["engine.precision=bf16", "data.lanes=32", *on_gpus]):
         main(["describe", experiment, "optim.steps=30", *more])
         expected = capsys.readouterr().out
         assert ("16 ranks (H100)" in expected) == bool(more)
@@ -353,7 +470,8 @@ def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same
 
 
 def test_a_description_fits_80_columns_and_keeps_its_columns():
-    run = run_config(activation_checkpointing="full", checkpoint_every_n_layers=2)
+    path = MODELS / "xl_modern_7b.yaml"  # does not fit, which takes advice
+    run = load_config(RunConfig, path, ["engine.checkpoint_every_n_layers=2"])
     hardware = Hardware(nodes=1, ranks_per_node=4, name="H100")
     lines = list(fitted(describe(run, hardware, explain=True), NOTES_COLUMN, 80))
     assert max(map(len, lines)) <= 80

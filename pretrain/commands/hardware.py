@@ -1,0 +1,78 @@
+"""The ranks that costs are estimated for: options of a command, or a cluster file. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from data_pipeline.config_loader import parse_config
+from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import read_tree
+from pretrain.costs.devices import DEVICES, USABLE, Device, NodeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The ranks that a run is described for."""
+
+    nodes: int
+    ranks_per_node: int
+    name: str  # of DEVICES
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.name]
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a rank can use; on a CPU its part of this machine's."""
+        if self.on_gpu:
+            return USABLE * self.device.memory
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return USABLE * host_memory / self.ranks_per_node
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `hardware_of` reads."""
+    parser.add_argument(
+        "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="ranks per node (default: the cluster's, else 1)"
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=sorted(DEVICES),
+        help="accelerator type of a rank (default: the cluster's, else cpu)",
+    )
+
+
+def hardware_of(arguments: argparse.Namespace) -> Hardware:
+    """Return the hardware of the cluster file, if one is given; the other options win over it."""
+    for name in ("nodes", "gpus_per_node"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be 1 or more")
+    ranks, gpu = arguments.gpus_per_node, arguments.gpu
+    if arguments.cluster is not None:
+        # The launcher checks the file's other settings, which are Slurm's.
+        names = {field.name for field in fields(NodeConfig)}
+        tree = {key: value for key, value in read_tree(arguments.cluster).items() if key in names}
+        node = parse_config(NodeConfig, tree, source=str(arguments.cluster))
+        if node.num_gpus and not (gpu or node.gpu_model):
+            raise ConfigError(
+                f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "
+                "set it, or use --gpu"
+            )
+        ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
+    return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")

@@ -1,0 +1,149 @@
+"""What to change in a run that does not fit into device memory: the cheapest change that fits.
+
+Changes are tried through the estimate that says that the run does not fit. Each has an estimated
+cost, a part of the time of a step: the FLOPs that it repeats, exactly, and for what moves data an
+assumed order of magnitude below. Only the order of the costs matters. Torch-free.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data_pipeline.errors import ConfigError
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import EngineConfig, RunConfig, lanes_of_rank
+from pretrain.costs.device_memory import largest_phase, memory_parts, total_bytes
+from pretrain.costs.devices import GIB
+from pretrain.costs.flops import computed_flops_of_step, flops_of_step
+
+# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
+_COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}
+# Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
+_COST_OF_PASSES = {0: 0.01, 1: 0.01, 2: 0.02, 3: 0.05}
+_COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
+_COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
+_MOST_RANKS = 64  # times as many are tried where no setting helps
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings with which a run fits."""
+
+    engine: EngineConfig
+    changes: dict[str, Any]
+    bytes: float  # of a rank's device
+    cost: float  # the part of a step's time that they are estimated to add
+    host_bytes: float  # of a rank, for what is offloaded
+    ranks: int
+
+    @property
+    def description(self) -> str:
+        """The changes as they would stand on the command line, and what they bring."""
+        words = " ".join(f"{name}={_text(value)}" for name, value in self.changes.items())
+        host = f" and {self.host_bytes / GIB:,.1f} GiB of host memory" if self.host_bytes else ""
+        return f"{words} ({self.bytes / GIB:,.2f} GiB{host})"
+
+
+def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> str:
+    """Return in one line what lets a run fit into `capacity` bytes per rank."""
+    if found := cheapest_fit(run, world_size, capacity, on_gpu):
+        return f"set {found.description}"
+    ranks = 2 * world_size
+    while ranks <= _MOST_RANKS * world_size:
+        if found := cheapest_fit(run, ranks, capacity, on_gpu):
+            settings = f" with {found.description}" if found.changes else ""
+            return f"no engine setting makes it fit here; use {ranks} ranks{settings}"
+        ranks *= 2
+    return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
+
+
+def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fit | None:
+    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits."""
+    candidates = sorted(_candidates(run, world_size, on_gpu), key=lambda candidate: candidate[0])
+    for cost, engine in candidates:
+        tried = replace(run, engine=engine)
+        try:
+            largest = largest_phase(tried, world_size, on_gpu)
+        except ConfigError:  # the lanes of a phase do not divide so
+            continue
+        needed = total_bytes(memory_parts(largest, world_size, on_gpu))
+        if needed <= capacity:
+            changes = {
+                f"engine.{name}": value
+                for name, value in vars(engine).items()
+                if value != getattr(run.engine, name)
+            }
+            host = _offloaded_bytes(run, engine, world_size) if changes else 0.0
+            return Fit(engine, changes, needed, cost, host, world_size)
+    return None
+
+
+def _candidates(
+    run: RunConfig, world_size: int, on_gpu: bool
+) -> Iterator[tuple[float, EngineConfig]]:
+    """Each combination of changes with its cost; none undoes what the run asks for."""
+    engine = run.engine
+    kinds = ("none", "selective", "full")
+    stages = range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,)
+    may_offload = (False, True) if on_gpu else (False,)
+    try:
+        own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
+    except ConfigError:
+        return
+    most = min(engine.micro_batch_lanes or own, own)
+    for stage, kind, lanes, memories, optimizer in itertools.product(
+        stages,
+        kinds[kinds.index(engine.activation_checkpointing) :],
+        (lanes for lanes in range(most, 0, -1) if own % lanes == 0),
+        sorted({engine.offload_memories, *may_offload}),
+        sorted({engine.offload_optimizer, *may_offload}),
+    ):
+        changes: dict[str, Any] = {
+            "zero_stage": stage,
+            "activation_checkpointing": kind,
+            "offload_memories": memories,
+            "offload_optimizer": optimizer,
+        }
+        if lanes != most:
+            changes["micro_batch_lanes"] = lanes
+        try:
+            tried = replace(engine, **changes)
+        except ConfigError:  # they contradict each other
+            continue
+        yield _cost(replace(run, engine=tried), world_size, most // lanes), tried
+
+
+def _cost(run: RunConfig, world_size: int, passes: int) -> float:
+    """What the settings add to a step, as a part of its time; `passes` times as many as before."""
+    try:
+        repeated = computed_flops_of_step(run, world_size) / flops_of_step(run, world_size) - 1
+    except ConfigError:
+        return math.inf
+    engine = run.engine
+    return (
+        repeated
+        + _COST_OF_STAGE[engine.zero_stage]
+        + _COST_OF_PASSES[engine.zero_stage] * math.log2(passes)
+        + _COST_OF_OFFLOADED_MEMORIES * engine.offload_memories
+        + _COST_OF_OFFLOADED_OPTIMIZER * engine.offload_optimizer
+    )
+
+
+def _offloaded_bytes(run: RunConfig, engine: EngineConfig, world_size: int) -> float:
+    """Host memory of a rank for what these settings offload: as much as the device would need."""
+    needed = 0.0
+    for name in ("offload_optimizer", "offload_memories"):
+        if getattr(engine, name):
+            kept = replace(run, engine=replace(engine, **{name: False}))
+            part = "optimizer" if name == "offload_optimizer" else "recurrent memory"
+            parts = memory_parts(kept, world_size, on_gpu=True)
+            needed += next(each.bytes for each in parts if each.name == part)
+    return needed
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
