@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import unicodedata
@@ -55,6 +56,11 @@ def printable(text: str) -> str:
         else ascii(character)[1:-1]
         for character in text
     )
+
+
+def shown_id(name: str) -> str:
+    """The id of a document, which may hold anything, in one line; quoted if it is not plain."""
+    return name if name.isprintable() else json.dumps(name)
 
 
 def _print_error(text: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from data_pipeline.builder.records import (
     Reject,
     RejectList,
 )
+from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.sources import SourceFile, list_sources
 from data_pipeline.builder.split_writer import SplitWriter
@@ -77,6 +78,8 @@ class BuildResult:
     split_documents: int = 0  # documents cut into several
     crlf_documents: int = 0  # with line ends of Windows
     cr_documents: int = 0  # with carriage returns alone
+    repeated_ids: int = 0  # documents with an id that an earlier one has
+    first_repeated_id: str = ""
     round_trip: RoundTrip = field(default_factory=RoundTrip)
 
 
@@ -134,10 +137,15 @@ def build_sources(
         report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
         directory = output / TOKENIZER_DIRECTORY
         tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
-        rules = DocumentRules(config, seen)
+        rules, ids = DocumentRules(config, seen), RepeatedIds()
         check = RoundTripCheck(tokenizer, report)
-        _write_splits(config, sources, tokenizer, rules, check, journal, report, is_part)
-        journal.finish({**rules.counts, "round_trip": asdict(check.counts)})
+
+        def see(document: Document) -> None:
+            check.see(document)
+            ids.add(document.id)
+
+        _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
+        journal.finish({**rules.counts, **ids.counts, "round_trip": asdict(check.counts)})
         return result_of(output)
 
 
@@ -175,7 +183,7 @@ def _write_splits(
     sources: Sources,
     tokenizer: Tokenizer,
     rules: DocumentRules,
-    check: RoundTripCheck,
+    see: Callable[[Document], None],
     journal: BuildJournal,
     report: Report,
     may_be_empty: bool,
@@ -186,7 +194,7 @@ def _write_splits(
     rejects_path = journal.directory / REJECTS_NAME
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
-        jobs = _jobs(config, sources, rejects, rules, check, progress)
+        jobs = _jobs(config, sources, rejects, rules, see, progress)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(job.document, ids)
@@ -212,10 +220,10 @@ def _jobs(
     sources: Sources,
     rejects: RejectList,
     rules: DocumentRules,
-    check: RoundTripCheck,
+    see: Callable[[Document], None],
     progress: Progress,
 ) -> Iterator[_Job]:
-    """Yield every usable document with its split, in the order of the input."""
+    """Yield every usable document with its split, in the order of the input; `see` gets each."""
     for split, source in sources:
         for document in read_documents(source, config, progress.follow):
             if isinstance(document, Reject):
@@ -224,7 +232,7 @@ def _jobs(
             # By the id of the uncut document, so that its parts are in the same split.
             target = split or ("validation" if is_validation(document.id, config) else "train")
             for part in rules.apply(document):
-                check.see(part)
+                see(part)
                 yield _Job(target, part)
         progress.finish_file(source.size)
 

@@ -152,7 +152,12 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         _merge_rejects(config, directories)
         for split in reversed(splits):  # train last: with its manifest, everything is there
             _merge_split(config, [directory / split for directory in directories], output / split)
-        counts = {name: sum(getattr(result, name) for result in results) for name in RULE_COUNTS}
+        names = (*RULE_COUNTS, "repeated_ids")
+        counts: dict[str, Any] = {
+            name: sum(getattr(result, name) for result in results) for name in names
+        }
+        firsts = (result.first_repeated_id for result in results)
+        counts["first_repeated_id"] = next(filter(None, firsts), "")
         round_trip = joined(result.round_trip for result in results)
         journal.finish({**counts, "round_trip": asdict(round_trip)})
     _remove_parts(config)

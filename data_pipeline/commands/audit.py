@@ -12,7 +12,7 @@ from data_pipeline.commands.verify import CORPUS_HELP
 from data_pipeline.config import CacheConfig, SegmentLengths
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.lanes.audit import ReadSpan, audit_steps, find_document
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, repeats_of_weights
 from data_pipeline.program import check_positive
@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(row))
             continue
-        if not span.document.isprintable():
-            row["document"] = json.dumps(span.document)
+        row["document"] = shown_id(span.document)
         print(*(row[column] for column in columns), sep="\t")
     return 0
 

@@ -12,7 +12,7 @@ from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import parse_config
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
 from data_pipeline.yaml_files import merge, parse_override, read_tree
@@ -124,6 +124,12 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"line endings: {result.crlf_documents:,} documents have \\r\\n and "
             f"{result.cr_documents:,} have \\r alone, which became tokens; "
             "normalize_newlines=true builds them with \\n"
+        )
+    if result.repeated_ids:
+        print(
+            f"{result.repeated_ids:,} documents have the id of an earlier one, the first is "
+            f"{shown_id(result.first_repeated_id)}; audits and suspects name documents by id: "
+            "give each its own"
         )
     if result.round_trip.altered:
         print(result.round_trip)

@@ -18,7 +18,7 @@ from data_pipeline.corpora.manifest import (
     splits_of,
 )
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable, shown_id
 from data_pipeline.files import path_below, path_text, url_of
 from data_pipeline.fitted import print_fitted
 from data_pipeline.lanes.lane_plan import check_lanes
@@ -55,7 +55,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             problems = [problem for split in splits for problem in verify_split(split, status.show)]
     if problems:
         for problem in problems[:-1]:
-            print(problem)
+            print(printable(problem))
         raise DataError(problems[-1])
     print(f"{path_text(arguments.directory)}: every shard matches its manifest")
     return 0
@@ -67,7 +67,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         check_positive(arguments, "lanes")
     for split in splits_of(local_corpus_directory(arguments.directory, CacheConfig())):
         num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
-        print_fitted(describe_split(split, num_lanes, arguments.seed), FACTS_COLUMN)
+        lines = map(printable, describe_split(split, num_lanes, arguments.seed))
+        print_fitted(lines, FACTS_COLUMN)
     return 0
 
 
@@ -132,7 +133,7 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
         yield f"  lanes            {_lane_spread(corpus, num_lanes, seed)}"
     reader = corpus.shard(0)
     sample = tokenizer.decode(reader.tokens(0)[:SAMPLE_TOKENS])
-    yield f"  sample           {reader.document_id(0)}: {sample!r}"
+    yield f"  sample           {shown_id(reader.document_id(0))}: {sample!r}"
 
 
 def _usual_lanes(split: Path) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -242,3 +243,16 @@ def test_a_split_that_has_lost_its_manifest_is_not_an_absent_split(tmp_path, cap
     )
     assert (status, out) == (2, "")
     assert "validation has no manifest.json, so it is not a finished corpus" in err
+
+
+def test_inspect_and_audit_pass_no_control_characters_of_a_corpus_to_the_terminal(tmp_path, capsys):
+    record = {"id": "\x1b[2J\x1b]0;title\x07\nd0", "text": "\x1b[31mred\x9b\r\u202e"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(record))
+    corpus = tmp_path / "corpus"
+    build = ["build", "--input", tmp_path / "x.jsonl", "--output", corpus, "--tokenizer=bytes"]
+    assert run(capsys, *build, "--validation-fraction=0")[0] == 0
+    for command in (["inspect", corpus, "--lanes=1"], ["audit", corpus, "--lanes=1"]):
+        status, out, _ = run(capsys, *command)
+        assert status == 0
+        assert "u001b[2J" in out
+        assert out.replace("\n", "").replace("\t", "").isprintable()
