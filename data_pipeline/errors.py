@@ -101,7 +101,7 @@ def os_error_text(error: OSError) -> str:
     reason = error.strerror or str(error)
     if _is_out_of_inodes(error):
         reason = "No inodes left on device (it has space, but can hold no more files)"
-    return f"{_path_of(error) or 'a file'}: {reason}"
+    return f"{path}: {reason}" if (path := _path_of(error)) else reason
 
 
 def remedy_of(error: OSError) -> str:

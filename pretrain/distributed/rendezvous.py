@@ -15,9 +15,9 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.files import await_text, write_text
-from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
+from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE, number_in
 
 LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
 # Until all ranks have come, and in collectives of a run without a watchdog.
@@ -46,6 +46,8 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
 def meeting_store(rank: int, world_size: int) -> Store:
     """The store of all ranks, from the environment; UserError if rank 0 does not come."""
     file = os.environ.get(PORT_FILE_VARIABLE)
+    if file is None and not 0 <= (port := number_in(os.environ, "MASTER_PORT")) < 1 << 16:
+        raise ConfigError(f"found MASTER_PORT={port}, expected a port below 65536; correct it")
     if file is None and os.environ["MASTER_ADDR"] == LOOPBACK:
         return _loopback_store(rank, world_size)
     if file is None:
@@ -56,9 +58,13 @@ def meeting_store(rank: int, world_size: int) -> Store:
 
 def _loopback_store(rank: int, world_size: int) -> Store:
     """The ranks' meeting point on this machine; torch's own would listen on every interface."""
-    port, listening = int(os.environ["MASTER_PORT"]), None
+    port, listening = number_in(os.environ, "MASTER_PORT"), None
     if rank == 0:
-        listening = socket.create_server((LOOPBACK, port), backlog=world_size).detach()
+        try:
+            listening = socket.create_server((LOOPBACK, port), backlog=world_size).detach()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"MASTER_PORT={port}: {reason}; choose another port") from None
     return TCPStore(
         LOOPBACK,
         port,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from data_pipeline.errors import ConfigError
+
 # The file in which rank 0 of an attempt tells the others where they meet (rendezvous.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
 
@@ -19,14 +21,25 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this task.
 
-    KeyError if srun did not start it.
+    ConfigError if srun did not start it.
     """
-    num_tasks = environment["SLURM_STEP_NUM_TASKS"]
+    num_tasks = number_in(environment, "SLURM_STEP_NUM_TASKS")
+    num_nodes = number_in(environment, "SLURM_STEP_NUM_NODES", "1")
     return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": num_tasks,
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(
-            int(num_tasks) // int(environment.get("SLURM_STEP_NUM_NODES", "1"))
-        ),
+        "RANK": str(number_in(environment, "SLURM_PROCID")),
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": str(number_in(environment, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(num_tasks // max(1, num_nodes)),
     }
+
+
+def number_in(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """Return the whole number in a variable; ConfigError if it holds something else or is unset."""
+    text = environment.get(name, default)
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(
+            f"the rank variable {name} is {'not set' if text is None else repr(text)}, expected a "
+            "whole number; correct it, or start ranks with 'launcher local'"
+        ) from None

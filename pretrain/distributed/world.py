@@ -26,7 +26,7 @@ from pretrain.distributed.rendezvous import (
     meeting_store,
     set_default_timeout,
 )
-from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
+from pretrain.distributed.slurm_variables import is_slurm_task, number_in, rank_variables
 
 T = TypeVar("T")
 LARGEST_MESSAGE_BYTES = 1 << 26
@@ -53,31 +53,27 @@ class World:
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
     """Read the rank variables: RANK, WORLD_SIZE, LOCAL_RANK, else Slurm's, else one process."""
-    try:
-        if "RANK" in environment:
-            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            local_rank = int(environment.get("LOCAL_RANK", "0"))
-        elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
-            # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
-            return world_from_environment(rank_variables(environment))
-        else:
-            rank, world_size, local_rank = 0, 1, 0
-        if not 0 <= rank < world_size or local_rank < 0:
-            raise ConfigError(
-                f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
-                "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
-            )
-    except (KeyError, ValueError) as error:
+    if "RANK" in environment:
+        rank, world_size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
+        local_rank = number_in(environment, "LOCAL_RANK", "0")
+    elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
+        # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
+        return world_from_environment(rank_variables(environment))
+    else:
+        rank, world_size, local_rank = 0, 1, 0
+    if not 0 <= rank < world_size or local_rank < 0:
         raise ConfigError(
-            f"the rank variables are incomplete ({error}); set RANK, WORLD_SIZE and LOCAL_RANK"
-        ) from None
+            f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
+            "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
+        )
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, world_size, local_rank, device)
 
 
 def ranks_on_this_node() -> int:
     """Return how many ranks share this node's cores, descriptors and memory."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+    all_ranks = os.environ.get("WORLD_SIZE", "1")
+    return max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", all_ranks))
 
 
 # Rank variables that `init_world` set for DeepSpeed, for `destroy_process_group` to remove.

@@ -24,6 +24,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import named_errors, write_json, write_text
 from data_pipeline.patience import Patience
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
@@ -120,12 +121,7 @@ class RunDir:
             raise ConfigError(
                 f"{path} holds no run: it has no run.json; check the path or start a run"
             )
-        if run_dir.identity.format != FORMAT:
-            raise ConfigError(
-                f"{run_dir._identity_file} has format {run_dir.identity.format}, this version "
-                f"reads format {FORMAT}; "
-                "resume with the version that started the run"
-            )
+        _ = run_dir.identity
         return run_dir
 
     @classmethod
@@ -159,14 +155,20 @@ class RunDir:
 
     @property
     def identity(self) -> RunIdentity:
-        """Who the run is; ConfigError if run.json is damaged."""
+        """Who the run is; ConfigError, with the way out, if run.json is damaged."""
         try:
             tree = json.loads(self._identity_file.read_text())
-        except ValueError as error:
+            if not isinstance(found := tree.get("format"), int) or found == FORMAT:
+                return parse_config(RunIdentity, tree, source="run.json")
+        except (ValueError, AttributeError, ConfigError) as error:
+            reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{self._identity_file} is not JSON: {error}; use a new run directory"
+                f"{self._identity_file} is damaged ({reason}); {self._way_back()}"
             ) from None
-        return parse_config(RunIdentity, tree, source=str(self._identity_file))
+        raise ConfigError(
+            f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
+            "resume with the version that started the run"
+        )
 
     @property
     def config(self) -> RunConfig:
@@ -232,6 +234,18 @@ class RunDir:
                 + "\n  ".join(refused)
                 + "\nuse its settings to resume it, or choose another run directory"
             )
+
+    def _way_back(self) -> str:
+        """How to get run.json back: the latest checkpoint knows whose it is."""
+        step = latest_step(self.checkpoints)
+        if not step:
+            return "no checkpoint is valid, so nothing is lost: start again in a new run directory"
+        saved = json.loads((step_directory(self.checkpoints, step) / INDEX).read_text())
+        identity = RunIdentity(saved["config"]["name"], saved["run"], created="")
+        return (
+            f"the checkpoints, up to step {step}, and {self.config_file.name} are other files: put "
+            f"back a copy of it, or write into it {json.dumps(asdict(identity))}"
+        )
 
     def _refuse_strangers(self) -> None:
         if not self.path.exists():

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import SettingsChanged
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
 MEASURED = train_line(1)
@@ -131,8 +133,25 @@ def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has format 99"):
         RunDir.open(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match=r"run\.json is damaged .* start again in a new"):
         _ = run_dir.identity
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"\xff", b'{"nbme": "x"}', b'{"a": 1, "b": 2}', b'{"format": 2}']
+)
+def test_a_damaged_identity_can_be_written_again_from_what_the_message_says(tmp_path, damage):
+    run_dir = RunDir.create(tmp_path, RUN)
+    lost = run_dir.identity
+    publish_step(run_dir.checkpoints, 7, run=lost.id, config=to_tree(RUN))
+    (tmp_path / "run.json").write_bytes(damage)
+    with pytest.raises(ConfigError) as raised:
+        RunDir.open(tmp_path)
+    said = str(raised.value)
+    assert "\n" not in said
+    assert "the checkpoints, up to step 7, and config.yaml are other files" in said
+    (tmp_path / "run.json").write_text(said.partition("write into it ")[2])
+    assert RunDir.open(tmp_path).identity == replace(lost, created="")
 
 
 def test_cut_metrics_keep_every_step_up_to_the_one_resumed(tmp_path):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from data_pipeline.errors import ConfigError
-from pretrain.distributed.world import world_from_environment
+from pretrain.distributed.world import (
+    destroy_process_group,
+    init_world,
+    ranks_on_this_node,
+    world_from_environment,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,3 +21,36 @@ def test_impossible_rank_variables_are_one_line(rank, world_size, local_rank):
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
     with pytest.raises(ConfigError, match="RANK"):
         world_from_environment(environment)
+
+
+TASK = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "value"),
+    [
+        *((RANK, name, value) for name in ("RANK", "WORLD_SIZE") for value in ("abc", "")),
+        *((RANK, "MASTER_PORT", value) for value in ("abc", "", "70000", "-1")),
+        *((RANK, name, "abc") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+        *((TASK, name, "abc") for name in TASK if name.startswith("SLURM")),
+        (TASK, "SLURM_STEP_NUM_NODES", "abc"),
+    ],
+)
+def test_a_rank_variable_that_is_no_number_is_named_in_one_line(
+    monkeypatch, environment, name, value
+):
+    for each in (*RANK, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(each, raising=False)
+    for each, text in {**environment, name: value}.items():
+        monkeypatch.setenv(each, text)
+    join = ranks_on_this_node if name == "LOCAL_WORLD_SIZE" else init_world
+    with pytest.raises(ConfigError, match=name) as raised:
+        join()
+    assert "\n" not in str(raised.value)
+    destroy_process_group()
