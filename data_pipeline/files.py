@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import ConfigError, DataError
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
@@ -65,6 +65,19 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` so that a crash leaves either the old file or the new one."""
     with atomic_write(path, mode) as file:
         file.write(text.encode())
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file for somebody to edit; ConfigError if there is one already."""
+    refuse_overwrite(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+
+
+def refuse_overwrite(path: Path) -> None:
+    """Raise ConfigError if something is at the path."""
+    if path.is_symlink() or path.exists():
+        raise ConfigError(f"{path} exists already; choose another name, or remove it first")
 
 
 def write_json(path: Path, value: Any) -> None:

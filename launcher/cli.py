@@ -41,6 +41,10 @@ COMMANDS = {
         "launcher.commands.settings",
         "explain the settings of a cluster file: default, allowed values, meaning",
     ),
+    "new-cluster": (
+        "launcher.commands.new_cluster",
+        "write a commented cluster file for the Slurm of this machine",
+    ),
     "preflight": (
         "launcher.commands.preflight",
         "run a short job that finds slow and broken nodes",

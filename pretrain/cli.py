@@ -12,6 +12,10 @@ from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does); the modules are imported when they are needed
 COMMANDS = {
+    "new": (
+        "pretrain.commands.new",
+        "write a commented experiment for a corpus, which runs as it is",
+    ),
     "train": (
         "pretrain.commands.train",
         "train or resume a run as one rank; 'launcher local' starts several",

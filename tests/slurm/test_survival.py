@@ -139,6 +139,17 @@ def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes,
     assert not (runs.path / "refused").exists()
 
 
+def test_a_written_cluster_file_is_one_that_slurm_accepts(runs: Runs, lab: SlurmLab):
+    file, script = runs.path / "written.yaml", runs.path / "written.sh"
+    assert lab.run(sys.executable, "-m", "launcher", "new-cluster", str(file)).returncode == 0
+    submit = [sys.executable, "-m", "launcher", "submit", str(runs.experiment), "--nodes=2"]
+    dry = lab.run(*submit, f"--cluster={file}", f"--run-dir={runs.path / 'dry'}", "--dry-run")
+    assert "#SBATCH --partition=main\n" in dry.stdout
+    script.write_text(dry.stdout)
+    tested = lab.run("sbatch", "--test-only", "--chdir=/tmp", "--output=/tmp/none", str(script))
+    assert tested.returncode == 0, tested.stderr
+
+
 def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(
     runs: Runs, lab: SlurmLab
 ):

@@ -1,0 +1,99 @@
+"""`launcher new-cluster`: a commented cluster file for the Slurm of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.files import refuse_overwrite, write_new
+from launcher.slurm import client as slurm
+from launcher.slurm.client import Partition
+from launcher.slurm.cluster import seconds_of
+
+LONGEST_JOB = "24:00:00"
+SIGNAL_SECONDS = 300
+HERE = "this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `launcher new-cluster`."""
+    parser.add_argument(
+        "cluster", type=Path, metavar="CLUSTER.yaml", help="file to write; must not exist"
+    )
+    parser.add_argument(
+        "--partition", metavar="NAME", help="partition to describe (default: Slurm's default)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file; print where its numbers come from."""
+    refuse_overwrite(arguments.cluster)
+    partition = _partition_of(arguments.partition)
+    write_new(arguments.cluster, as_file(partition, arguments.cluster))
+    found = f"partition {partition.name}" if partition else f"{HERE}, as there is no Slurm here"
+    print(
+        f"{arguments.cluster}: nodes as in {found}; next: launcher submit EXPERIMENT "
+        f"--cluster {arguments.cluster} --dry-run"
+    )
+    return 0
+
+
+def _partition_of(name: str | None) -> Partition | None:
+    """Return the named partition, or the default one; None without Slurm."""
+    try:
+        found = slurm.partitions()
+    except UserError:
+        if name:
+            raise
+        return None
+    chosen = [each for each in found if (each.name == name if name else each.is_default)]
+    if name and not chosen:
+        names = ", ".join(each.name for each in found)
+        raise ConfigError(f"--partition={name} is unknown here; this cluster has {names}")
+    return (chosen or found or [None])[0]
+
+
+def as_file(partition: Partition | None, file: Path) -> str:
+    """Return a commented cluster file for nodes like the partition's, or like this machine."""
+    cores = partition.cpus_per_node if partition else os.cpu_count() or 1
+    gpus = partition.gpus_per_node if partition else 0
+    ranks = gpus or min(2, cores)
+    limit = _time_limit(partition)
+    signal = round(min(SIGNAL_SECONDS, seconds_of(limit) / 2))
+    kind = (
+        f"gpus_per_node: {gpus}  # each gets a rank; with Slurm's type of GPU: h100:{gpus}\n"
+        "# gpu: H100  # A100, H100 or H200, to check memory and estimate time before a start"
+        if gpus
+        else f"ranks_per_node: {ranks}  # processes on each node, which has no GPUs"
+    )
+    name = f'"{partition.name}"' if partition else '""'
+    return f"""\
+# Nodes as in {partition.name if partition else HERE}, written by 'launcher new-cluster'.
+# What each setting means, and all others: docs/settings.md, or 'launcher settings'.
+#   launcher submit EXPERIMENT --cluster {file} --nodes 1 --dry-run  print the batch script
+#   launcher preflight --cluster {file} --nodes 2                    find slow and broken nodes
+partition: {name}  # empty: the cluster's default; several: "main,urgent"
+account: ""
+{kind}
+cpus_per_rank: {max(1, cores // ranks)}
+time_limit: "{limit}"  # of one job; the run continues in the next one
+signal_seconds: {signal}  # before the limit: one step and one checkpoint have to fit
+options: {{}}  # other options of sbatch, such as mem: "0" or constraint: nvlink
+modules: []
+setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'
+environment:
+  OMP_NUM_THREADS: "{max(1, cores // ranks)}"
+  # NCCL_SOCKET_IFNAME: ib0  # the interface that ranks meet over, where nodes have several
+# container_image: /shared/images/pretrain.sqsh  # with this project's dependencies
+# container_runtime: pyxis  # or apptainer
+# container_mounts: [/shared]
+"""
+
+
+def _time_limit(partition: Partition | None) -> str:
+    """Return a day, or the partition's limit if that is shorter."""
+    limit = partition.time_limit if partition else "n/a"
+    is_shorter = limit != "n/a" and seconds_of(limit) < seconds_of(LONGEST_JOB)
+    return limit if is_shorter else LONGEST_JOB

@@ -1,0 +1,54 @@
+"""`pretrain new`: a commented experiment for a corpus, which runs as it is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.manifest import read_manifest
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import absolute, refuse_overwrite, write_new
+from data_pipeline.setting_fields import require_name
+from data_pipeline.sizes import amount_of
+from pretrain.config.resolve import resolve
+from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
+from pretrain.terminal.text import counted, si
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `pretrain new`."""
+    add = parser.add_argument
+    add("experiment", type=Path, metavar="EXPERIMENT.yaml", help="file to write; must not exist")
+    corpus = "directory made by 'data-pipeline build', or the URL it was uploaded to"
+    add("--corpus", type=Path, required=True, metavar="DIR", help=corpus)
+    size = "parameters of the model, such as 30M or 1.5B (default 10M)"
+    add("--parameters", type=amount_of("parameters"), default=1e7, metavar="N", help=size)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file; print what it trains and the command that starts it."""
+    file: Path = arguments.experiment
+    refuse_overwrite(file)
+    require_name("the experiment's file name", file.stem)
+    if not 0 < arguments.parameters < 1e12:
+        raise ConfigError(
+            f"--parameters={arguments.parameters:g} must be above 0 and below 1e12, such as 10M"
+        )
+    path = absolute(arguments.corpus)
+    manifest = read_manifest(local_corpus_directory(path, CacheConfig()) / "train")
+    text = TrainingText(
+        path=path,
+        tokens=manifest.tokens,
+        longest_document=manifest.longest_document,
+        vocab_size=manifest.vocab_size,
+    )
+    config = resolve(new_experiment(file.stem, text, arguments.parameters))
+    write_new(file, as_file(config, file, text))
+    tokens = config.optim.steps * config.tokens_per_step
+    print(
+        f"{file}: {counted(config.optim.steps, 'step')} of {config.tokens_per_step:,} tokens, "
+        f"{si(tokens)}tokens in all; next: launcher local {file} --ranks 2"
+    )
+    return 0

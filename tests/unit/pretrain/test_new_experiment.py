@@ -1,0 +1,73 @@
+"""`pretrain new` writes an experiment that trains as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from pretrain.cli import main
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
+
+
+@pytest.mark.parametrize("parameters", [2e5, 3e6, 1e7, 1e8, 7e9])
+@pytest.mark.parametrize("tokens", [3000, 10**7, 10**12])
+def test_the_file_reads_back_as_the_run_it_was_written_from(parameters, tokens, tmp_path):
+    vocab_size = 300 if parameters < 1e6 else 16_000
+    longest = tokens // 40
+    text = TrainingText(
+        path=Path("/data/a: b"), tokens=tokens, longest_document=longest, vocab_size=vocab_size
+    )
+    run = new_experiment("mine", text, parameters)
+    assert cost_of(run).parameters == pytest.approx(parameters, rel=0.4)
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_file(run, file, text))
+    found = load_config(RunConfig, file)
+    assert replace(found, model=replace(found.model, vocab_size=vocab_size)) == run
+    assert run.data.lanes * longest <= tokens
+    assert run.data.segment_length * run.data.lanes <= tokens
+    assert run.optim.steps * run.tokens_per_step <= max(12 * tokens, 200 * run.tokens_per_step)
+    assert all(" #" not in line or len(line) < 100 for line in file.read_text().splitlines())
+
+
+def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    home = corpus.directory.parent
+    assert main(["new", "tiny.yaml", "--corpus", str(home), "--parameters", "100k"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tiny.yaml: ")
+    assert "next: launcher local tiny.yaml --ranks 2" in said
+    steps = ["optim.steps=2", "optim.schedule.warmup_steps=1", "evaluation.max_tokens=100"]
+    train = [
+        "train",
+        "tiny.yaml",
+        *steps,
+        "engine.kind=torch",
+        "metrics.tensorboard=false",
+        "--run-dir",
+        "runs/tiny",
+    ]
+    assert main(train) == 0
+    assert RunDir.open(tmp_path / "runs" / "tiny").read_metrics()[-1]["step"] == 2
+    written = (tmp_path / "tiny.yaml").read_text()
+    for arguments, message in (
+        (["tiny.yaml", "--corpus", str(home)], "tiny.yaml exists already; choose another name"),
+        (["b.yaml", "--corpus", "nowhere"], f"{tmp_path}/nowhere/train does not exist; build"),
+        (["b.yaml", "--corpus", str(home), "--parameters=1k"], "the nearest model has 9.6k; ask"),
+        (["b.yaml", "--corpus", str(home), "--parameters=much"], "such as 4k or 10M"),
+        (["b c.yaml", "--corpus", str(home)], "found 'b c', expected 1 to 100 letters"),
+    ):
+        capsys.readouterr()
+        assert main(["new", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert (tmp_path / "tiny.yaml").read_text() == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "tiny.yaml"]
