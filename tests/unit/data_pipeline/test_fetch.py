@@ -80,7 +80,8 @@ def test_a_manifest_of_more_than_32_mib_arrives(corpus, tmp_path):
     remote = tmp_path / "remote"
     remote.mkdir()
     content = (corpus.directory / "manifest.json").read_bytes()
-    (remote / "manifest.json").write_bytes(content + b" " * (33 << 20))
+    # Spaces first: a manifest that is cut after them is none.
+    (remote / "manifest.json").write_bytes(b" " * (33 << 20) + content)
     with FileServer(remote) as server:
         assert fetch_manifest(store_at(server.url, QUICK), tmp_path / "copy") == corpus.manifest
 

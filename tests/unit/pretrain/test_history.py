@@ -276,6 +276,18 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
     assert error in capsys.readouterr().err
 
 
+def test_a_report_leaves_out_a_damaged_line_of_the_metrics_and_names_it(run, tmp_path, caplog):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    damaged = json.loads(lines[2])["step"]
+    lines[2] = lines[2].replace('"step"', '"stdp"')
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert main(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
+    assert "skipped what is not a measurement in line 3" in caplog.text
+    steps = [line["step"] for line in read_history(run).train]
+    assert damaged not in steps
+    assert len(steps) > 10
+
+
 def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):
     steps = [train_line(step, 9.0 - step) for step in range(1, 5)]
     steps += [{**steps[-1], "step": step, "loss": 4.0} for step in range(5, 400)]
