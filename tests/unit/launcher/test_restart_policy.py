@@ -13,6 +13,8 @@ from launcher.restart_policy import (
     refusal_of_futile_starts,
     unresponsive_rank,
 )
+from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
+from launcher.supervisor import StopSignals
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import (
     AttemptReason,
@@ -21,7 +23,9 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
 )
+from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Started, Stopped
+from tests.helpers.checkpoints import publish_step
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
@@ -132,6 +136,25 @@ def test_training_that_no_checkpoint_holds_and_a_start_that_never_trained_gain_n
     unsaved = cut(0, trained=500.0, steps=0)
     never = [cut(1, trained=0.0)[0], cut(1, trained=0.0)[-1]]
     assert [start.is_futile for start in cut_starts([*unsaved, *never], "7")] == [True, True]
+
+
+def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
+    tmp_path, monkeypatch
+):
+    run_dir, now = RunDir(tmp_path), [0.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    for event in (*cut(0, 10.0), *cut(1, 10.0), *cut(2, 10.0)[:-1]):
+        now[0] = event.time
+        run_dir.ledger.append(event)
+    publish_step(run_dir.checkpoints, 21)
+    job = ThisJob(id="7", number=7, restart=2, nodes=("n1",))
+    job_exit = JobExit(job, run_dir, StopSignals(), check_fence=lambda: None, most_futile=3)
+    # To requeue the job would fail: there is no Slurm here.
+    job_exit._end(JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True))
+    ended = run_dir.ledger.read()[-1]
+    assert isinstance(ended, JobEnded)
+    assert (ended.reason, ended.requeued) == (JobEndReason.ERROR, False)
+    assert ended.message.startswith("3 starts in a row took 50 s to start and trained for 10 s")
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import signal
 import sys
 import threading
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.patience import Patience
 from launcher.commands.local import starter
 from launcher.restart_policy import RestartPolicy
 from launcher.status.run_state import read_state
-from launcher.supervisor import StopSignals, supervise
+from launcher.supervisor import Ranks, StopSignals, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded
@@ -33,6 +35,34 @@ def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
         time.sleep(0.02)
     stop.received.append(signal.SIGINT)
     stop.requests += 1
+
+
+def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
+    run_dir, monkeypatch
+):
+    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.05)
+    limits, waited = resource.getrlimit(resource.RLIMIT_FSIZE), []
+
+    def fill_the_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+
+    def make_room() -> None:
+        waited.append(len(run_dir.ledger.read()))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def start(number: int) -> Ranks:
+        fill_the_disk()
+        return starter(["true"], 1, run_dir)(number)
+
+    patient = RunDir(run_dir.path, Patience(60, make_room))
+    fill_the_disk()
+    try:
+        status = supervise(patient, start, RestartPolicy(), StopSignals())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 0
+    assert waited == [1, 1], "before the attempt, and until its end is written"
+    assert isinstance(run_dir.ledger.read()[-1], AttemptEnded)
 
 
 @pytest.mark.parametrize("job", [None, "17"])

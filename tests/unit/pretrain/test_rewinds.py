@@ -16,6 +16,7 @@ import pytest
 from data_pipeline.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.cli import main
+from pretrain.config.optim import ScheduleConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -25,6 +26,7 @@ from pretrain.config.run import (
     MetricsConfig,
     ModelConfig,
     OptimConfig,
+    PhaseConfig,
     RecoveryConfig,
     RunConfig,
 )
@@ -161,6 +163,20 @@ def test_overflows_are_no_steps_of_a_spike_and_do_not_end_one(run, run_dir, worl
     assert monitor.suspected_since == 41
     with pytest.raises(SpikeFound, match="steps 41 to 51 were all skipped"):
         monitor.check(lines(51, 51, skipped=True))
+
+
+def test_a_run_takes_its_warm_up_and_its_phases_into_account(run, run_dir, world):
+    jump = [train_line(step, 3.0 if step <= 40 else 9.0) for step in range(1, 45)]
+
+    def check(run: RunConfig) -> None:
+        SpikeMonitor(run, run_dir, world, TrainState.fresh(1)).check(jump)
+
+    with pytest.raises(SpikeFound, match="steps 41 to 44"):
+        check(run)
+    warm_up = ScheduleConfig(warmup_steps=44)
+    check(replace(run, optim=OptimConfig(steps=90, schedule=warm_up)))
+    phase = PhaseConfig(from_step=40, lanes=4)
+    check(replace(run, optim=OptimConfig(steps=90), data=replace(run.data, phases=(phase,))))
 
 
 def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_start(
