@@ -87,6 +87,10 @@ EXAMPLES = [
         Rewind(first_step=1, step=2, to_step=0, segments=(0, 9), loss=None, usual_loss=None),
         "steps 1 to 2 were all skipped: rewound to step 0",
     ),
+    (
+        replace(RESUME, changes={"torch": ["2.11", "2.15"], "GPU": ["A100", "H100"]}),
+        "not bitwise from here: torch 2.11 -> 2.15, GPU A100 -> H100",
+    ),
     (WindowDropped(step=9, segments=(12, 25)), "segments 12 to 24 are no longer skipped"),
     (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
     (

@@ -23,6 +23,7 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
+from pretrain.metrics.peak import peak_of_run
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.writers import MetricsFiles
@@ -158,6 +159,18 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == losses_of(
         run_dir
     )
+
+
+def test_the_peak_is_measured_once_for_each_device_and_precision(world, run_dir):
+    measured = peak_of_run(run_dir, world, "fp32")
+    (device,) = json.loads(run_dir.matmul_peaks.read_text())
+    known = {device: 7.0, f"more {device}": 8.0}
+    run_dir.matmul_peaks.write_text(json.dumps(known))
+    assert peak_of_run(run_dir, world, "fp32") == 7.0
+    run_dir.matmul_peaks.write_text(json.dumps({f"more {device}": 8.0}))
+    assert peak_of_run(run_dir, world, "fp32") > 8.0
+    assert measured > 8.0
+    assert len(json.loads(run_dir.matmul_peaks.read_text())) == 2
 
 
 def test_measurements_outlast_a_full_disk_in_memory_and_then_nothing_is_missing(
