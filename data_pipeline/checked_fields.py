@@ -32,11 +32,22 @@ class Fields:
             raise InvalidField(f"{self._what}{shown(unknown[0])} is unknown")
         return self
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a field."""
+        return name in self._tree
+
     def integer(self, name: str, least: int = 0, most: int = LARGEST_INTEGER) -> int:
         value = self._value(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self._wrong(name, f"an integer from {least} to {most}")
         return value
+
+    def flag(self, name: str) -> bool:
+        """Return a truth value, which may be 0 or 1."""
+        value = self._value(name)
+        if value not in (0, 1):
+            raise self._wrong(name, "true or false")
+        return bool(value)
 
     def sha256(self, name: str) -> str:
         """Return a SHA-256 as 64 hexadecimal digits."""
@@ -50,6 +61,13 @@ class Fields:
         value = self._value(name)
         if not isinstance(value, str) or not is_plain_name(value):
             raise self._wrong(name, "a plain file name")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return a text of one line."""
+        value = self._value(name)
+        if not isinstance(value, str) or _CONTROL.search(value):
+            raise self._wrong(name, "one line of text")
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
@@ -66,6 +84,15 @@ class Fields:
         """Return the objects of an object, by their names."""
         inner = self.object(name)
         return {str(each): inner.object(each) for each in inner._tree}
+
+    def integers(self, name: str) -> list[int]:
+        """Return the integers of a list; none for null."""
+        value = self._value(name)
+        if value is None:
+            return []
+        if not isinstance(value, (list, tuple)) or not all(isinstance(n, int) for n in value):
+            raise self._wrong(name, "a list of integers")
+        return list(value)
 
     def items(self, name: str) -> list[Fields]:
         """Return the objects of a list."""

@@ -18,6 +18,7 @@ from data_pipeline.errors import ConfigError, DataError
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
+LARGEST_LOG_BYTES = 1 << 36  # of one that a run appends to
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
@@ -156,20 +157,65 @@ def sha256_of(path: Path) -> str:
 def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:
     """Return the contents of a file that others may have written.
 
-    ValueError if it is not a regular file, such as a pipe, which could block the reader forever, or
-    is larger than `limit`.
+    ValueError if it is not a regular file or is larger than `limit`.
     """
-    # O_NONBLOCK: opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is a pipe, socket or device")
-        if status.st_size > limit:
-            raise ValueError(f"it has {status.st_size:,} bytes, expected at most {limit:,}")
-        return file.read(limit)
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
+        return file.read(size)  # not `limit`: a buffer of that size would be allocated
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that others may have written.
+
+    ValueError if it is not a regular one, such as a pipe, which could block its reader forever.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nobody listens
+            raise ValueError("it is a socket") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("it is a pipe, socket or device")
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file that others may have written.
+
+    ValueError, with the reason, if it is anything else.
+    """
+    return parse_json(read_regular(path))
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines, with their ends, of a file that others may have written; none without it.
+
+    DataError if it is not a regular file.
+    """
+    try:
+        return read_regular(path, LARGEST_LOG_BYTES).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}); remove it") from None
+
+
+def parse_json(content: bytes | str, **options: Any) -> Any:
+    """Return the value of a JSON text; ValueError if it is none, or is nested too deeply.
+
+    `options` are those of `json.loads`.
+    """
+    try:
+        return json.loads(content, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def private_directory(path: Path) -> Path:

@@ -26,7 +26,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_pipeline.files import named_errors
+from data_pipeline.files import named_errors, read_json
+from data_pipeline.typed_json import from_json
 
 TOUCH_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0
@@ -140,7 +141,7 @@ class OwnerFile:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text()))
+        return from_json(Owner, read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 

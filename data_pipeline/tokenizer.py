@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config import TokenizerKind
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, read_regular, write_json
+from data_pipeline.files import atomic_write, read_json, read_regular, write_json
 from data_pipeline.setting_fields import assert_never
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -151,21 +151,20 @@ def fingerprint_of(kind: str, model: bytes) -> str:
 def _read(path: Path) -> tuple[TokenizerKind, bytes]:
     """Return kind and model of what `save` wrote; DataError unless they match the description."""
     try:
-        description = json.loads(read_regular(path / DESCRIPTION_NAME))
-        kind = description["kind"]
-        if kind not in get_args(TokenizerKind):
-            raise ValueError(f"unknown kind {kind!r}")
+        description = Fields(read_json(path / DESCRIPTION_NAME))
+        kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
+        expected = description.sha256("fingerprint")
         has_model = tokenizer_traits(kind).has_model
-        model = (path / MODEL_NAME).read_bytes() if has_model else b""
+        model = read_regular(path / MODEL_NAME) if has_model else b""
     except FileNotFoundError as error:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error!r}); restore it") from None
+    except (ValueError, InvalidField) as error:
+        raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error}); restore it") from None
     found = fingerprint_of(kind, model)
-    if found != description.get("fingerprint"):
+    if found != expected:
         raise DataError(
             f"{path} is corrupted: its model has fingerprint {found[:16]}, "
-            f"its description expects {str(description.get('fingerprint'))[:16]}; restore it"
+            f"its description expects {expected[:16]}; restore it"
         )
     return kind, model
 

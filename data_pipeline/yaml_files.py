@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
             "extend fewer"
         )
     path = find_config(path)
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # a link to itself has no `resolve`
     if resolved in extended_by:
         chain = " -> ".join(item.name for item in (*extended_by, resolved))
         raise ConfigError(f"{path} extends itself: {chain}; remove one of these 'extends'")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_directory, fsync_file, named_errors, path_below
+from data_pipeline.files import fsync_directory, fsync_file, named_errors, path_below, read_json
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -129,7 +128,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         description, model = scratch / DESCRIPTION_NAME, scratch / MODEL_NAME
         check = partial(_description_problem, fingerprint=fingerprint)
         fetch_file(store, DESCRIPTION_NAME, description, scratch, check)
-        kind = json.loads(description.read_bytes())["kind"]
+        kind = read_json(description)["kind"]
         if tokenizer_traits(kind).has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model)
             os.replace(model, directory / MODEL_NAME)
@@ -138,7 +137,8 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
-        found, kind = (json.loads(path.read_bytes())[name] for name in ("fingerprint", "kind"))
+        tree = read_json(path)
+        found, kind = (tree[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"
     if kind not in get_args(TokenizerKind):

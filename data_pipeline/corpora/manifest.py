@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import DataError
-from data_pipeline.files import read_regular, sha256_of, write_json
+from data_pipeline.files import read_json, sha256_of, write_json
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -96,14 +96,14 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand."""
     path = directory / MANIFEST_NAME
     try:
-        tree = json.loads(read_regular(path))
+        tree = read_json(path)
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
         raise DataError(
             f"{directory} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
     manifest = _parse(tree, path)
     if manifest.hash != tree.get("hash"):
@@ -181,7 +181,7 @@ def _missing_manifest(directory: Path) -> str:
 def _location(corpus: Path) -> str:
     """Return where the user says that the corpus is: the URL of a cached one."""
     try:
-        return str(json.loads((corpus / REMOTE_NAME).read_bytes())["url"])
+        return str(read_json(corpus / REMOTE_NAME)["url"])
     except (OSError, ValueError, KeyError, TypeError):
         return str(corpus)
 

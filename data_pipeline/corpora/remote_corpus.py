@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,7 @@ from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import private_directory, read_regular, url_of, write_json
+from data_pipeline.files import private_directory, read_json, url_of, write_json
 from data_pipeline.shards.shards import ShardReader
 
 CORPORA = "corpora"
@@ -76,9 +75,9 @@ def cached_shards(split: Path) -> CachedShards:
     """Return the source of the shards of a split that `local_corpus_directory` made."""
     path = split.parent / REMOTE_NAME
     try:
-        tree = json.loads(read_regular(path))
+        tree = read_json(path)
         url, gib = str(tree["url"]), float(tree["cache_gib"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is corrupted ({error!r}); remove {split.parent} to fetch it again"
         ) from None

@@ -11,7 +11,6 @@ RUN/checkpoints/step-00000100/
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import CheckpointError
+from data_pipeline.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,9 @@ def best_steps(root: Path, valid: Sequence[int], count: int) -> list[int]:
 def validation_loss(directory: Path) -> float | None:
     """Return the validation loss in the index, without verifying it; None if there is none."""
     try:
-        return json.loads((directory / INDEX).read_text())["validation_loss"]
-    except (OSError, ValueError, KeyError):
+        loss = read_json(directory / INDEX)["validation_loss"]
+        return float(loss) if isinstance(loss, (int, float)) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

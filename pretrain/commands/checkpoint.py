@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from data_pipeline.errors import CheckpointError, ConfigError, printable
+from data_pipeline.files import read_json
 from data_pipeline.program import Program
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -61,7 +61,7 @@ def _row(directory: Path, step: int) -> tuple[str, ...]:
     size = "?"
     try:
         size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
-        index = json.loads((directory / files.INDEX).read_text())
+        index = read_json(directory / files.INDEX)
         loss = index.get("validation_loss")
         shown = "-" if loss is None else f"{loss:.4f}"
         return str(step), str(index["world_size"]), str(index["tokens_seen"]), shown, size

@@ -6,14 +6,13 @@ with it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 
 import torch
 
 from data_pipeline.errors import os_error_text
-from data_pipeline.files import write_json
+from data_pipeline.files import read_json, write_json
 from pretrain.config.choices import Precision
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.world import World, broadcast_value, sum_over_ranks
@@ -42,8 +41,7 @@ def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
 def _known_peaks(run_dir: RunDir) -> dict[str, float]:
     try:
         return {
-            str(devices): float(peak)
-            for devices, peak in json.loads(run_dir.matmul_peaks.read_text()).items()
+            str(devices): float(peak) for devices, peak in read_json(run_dir.matmul_peaks).items()
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # none, or damaged: it is measured again

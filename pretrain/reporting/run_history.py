@@ -124,7 +124,7 @@ class History:
     @property
     def time_spent(self) -> TimeSpent | None:
         """What the time went into until the run last wrote something; None before any."""
-        return time_spent(self.summary, self.ledger, max(self.last_sign, self.ledger[-1].time))
+        return time_spent(self.summary, self.ledger, self._end)
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:
@@ -143,8 +143,13 @@ class History:
         return seconds_X - self._first_second, steps_X
 
     @property
+    def _end(self) -> float:
+        return max([self.last_sign, *(event.time for event in self.ledger[-1:])])
+
+    @property
     def _first_second(self) -> float:
-        return min(event.time for event, _ in self._steps_of_events)
+        times = [event.time for event, _ in self._steps_of_events]
+        return min(times, default=self.last_sign)
 
     @property
     def _steps_of_events(self) -> list[tuple[Event, int]]:

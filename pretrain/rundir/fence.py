@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from data_pipeline.errors import UserError
-from data_pipeline.files import write_text
+from data_pipeline.files import read_regular, write_text
 
 # A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
 # one claim the run.
 VARIABLE = "PRETRAIN_ATTEMPT"
+LONGEST = 1000  # bytes of a token
 
 
 class StaleAttempt(UserError):
@@ -34,7 +35,10 @@ class Fence:
 
     def check(self) -> None:
         """Raise StaleAttempt if a newer attempt has claimed the run."""
-        newest = self._path.read_text().strip()
+        try:
+            newest = read_regular(self._path, LONGEST).decode(errors="replace").strip()
+        except ValueError as error:
+            newest = f"({error})"
         if newest != self.token:
             raise StaleAttempt(
                 f"attempt {self.token} exits: attempt {newest} has claimed {self._path.parent}"

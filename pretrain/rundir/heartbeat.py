@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import Literal
 
 from data_pipeline.errors import UserError, os_error_text
-from data_pipeline.files import named_errors
+from data_pipeline.files import named_errors, read_json
+from data_pipeline.typed_json import from_json
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
     records = []
     for path in sorted(directory.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            records.append(HeartbeatRecord(**json.loads(path.read_text())))
+            records.append(from_json(HeartbeatRecord, read_json(path)))
     return records
 
 

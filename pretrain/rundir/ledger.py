@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_pipeline.errors import os_error_text
-from data_pipeline.files import append_whole
+from data_pipeline.files import append_whole, parse_json, read_lines
 from data_pipeline.patience import Patience, outlast
 from data_pipeline.typed_json import built
 from pretrain.rundir.event_times import in_order
@@ -119,17 +119,14 @@ class Ledger:
 
         Lines that are damaged or unknown are skipped with one warning.
         """
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
+        lines = read_lines(self.path)
         events, unusable = [], []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                events.append(_from_tree(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                events.append(_from_tree(parse_json(line)))
+            except (ValueError, TypeError, KeyError, AttributeError):
                 unusable.append(number)
         if unusable:
             numbers = ", ".join(map(str, unusable))

@@ -14,10 +14,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import ConfigError
 from data_pipeline.file_lock import held_lock, is_locked_by
+from data_pipeline.files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +69,12 @@ def read_lock(path: Path) -> Lock | None:
     Also None if this user may not look.
     """
     try:
-        with open(path, "rb") as file:
-            owner, status = _owner(file), os.fstat(file.fileno())
+        owner, since = Fields(read_json(path)), path.stat().st_mtime
+        pid, hostname = owner.integer("pid"), owner.text("hostname")
+        holder = owner.text("holder")
     except (FileNotFoundError, PermissionError):
         return None
-    if owner is None:  # it is being taken now
+    except (ValueError, InvalidField):  # it is being taken now, or damaged
         return None
-    is_held = None
-    if owner["hostname"] == socket.gethostname():
-        is_held = is_locked_by(owner["pid"], path)
-    return Lock(**owner, since=status.st_mtime, is_held=is_held)
-
-
-def _owner(file: IO[bytes]) -> dict | None:
-    file.seek(0)
-    try:
-        owner = json.loads(file.read())
-        return {"pid": int(owner["pid"]), "holder": owner["holder"], "hostname": owner["hostname"]}
-    except (ValueError, TypeError, KeyError):
-        return None
+    is_held = is_locked_by(pid, path) if hostname == socket.gethostname() else None
+    return Lock(pid=pid, holder=holder, hostname=hostname, since=since, is_held=is_held)

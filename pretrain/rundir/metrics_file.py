@@ -6,15 +6,17 @@ and people edit files. Damaged lines are skipped, and one warning has their numb
 
 from __future__ import annotations
 
-import json
+import io
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
-from data_pipeline.files import atomic_write
+from data_pipeline.errors import DataError
+from data_pipeline.files import atomic_write, open_regular, parse_json, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +35,43 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "evaluation": {"step": (int,), "loss": _NUMBER_OR_NULL},
 }
-# Of what only some lines have, what is summed up or shown.
-_OPTIONAL = {
-    **dict.fromkeys(("tokens_per_second", "seconds", "data_wait", "save_stall", "stall"), _NUMBER),
-    **dict.fromkeys(("train_loss", "bits_per_byte", "loss_without_memory"), _NUMBER_OR_NULL),
-    "totals": (dict,),
+# Every other field is a number, too, or has none; but these have one, in a smaller range.
+_NEVER_NULL = ("seconds", "tokens_per_second", "time", "data_wait", "save_stall", "stall")
+_LARGEST = {
+    "step": 1e15,
+    "tokens": 1e18,
+    "tokens_per_second": 1e15,
+    "time": 1e11,
+    **dict.fromkeys(("seconds", "data_wait", "save_stall", "stall"), 1e12),
 }
+_LARGEST_NUMBER = sys.float_info.max
 
 
 def measurement_of(line: bytes) -> dict[str, Any] | None:
     """What a line measured; None if it is damaged or not whole yet."""
     try:
-        tree = json.loads(line)
-    except (ValueError, RecursionError):  # also text that is not UTF-8, or nested deeply
+        # NaN, which JSON does not have, is no measurement.
+        tree = parse_json(line, parse_constant=lambda _: None)
+    except ValueError:  # also text that is not UTF-8
         return None
     kind = tree.get("kind") if isinstance(tree, dict) else None
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None or any(type(tree.get(name, ...)) not in fields[name] for name in fields):
         return None
-    if any(type(tree[name]) not in _OPTIONAL[name] for name in _OPTIONAL.keys() & tree.keys()):
-        return None
-    return tree
+    rest = [name for name in tree if name != "kind"]
+    return tree if all(_is_measured(name, tree[name]) for name in rest) else None
+
+
+def _is_measured(name: str, value: Any) -> bool:
+    """Whether this can be the value of that field: JSON has numbers that no run measures."""
+    if name == "totals":
+        return isinstance(value, dict) and all(
+            _is_measured("seconds", each) for each in value.values()
+        )
+    if value is None:
+        return name not in _NEVER_NULL
+    most = _LARGEST.get(name, _LARGEST_NUMBER)
+    return type(value) in (int, float, bool) and (0 if name in _LARGEST else -most) <= value <= most
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -63,11 +81,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
     """Measurements, latest first, of the last few megabytes of a file that may have gigabytes."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115  (closed below)
-    except FileNotFoundError:
-        return
-    with file:
+    with _opened(path) as file:
         start = file.seek(0, os.SEEK_END)
         end, rest = max(0, start - _TAIL_BYTES), b""
         while start > end:
@@ -80,6 +94,16 @@ def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
             yield first
 
 
+def _opened(path: Path) -> BinaryIO:
+    """The file, or an empty one if there is none; DataError if it is no regular file."""
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        return io.BytesIO()
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}); remove it") from None
+
+
 def is_longer_than_its_end(path: Path) -> bool:
     """Whether `latest_measurements` leaves out the file's first part."""
     return path.exists() and path.stat().st_size > _TAIL_BYTES
@@ -88,7 +112,7 @@ def is_longer_than_its_end(path: Path) -> bool:
 def latest_evaluation(path: Path) -> dict[str, Any] | None:
     """The latest evaluation, wherever it is in a file that is not empty."""
     with (
-        open(path, "rb") as file,
+        _opened(path) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
         end = len(content)
@@ -108,12 +132,8 @@ def read_measurements(path: Path) -> list[dict[str, Any]]:
 def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
     """The measurements, oldest first, one after the other; a line that a crash cut short is
     skipped, too."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115  (closed below)
-    except FileNotFoundError:
-        return
     damaged: list[int] = []
-    with file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if found := measurement_of(line):
                 yield found
@@ -124,9 +144,7 @@ def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def cut_measurements_after(path: Path, step: int) -> int:
     """Remove every measurement after `step` and what is not a measurement; returns how many."""
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_lines(path)
     # A last line without its end belongs to a step that is repeated, however much of it is there.
     measured = [measurement_of(line) if line.endswith(b"\n") else None for line in lines]
     damaged = [

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
-import json
 import logging
 import os
 import secrets
@@ -21,7 +20,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import named_errors, write_json, write_text
+from data_pipeline.files import named_errors, read_json, write_json, write_text
 from data_pipeline.patience import Patience
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import INDEX, step_directory
@@ -157,7 +156,7 @@ class RunDir:
     def identity(self) -> RunIdentity:
         """Who the run is; ConfigError, with the way out, if run.json is damaged."""
         try:
-            tree = json.loads(self._identity_file.read_text())
+            tree = read_json(self._identity_file)
             if not isinstance(found := tree.get("format"), int) or found == FORMAT:
                 return parse_config(RunIdentity, tree, source="run.json")
         except (ValueError, AttributeError, ConfigError) as error:

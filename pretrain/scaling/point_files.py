@@ -6,7 +6,6 @@ Legend: P points.
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 from data_pipeline.csv_files import read_csv
 from data_pipeline.errors import DataError
+from data_pipeline.files import parse_json
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
 from pretrain.terminal.text import counted
@@ -182,7 +182,7 @@ def _rows_of(path: Path) -> list[Row]:
         return [{**row, "_line": number} for number, row in csv_rows(path, origin)]
     text = text_of(path, origin)
     try:
-        tree = json.loads(text)
+        tree = parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     tree = tree.get("runs") if isinstance(tree, dict) else tree

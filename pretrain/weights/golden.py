@@ -7,9 +7,7 @@ Everything in the files is time-major, [L, B, D]. tests/golden/record_vectors.py
 
 from __future__ import annotations
 
-import json
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
+from data_pipeline.files import parse_json
+from data_pipeline.setting_fields import MOST_ROWS
+from pretrain.costs.flops import parameters_of
 from pretrain.kernels.cpu.relative_shift import relative_shift
 from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.memory import Memory
@@ -65,6 +67,9 @@ def compare(path: Path) -> Result:
         ) from None
     except (CheckpointError, ConfigError) as error:
         raise DataError(f"{path}: {error}") from None
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: its arrays do not fit each other ({reason})") from None
     raise DataError(
         f"{path} is not a file of golden vectors: found entries {sorted(arrays)[:3]}, "
         "expected 'config' with 'param/...', or masks, or relative shifts"
@@ -78,7 +83,7 @@ def _read(path: Path) -> Arrays:
         with open(path, "rb") as opened:
             file = np.load(opened, allow_pickle=False)
             return {name: file[name] for name in file.files}  # a single array has no `files`
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
+    except Exception:  # numpy, zipfile and zlib raise many kinds
         raise DataError(
             f"{path} cannot be read as a .npz file of plain arrays; is it complete?"
         ) from None
@@ -107,21 +112,27 @@ def _compare_shifts(name: str, arrays: Arrays) -> Result:
 
 def _compare_case(name: str, arrays: Arrays) -> Result:
     try:
-        settings = json.loads(str(arrays["config"]))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"entry 'config' is not JSON ({error}); is this a golden case?") from None
-    if settings.get("attn_type", 0) != 0:
-        note = f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0"
-        return Result(name, {}, note=note)
-    config = config_of_original(settings)
+        tree = parse_json(str(arrays["config"]))
+        settings = Fields(tree, "config")
+        if settings.has("attn_type") and (kind := settings.integer("attn_type")):
+            note = f"not supported: attn_type {kind}; the paper's attention is 0"
+            return Result(name, {}, note=note)
+        context_length = settings.integer("ext_len", most=MOST_ROWS)
+        num_segments = settings.integer("n_seg", most=len(arrays))
+    except (ValueError, InvalidField) as error:
+        raise ConfigError(f"entry 'config' is wrong ({error}); is this a golden case?") from None
+    config = config_of_original(tree)
+    found, expected = _elements(arrays, "param/"), parameters_of(config).total
+    if found < expected:  # before they are drawn
+        raise ConfigError(f"found {found:,} parameters, expected {expected:,} by its settings")
     model = TransformerXL(config).double()
     load_parameters(model, original_to_ours(_group(arrays, "param/"), config))
     errors: dict[str, float] = {"NLL": 0.0, "hidden": 0.0, "gradients": 0.0}
     if config.memory_length:
         errors["memories"] = 0.0
-    replay = Replay(model, settings["ext_len"])
+    replay = Replay(model, context_length)
     losses = []
-    for segment in range(settings["n_seg"]):
+    for segment in range(num_segments):
         targets_BL = _batch_major(arrays[f"tgt/{segment}"])
         hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))
         hidden_BLD = hidden_BLD[:, -targets_BL.shape[1] :]
@@ -186,6 +197,10 @@ class Replay:
 def _group(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
     names = [name for name in arrays if name.startswith(prefix)]
     return {name[len(prefix) :]: torch.from_numpy(arrays[name]) for name in names}
+
+
+def _elements(arrays: Arrays, prefix: str) -> int:
+    return sum(array.size for name, array in arrays.items() if name.startswith(prefix))
 
 
 def _batch_major(array_LBX: np.ndarray) -> Tensor:

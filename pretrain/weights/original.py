@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import CheckpointError
+from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.errors import CheckpointError, ConfigError
 from pretrain.config.run import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters
@@ -40,29 +41,38 @@ LAYER_NAMES = {
 def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
     """Return the model that the original builds from these settings, given under its own names.
 
-    `untie_r` is a setting of the original's TensorFlow code.
+    `untie_r` is a setting of the original's TensorFlow code. ConfigError if one is missing or is
+    not of its type.
     """
-    cutoffs = tuple(settings["cutoffs"])
+    try:
+        return _config_of(Fields(settings))
+    except InvalidField as error:
+        raise ConfigError(f"{error}; is this a configuration of the original?") from None
+
+
+def _config_of(settings: Fields) -> ModelConfig:
+    cutoffs = settings.integers("cutoffs")
     # Its list may be longer than the bins it is used for.
-    tied = tuple(settings["tie_projs"] or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1]
+    tied = (settings.integers("tie_projs") or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1]
+    memory_length = settings.integer("mem_len")
     return ModelConfig(
-        vocab_size=settings["n_token"],
-        num_layers=settings["n_layer"],
-        d_model=settings["d_model"],
-        num_heads=settings["n_head"],
-        d_head=settings["d_head"],
-        d_inner=settings["d_inner"],
-        d_embed=settings["d_embed"],
-        memory_length=settings["mem_len"],
-        norm_position="pre" if settings["pre_lnorm"] else "post",
-        untie_biases=bool(settings.get("untie_r", False)),
+        vocab_size=settings.integer("n_token"),
+        num_layers=settings.integer("n_layer"),
+        d_model=settings.integer("d_model"),
+        num_heads=settings.integer("n_head"),
+        d_head=settings.integer("d_head"),
+        d_inner=settings.integer("d_inner"),
+        d_embed=settings.integer("d_embed"),
+        memory_length=memory_length,
+        norm_position="pre" if settings.flag("pre_lnorm") else "post",
+        untie_biases=settings.has("untie_r") and settings.flag("untie_r"),
         # Without memory the original ignores it.
-        same_length=settings["same_length"] and settings["mem_len"] > 0,
-        clamp_length=max(0, settings["clamp_len"]),
-        tie_embeddings=settings["tie_weight"],
-        cutoffs=cutoffs,
-        div_val=settings["div_val"],
-        tie_projections=tied,
+        same_length=settings.flag("same_length") and memory_length > 0,
+        clamp_length=max(0, settings.integer("clamp_len", -1)),
+        tie_embeddings=settings.flag("tie_weight"),
+        cutoffs=tuple(cutoffs),
+        div_val=settings.integer("div_val"),
+        tie_projections=tuple(map(bool, tied)),
     )
 
 
