@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo check test test-slurm golden chaos bench bench-gpu
+.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden chaos bench bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -76,6 +76,10 @@ test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine 
 
 chaos: $(DEV_STAMP)  ## a two-rank run disturbed and killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30
+
+MINUTES := 60
+fuzz: $(DEV_STAMP)  ## hostile files for MINUTES minutes (60) on two cores; findings with their inputs in fuzz-findings/
+	OMP_NUM_THREADS=1 python -m tests.fuzz --minutes $(MINUTES)
 
 golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
 	pretrain golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)

@@ -1,0 +1,26 @@
+"""Whatever a file holds, its reader reads it rightly or refuses it in words: see `examine`.
+
+The examples here are the same every time; `make fuzz` takes others, for an hour.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.fuzz.examine import bounded_memory, examine, prepare, try_changes
+from tests.fuzz.targets import Workplace
+
+EXAMPLES, SLOW_EXAMPLES = 10, 1
+
+
+def test_changed_files_are_read_rightly_or_refused_in_words(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "valid").mkdir()
+    targets = Workplace(tmp_path / "valid").make()
+    with bounded_memory():
+        for target in targets.values():
+            prepare(target, work)
+            attempt = partial(examine, target, work=work)
+            count = SLOW_EXAMPLES if target.is_slow else EXAMPLES
+            try_changes(target, targets, count, attempt, is_repeatable=True)
