@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
+import json
 import logging
 import os
 import secrets
@@ -239,7 +240,7 @@ class RunDir:
         step = latest_step(self.checkpoints)
         if not step:
             return "no checkpoint is valid, so nothing is lost: start again in a new run directory"
-        saved = json.loads((step_directory(self.checkpoints, step) / INDEX).read_text())
+        saved = read_json(step_directory(self.checkpoints, step) / INDEX)
         identity = RunIdentity(saved["config"]["name"], saved["run"], created="")
         return (
             f"the checkpoints, up to step {step}, and {self.config_file.name} are other files: put "
