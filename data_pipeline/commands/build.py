@@ -15,41 +15,34 @@ from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
+from data_pipeline.setting_pages import kind_of
+from data_pipeline.setting_tree import settings_of
 from data_pipeline.yaml_files import merge, parse_override, read_tree
 
-# Flags that set a setting: nargs and help. Those of PARSED_FLAGS are read as YAML values.
+# Flags that set a setting, named by its last part, and how many values they take.
 SETTING_FLAGS = {
-    "input": ("+", "files or folders of text, JSONL, tars of text or Parquet"),
-    "output": (None, "new directory for the corpus"),
-    "validation-input": ("+", "files or folders for the validation split"),
-    "validation-fraction": (None, "of the documents, chosen by a hash of their id"),
-    "format": (None, "auto, text (one document per file), jsonl, tar or parquet"),
-    "suffixes": ("+", "read only files with these name endings"),
-    "text-field": (None, "field with the text of a record"),
-    "id-field": (None, "field with the id of a record"),
-    "max-rejects": (None, "unusable records before the build stops"),
-    "normalize-newlines": (None, "true: make every \\r\\n and \\r a \\n"),
-    "drop-duplicates": (None, "true: keep only the first of documents with equal text"),
-    "split-characters": (None, "cut longer documents at paragraph ends into NAME#1, NAME#2, ..."),
-    "shard-format": (None, "mds or webdataset"),
-    "shard-bytes": (None, "size of a shard"),
-    "threads": (None, "threads that encode text"),
-    "vocab-size": (None, "of a tokenizer to train"),
-    "tokenizer": (
-        None,
-        "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model",
-    ),
+    "input": "+",
+    "output": None,
+    "validation_input": "+",
+    "validation_fraction": None,
+    "format": None,
+    "suffixes": "+",
+    "text_field": None,
+    "id_field": None,
+    "max_rejects": None,
+    "normalize_newlines": None,
+    "drop_duplicates": None,
+    "split_characters": None,
+    "shard_format": None,
+    "shard_bytes": None,
+    "threads": None,
+    "tokenizer.vocab_size": None,
 }
-PARSED_FLAGS = {
-    "validation-fraction": "validation_fraction",
-    "max-rejects": "max_rejects",
-    "normalize-newlines": "normalize_newlines",
-    "drop-duplicates": "drop_duplicates",
-    "split-characters": "split_characters",
-    "shard-bytes": "shard_bytes",
-    "threads": "threads",
-    "vocab-size": "tokenizer.vocab_size",
-}
+# Of these, the flags whose value is read as YAML.
+PARSED_FLAGS = (
+    *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
+    *("split_characters", "shard_bytes", "threads", "tokenizer.vocab_size"),
+)
 TOKENIZER_KINDS = ("unigram", "bpe", "bytes")
 
 
@@ -94,9 +87,18 @@ def run_merge(arguments: argparse.Namespace) -> int:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value")
-    for flag, (count, text) in SETTING_FLAGS.items():
-        parser.add_argument(f"--{flag}", nargs=count, help=text)
+    words = "settings file, and overrides of its settings, in any order"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
+    known = {each.name: each for each in settings_of(CorpusConfig)}
+    for name, count in SETTING_FLAGS.items():
+        help_text = f"{known[name].meaning.rstrip('.')} ({kind_of(known[name])})"
+        parser.add_argument(_flag_of(name), nargs=count, help=help_text.replace("%", "%%"))
+    words = "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model"
+    parser.add_argument("--tokenizer", help=words)
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.rpartition('.')[2].replace('_', '-')}"
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -159,15 +161,12 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
 
 def _tree_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for flag in SETTING_FLAGS:
-        name = flag.replace("-", "_")
-        value = getattr(arguments, name)
-        if value is None:
-            continue
-        if flag in PARSED_FLAGS:
-            merge(tree, parse_override(f"{PARSED_FLAGS[flag]}={value}"))
-        elif flag == "tokenizer":
-            merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
-        else:
-            tree[name] = value
+    for name in SETTING_FLAGS:
+        value = getattr(arguments, name.rpartition(".")[2])
+        if value is not None:
+            merge(
+                tree, parse_override(f"{name}={value}") if name in PARSED_FLAGS else {name: value}
+            )
+    if (value := arguments.tokenizer) is not None:
+        merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
     return tree

@@ -136,3 +136,16 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         assert max(map(len, out.splitlines())) <= 80
     assert pretrain(["settings", "optm"]) == 2
     assert capsys.readouterr().err == "error: optm: unknown setting; did you mean 'optim'?\n"
+
+
+def test_the_flags_of_build_say_what_the_settings_page_says_and_take_sizes(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        data_pipeline(["build", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    meanings = {each.leaf: each.meaning.rstrip(".") for each in settings_of(CorpusConfig)}
+    for flag in ("input", "suffixes", "normalize_newlines", "shard_bytes", "vocab_size"):
+        assert f"{meanings[flag]} (" in shown
+    (tmp_path / "a.txt").write_text("some text")
+    build = ["build", "--input", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert data_pipeline([*build, "--tokenizer=bytes", "--shard-bytes=3GiB"]) == 2
+    assert "shard_bytes=3221225472 must be from 1 to" in capsys.readouterr().err
