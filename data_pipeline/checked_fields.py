@@ -52,7 +52,7 @@ class Fields:
     def sha256(self, name: str) -> str:
         """Return a SHA-256 as 64 hexadecimal digits."""
         value = self._value(name)
-        if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        if not isinstance(value, str) or not is_sha256(value):
             raise self._wrong(name, "64 hexadecimal digits")
         return value
 
@@ -109,6 +109,11 @@ class Fields:
     def _wrong(self, name: str, expected: str) -> InvalidField:
         found = shown(self._tree[name])
         return InvalidField(f"{self._what}{name} is {found}, expected {expected}")
+
+
+def is_sha256(text: str) -> bool:
+    """Whether this is a SHA-256 as 64 hexadecimal digits."""
+    return _SHA256.fullmatch(text) is not None
 
 
 def is_plain_name(name: str) -> bool:

@@ -18,6 +18,7 @@ from data_pipeline.setting_fields import (
     MOST_THREADS,
     Range,
     check_ranges,
+    require_hash,
     require_no_secrets,
     setting,
 )
@@ -144,9 +145,12 @@ class MixturePart:
     """Passes per epoch of the mixture; 0: one, or what the weight asks for."""
     weight: float = setting(0.0, Range(0, MOST))
     """Part of the tokens, relative to other weights, which all parts have or none; 0: no weight."""
+    manifest_hash: str = ""
+    """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
 
     def __post_init__(self) -> None:
         require_no_secrets("mixture", self.path)
+        require_hash("mixture.manifest_hash", self.manifest_hash)
         check_ranges(f"mixture of {self.path}: ", self)
         if self.repeat and self.weight:
             raise ConfigError(

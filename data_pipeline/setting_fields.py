@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_pipeline.checked_fields import is_sha256
 from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
@@ -108,6 +109,15 @@ def require_no_secrets(name_of: str, path: Path) -> None:
     """Raise ConfigError if `path` is a URL with a password: settings are copied and shown."""
     if problem := problem_of(path_text(path)):
         raise ConfigError(f"{name_of}: {problem}")
+
+
+def require_hash(name_of: str, text: str) -> None:
+    """Raise ConfigError unless the text is a SHA-256, or empty."""
+    if text and not is_sha256(text):
+        raise ConfigError(
+            f"{name_of}: found {abbreviated(text)}, expected 64 hexadecimal digits; "
+            "`data-pipeline inspect` shows them"
+        )
 
 
 def require_name(name_of: str, name: str) -> None:

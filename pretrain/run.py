@@ -48,7 +48,7 @@ from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import inherited_windows, rewind, segments_consumed, skip_windows
-from pretrain.recovery.starts import checked_tokenizer, record_start
+from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.recovery.suspects import name_suspects
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
@@ -97,7 +97,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     )
     patience = Patience(config.checkpoint.storage_patience_seconds, heartbeat.repeat)
     run_dir = RunDir(directory, patience)
-    token, tokenizer = os.environ.get(VARIABLE), ""
+    token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
@@ -105,14 +105,14 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
-                tokenizer = checked_tokenizer(run_dir, config)
+                data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         if world.is_main and token is None:
             outlast(patience, fence.claim)
         stop = StopRequest()
         stack.callback(stop.restore_handlers)
         stack.enter_context(heartbeat)
-        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, tokenizer)
+        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 
 
 def _start(process: RankProcess, attempt: str) -> int | None:
@@ -165,7 +165,7 @@ def _train_from(
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
-    record_start(run_dir, world, state.step, process.tokenizer, where)
+    record_start(run_dir, world, state.step, process.data, where)
     windows = inherited_windows(config, run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state, lane_seed)
@@ -209,7 +209,7 @@ def _open_lanes(
 ) -> LaneStream:
     """This rank's lanes where `state` left them; after a rewind, suspects are named first."""
     world, data = process.world, config.data
-    corpus = open_training_data(data.path, data.mixture, data.cache)
+    corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)

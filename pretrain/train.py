@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -44,7 +45,7 @@ class RankProcess:
     stop: StopRequest
     fault: Fault
     heartbeat: Heartbeat
-    tokenizer: str  # fingerprint of the corpus'; on rank 0
+    data: Mapping[str, Any]  # what each start records of it; on rank 0
 
 
 @dataclass(frozen=True)

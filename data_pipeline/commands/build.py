@@ -12,6 +12,7 @@ from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import parse_config
+from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
@@ -117,6 +118,8 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"{split:<11}{manifest.documents:>12,} documents {manifest.tokens:>15,} tokens "
             f"{len(manifest.shards):>7,} shards"
         )
+    if hash_of_all := corpus_hash(config.output):
+        print(f"manifest_hash {hash_of_all}")
     if result.duplicates:
         print(f"{result.duplicates:,} documents were dropped: an earlier one has equal text")
     if result.split_documents:

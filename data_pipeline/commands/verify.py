@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.copy_corpus import problems_at
 from data_pipeline.corpora.corpus import Corpus, LocalShards, split_directory
+from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.corpora.corpus_tokenizer import check_tokenizer, tokenizer_of
 from data_pipeline.corpora.manifest import (
     TOKENIZER_DIRECTORY,
@@ -65,10 +66,13 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Print a description of each split. A run does not cut the validation split into its lanes."""
     if arguments.lanes is not None:
         check_positive(arguments, "lanes")
-    for split in splits_of(local_corpus_directory(arguments.directory, CacheConfig())):
+    directory = local_corpus_directory(arguments.directory, CacheConfig())
+    for split in splits_of(directory):
         num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
         lines = map(printable, describe_split(split, num_lanes, arguments.seed))
         print_fitted(lines, FACTS_COLUMN)
+    if hash_of_all := corpus_hash(directory):
+        print(f"manifest_hash      {hash_of_all}  (all splits)")
     return 0
 
 

@@ -96,15 +96,13 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand."""
     path = directory / MANIFEST_NAME
     try:
-        tree = read_json(path)
+        tree = _tree_of(path)
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
         raise DataError(
             f"{directory} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
-    except ValueError as error:
-        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
     manifest = _parse(tree, path)
     if manifest.hash != tree.get("hash"):
         raise DataError(
@@ -112,6 +110,21 @@ def read_manifest(directory: Path) -> Manifest:
             f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
         )
     return manifest
+
+
+def read_vocab_size(path: Path) -> int:
+    """Return the size of the vocabulary from the file of a manifest, checking nothing else."""
+    try:
+        return Fields(_tree_of(path)).integer("vocab_size", 1, max(DTYPES.values()))
+    except InvalidField as error:
+        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
+
+
+def _tree_of(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
 
 
 def _parse(tree: Any, path: Path) -> Manifest:

@@ -16,9 +16,9 @@ import numpy as np
 
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_hash import pinned_directory
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
-from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_plan import LanePlan
 from data_pipeline.lanes.permutation import key_of, permutation
@@ -106,17 +106,26 @@ def open_mixture(
             "give all of them one, or none"
         )
     cache = cache or CacheConfig()
-    corpora = [Corpus.open(local_corpus_directory(part.path, cache) / split) for part in parts]
+    corpora = [
+        Corpus.open(pinned_directory(part.path, cache, part.manifest_hash) / split)
+        for part in parts
+    ]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
 
 
 def open_training_data(
-    path: Path, parts: Sequence[MixturePart], cache: CacheConfig | None = None
+    path: Path,
+    parts: Sequence[MixturePart],
+    cache: CacheConfig | None = None,
+    manifest_hash: str = "",
 ) -> Corpus | Mixture:
-    """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`."""
-    path = local_corpus_directory(path, cache or CacheConfig())
+    """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`.
+
+    DataError unless `path` has the hash, if one is given.
+    """
+    path = pinned_directory(path, cache or CacheConfig(), manifest_hash)
     if not parts:
         return Corpus.open(path / "train")
     mixture = open_mixture(parts, cache=cache)

@@ -119,7 +119,9 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
-    data = dataclasses.replace(trained.config.data, path=arguments.data or trained.config.data.path)
+    data = trained.config.data
+    if arguments.data:
+        data = dataclasses.replace(data, path=arguments.data, manifest_hash="")
     corpus = Corpus.open(data.directory() / arguments.split)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus

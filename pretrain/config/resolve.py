@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
+from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
 from pretrain.config.phases import runs_of_phases
@@ -31,8 +30,8 @@ def resolve(config: RunConfig) -> RunConfig:
 
     phases = runs_of_phases(config)
     corpora = [
-        open_training_data(phase.data.path, phase.data.mixture, phase.data.cache)
-        for phase in phases
+        open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
+        for data in (phase.data for phase in phases)
     ]
     problems = [
         problem
@@ -107,7 +106,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             "model.vocab_size is not set and there is no corpus at "
             f"{path_text(absolute(config.data.path))} to read it from; set it, or build the corpus"
         )
-    return _with_vocab_size(config, int(json.loads(manifest.read_text())["vocab_size"]))
+    return _with_vocab_size(config, read_vocab_size(manifest))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

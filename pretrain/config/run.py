@@ -23,6 +23,7 @@ from data_pipeline.setting_fields import (
     MOST_THREADS,
     Range,
     check_ranges,
+    require_hash,
     require_name,
     require_no_secrets,
     setting,
@@ -77,6 +78,8 @@ class DataConfig:
 
     path: Path = changeable(Path("data"))
     """Directory made by `data-pipeline build`, or the URL it was uploaded to; it may move."""
+    manifest_hash: str = changeable("")
+    """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
     mixture: tuple[MixturePart, ...] = fixed(())
     """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
     lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
@@ -91,6 +94,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_ranges("data.", self)
         require_no_secrets("data.path", self.path)
+        require_hash("data.manifest_hash", self.manifest_hash)
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
@@ -101,13 +105,13 @@ class DataConfig:
     def directory(self) -> Path:
         """Where to read the corpus: `path`, or this node's cache of a URL.
 
-        Fetches the manifests and the tokenizer of a URL.
+        Fetches the manifests and the tokenizer of a URL. DataError unless it has `manifest_hash`.
         """
-        if url_of(self.path) is None:
+        if url_of(self.path) is None and not self.manifest_hash:
             return self.path
-        from data_pipeline.corpora.remote_corpus import local_corpus_directory
+        from data_pipeline.corpora.corpus_hash import pinned_directory
 
-        return local_corpus_directory(self.path, self.cache)
+        return pinned_directory(self.path, self.cache, self.manifest_hash)
 
 
 @dataclass(frozen=True, kw_only=True)

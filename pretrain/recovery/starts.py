@@ -1,13 +1,18 @@
-"""What a start of a run checks and records besides its settings: the tokenizer, the environment."""
+"""What a start of a run checks and records besides its settings: data and environment."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
+from data_pipeline.corpora.corpus_hash import VALIDATION, corpus_hash, split_hash
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
+from data_pipeline.files import path_text
+from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 from pretrain.distributed.environment import environment_changes, environment_of_ranks
 from pretrain.distributed.world import World
@@ -19,26 +24,41 @@ from pretrain.rundir.training_events import Resumed, Started, TrainingBegan
 logger = logging.getLogger(__name__)
 
 
-def checked_tokenizer(run_dir: RunDir, config: RunConfig) -> str:
-    """Return the fingerprint of the corpus' tokenizer.
+def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
+    """Return what a start records of its data, by the names of the event's fields.
 
-    DataError if the run has trained with another. Cursors would notice another corpus, but lanes
-    that start again have none.
+    DataError if the run has trained with another tokenizer, or was evaluated on another validation
+    split. Cursors would notice another training split, but lanes that start again have none.
     """
     directory = config.data.directory()
-    found = tokenizer_of(directory).fingerprint
+    tokenizer, validation = tokenizer_of(directory).fingerprint, split_hash(directory, VALIDATION)
     before = last_of(run_dir.ledger.read(), TrainingBegan)
-    if before is not None and before.tokenizer not in ("", found):
+    if before is not None and before.tokenizer not in ("", tokenizer):
         raise DataError(
-            f"tokenizer {directory / TOKENIZER_DIRECTORY} has fingerprint {found[:16]}, the run in "
-            f"{run_dir.path} was trained with {before.tokenizer[:16]}; restore the corpus, or "
-            "choose another run directory"
+            f"tokenizer {directory / TOKENIZER_DIRECTORY} has fingerprint {tokenizer[:16]}, the "
+            f"run in {run_dir.path} was trained with {before.tokenizer[:16]}; restore the corpus, "
+            "or choose another run directory"
         )
-    return found
+    if before is not None and before.validation not in ("", validation):
+        raise DataError(
+            f"the validation split of {path_text(config.data.path)} has the hash "
+            f"{validation[:16] or 'of none'}, the run in {run_dir.path} was evaluated on "
+            f"{before.validation[:16]}; restore the corpus, or choose another run directory"
+        )
+    corpora = _hashes_of_corpora(config)
+    return {"tokenizer": tokenizer, "validation": validation, "corpora": corpora}
+
+
+def _hashes_of_corpora(config: RunConfig) -> dict[str, str]:
+    """Return path or URL -> hash of each corpus that any phase reads."""
+    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
+    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
+    cache = config.data.cache
+    return {name: corpus_hash(local_corpus_directory(path, cache)) for name, path in paths.items()}
 
 
 def record_start(
-    run_dir: RunDir, world: World, step: int, tokenizer: str, where: dict[str, Any]
+    run_dir: RunDir, world: World, step: int, data: Mapping[str, Any], where: dict[str, Any]
 ) -> None:
     """Write to the ledger where and in which environment training starts; log what changed."""
     environment = environment_of_ranks(world)
@@ -49,7 +69,7 @@ def record_start(
         "step": step,
         "code": code_version(),
         "environment": environment,
-        "tokenizer": tokenizer,
+        **data,
         **where,
     }
     if not step:

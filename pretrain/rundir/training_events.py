@@ -42,6 +42,8 @@ class TrainingBegan(Event):
     code: str = ""  # version of the source code
     environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
     tokenizer: str = ""  # fingerprint of the corpus' tokenizer
+    validation: str = ""  # hash of the validation split's manifest
+    corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
 
     @property
     def _ranks(self) -> str:

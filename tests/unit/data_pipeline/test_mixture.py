@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections import Counter
 from fractions import Fraction
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.config import MixturePart
+from data_pipeline.cli import main
+from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
+from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 NUM_LANES = 4
@@ -165,6 +169,37 @@ def test_a_changed_part_is_rejected_with_both_hashes(corpora, tmp_path):
     changed = open_mixture([parts[0], MixturePart(path=other, repeat=2.5)])
     with pytest.raises(DataError, match=f"5/2 x {hashes[0]}, this run has .* 5/2 x {hashes[1]}"):
         LaneStream(changed, 4, SEED, 16, range(4), cursor)
+
+
+def test_a_pinned_corpus_or_part_with_another_validation_split_is_refused(
+    corpora, tmp_path, capsys
+):
+    """The same training split, tokenizer and sizes: everything is consistent, but not ours."""
+    first, other = corpora
+    assert main(["inspect", str(first)]) == 0
+    pin = capsys.readouterr().out.split("manifest_hash")[1].split()[0]
+    assert pin == corpus_hash(first)
+    forged = tmp_path / "forged"
+    shutil.copytree(first, forged)
+    shutil.rmtree(forged / "validation")
+    shutil.copytree(other / "validation", forged / "validation")
+    cache = CacheConfig(directory=tmp_path / "cache")
+    for path, is_ours in ((first, True), (forged, False)):
+        for open_it in (
+            lambda path=path: open_training_data(path, (), cache, pin),
+            lambda path=path: open_training_data(
+                first, [MixturePart(path=path, manifest_hash=pin)], cache
+            ),
+            lambda path=path: DataConfig(path=path, manifest_hash=pin).directory(),
+        ):
+            if is_ours:
+                assert open_it()
+                continue
+            with pytest.raises(DataError, match="its training or validation split is another"):
+                open_it()
+    for schema in (MixturePart, DataConfig):
+        with pytest.raises(ConfigError, match=r"manifest_hash: found 'abc', expected 64"):
+            schema(path=first, manifest_hash="abc")
 
 
 def test_corpora_that_cannot_be_mixed_are_rejected(corpora, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.cli import main
@@ -35,7 +36,13 @@ from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, GaveUp, Rewind, WindowDropped
+from pretrain.rundir.training_events import (
+    Finished,
+    GaveUp,
+    Rewind,
+    Started,
+    WindowDropped,
+)
 from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
@@ -196,6 +203,32 @@ def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_st
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
         1, 2, 4, 6, 7, 8,
     ]  # fmt: skip
+
+
+def test_a_run_records_its_corpora_and_is_not_resumed_on_another_validation_split(
+    run, tmp_path, world
+):
+    corpora = [
+        make_tiny_corpus(tmp_path / name, documents=30, seed=seed)
+        for seed, name in enumerate(("data", "other"))
+    ]
+    short = replace(run, optim=OptimConfig(steps=2), data=replace(run.data, path=corpora[0]))
+    assert run_training(short, tmp_path / "run", world) == 0
+    (started,) = events_of(RunDir(tmp_path / "run").ledger.read(), Started)
+    assert started.corpora == {str(corpora[0]): corpus_hash(corpora[0])}
+    pinned = replace(short.data, manifest_hash=started.corpora[str(corpora[0])])
+    longer = replace(short, optim=OptimConfig(steps=4))
+    assert run_training(replace(longer, data=pinned), tmp_path / "run", world) == 0
+    (corpora[0] / "validation").rename(tmp_path / "before")
+    (corpora[1] / "validation").rename(corpora[0] / "validation")
+    longest = replace(longer, optim=OptimConfig(steps=6))
+    for config, said in (
+        (longest, r"validation split of .* has the hash \w+, the run in .* was evaluated on \w+"),
+        (replace(longest, data=pinned), r"has manifest_hash \w+, the settings expect \w+"),
+    ):
+        with pytest.raises(DataError, match=said) as error:
+            run_training(config, tmp_path / "run", world)
+        assert "\n" not in str(error.value)
 
 
 def test_a_run_whose_corpus_has_another_tokenizer_is_neither_resumed_nor_evaluated(
