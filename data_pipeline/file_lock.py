@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,5 +107,11 @@ def _flock(file: IO, operation: int) -> bool:
 
 
 def _open_private(path: str, flags: int) -> int:
-    # 0600: whoever can open a lock file can hold the lock.
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    # 0600: whoever can open a lock file can hold the lock. Also one that was copied with its modes.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path} is not a regular file, expected a lock; remove it")
+    with contextlib.suppress(PermissionError):  # another user's: whoever shares this directory
+        os.fchmod(descriptor, 0o600)
+    return descriptor

@@ -134,7 +134,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Read what `save` wrote, or any SentencePiece `.model` file with an end token."""
         if path.is_file():
-            return _load_foreign(path)
+            return _of_file(path, "sentencepiece", path.read_bytes())
         return _of_file(path / MODEL_NAME, *_read(path))
 
 
@@ -171,13 +171,9 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes]:
 
 def _of_file(path: Path, kind: TokenizerKind, model: bytes) -> Tokenizer:
     try:
-        return Tokenizer(kind, model)
+        tokenizer = Tokenizer(kind, model)
     except DataError as error:
         raise DataError(f"{path} is {error}") from None
-
-
-def _load_foreign(path: Path) -> Tokenizer:
-    tokenizer = _of_file(path, "sentencepiece", path.read_bytes())
     if tokenizer.end_id < 0:
         raise DataError(
             f"{path} has no end-of-sentence token (eos_id), which must end every document; "

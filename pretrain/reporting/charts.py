@@ -178,10 +178,25 @@ def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> No
     shown.get_title().set(color=palette.faint, fontsize=8)
 
 
+def _take_texts_literally(figure: Figure) -> None:
+    """Show a `$` in names as it is: matplotlib would read what is between two as a formula."""
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+
+    waiting: list[Any] = [figure]
+    while waiting:
+        artist = waiting.pop()
+        if isinstance(artist, Text):
+            artist.set_parse_math(False)
+        # The labels of ticks are formulas of matplotlib's own.
+        waiting += [artist.label] if isinstance(artist, Axis) else artist.get_children()
+
+
 def chart_html(figure: Figure, alternative: str) -> str:
     """The drawing as inline SVG; `alternative` describes it for screen readers."""
     import matplotlib
 
+    _take_texts_literally(figure)
     buffer = io.StringIO()
     # Text remains text, and the same drawing gives the same bytes.
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
@@ -210,6 +225,7 @@ def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
 
 def save_png(path: Path, figure: Figure) -> None:
     """Write the figure as a PNG that appears whole or not at all."""
+    _take_texts_literally(figure)
     with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 

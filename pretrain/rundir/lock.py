@@ -60,7 +60,8 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
 def _name_of(lock: Lock | None) -> str:
     if lock is None or lock.is_held is False:  # who wrote the file last is not who holds it
         return "a process that is not known"
-    return f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
+    named = f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
+    return named if lock.is_held else f"a process that only its host knows, the last was {named}"
 
 
 def read_lock(path: Path) -> Lock | None:

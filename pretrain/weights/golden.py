@@ -8,6 +8,7 @@ Everything in the files is time-major, [L, B, D]. tests/golden/record_vectors.py
 from __future__ import annotations
 
 import re
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from pretrain.weights.original import config_of_original, original_to_ours
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
+LARGEST_ARRAYS_BYTES = 1 << 30  # of a file's arrays, decompressed
 COLUMNS = ("NLL", "hidden", "memories", "gradients", "entries")  # entries of masks and shifts
 
 Arrays = dict[str, np.ndarray]
@@ -80,6 +82,9 @@ def _read(path: Path) -> Arrays:
     if not path.is_file():
         raise DataError(f"{path} is not a file; give a .npz file of golden vectors")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > LARGEST_ARRAYS_BYTES:
+                raise ValueError
         with open(path, "rb") as opened:
             file = np.load(opened, allow_pickle=False)
             return {name: file[name] for name in file.files}  # a single array has no `files`
@@ -95,6 +100,8 @@ def _compare_masks(name: str, arrays: Arrays) -> Result:
         match = MASK_NAME.fullmatch(case)
         assert match is not None
         num_queries, num_memory, memory_length, same_length = map(int, match.groups())
+        if expected.shape != (num_queries, num_memory + num_queries):  # before it is computed
+            raise ConfigError(f"{case} has shape {expected.shape}, which its name denies")
         window = memory_length if same_length else 0
         found = forbidden_LC(num_queries, num_memory + num_queries, window)
         differing += int((found != torch.from_numpy(expected)).sum())

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import owner_file
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.file_lock import NoFileLocksError, exclusive_lock, held_lock, open_shared
 from data_pipeline.owner_file import PATIENCE_SECONDS, OwnerFile
 from pretrain.rundir.lock import read_lock
@@ -164,3 +165,21 @@ def test_an_unknown_holder_is_not_named_and_lock_files_are_for_their_owner_only(
         RunDir(tmp_path).locked("train"),
     ):
         assert held
+    path.write_text(path.read_text().replace(socket.gethostname(), "elsewhere"))
+    with (
+        held_lock(path) as held,
+        pytest.raises(ConfigError, match=r"only its host knows, the last was process 1 \(train\)"),
+        RunDir(tmp_path).locked("train"),
+    ):
+        assert held
+
+
+def test_a_lock_file_with_the_modes_of_a_copy_becomes_private_and_a_pipe_is_none(tmp_path):
+    path = tmp_path / "train.lock"
+    path.touch(mode=0o644)
+    with held_lock(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is not a regular file, expected a lock"), held_lock(path):
+        pass

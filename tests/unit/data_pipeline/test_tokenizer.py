@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import random
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.config import BuiltTokenizer
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer
+from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer, fingerprint_of
 from tests.helpers.corpora import make_text, users_model
 
 KINDS = get_args(BuiltTokenizer)
@@ -125,6 +127,26 @@ def test_an_external_sentencepiece_model_is_used_unchanged(tokenizers, tmp_path)
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"m.model is not a SentencePiece model \(it is empty\)"):
         Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "deep", "garbage", "no end"])
+def test_a_forged_tokenizer_is_one_line(tokenizers, tmp_path, kind):
+    tokenizers["bpe"].save(tmp_path)
+    model, description = tmp_path / "tokenizer.model", tmp_path / "tokenizer.json"
+    if kind in ("pipe", "endless"):
+        model.unlink()
+        os.mkfifo(model) if kind == "pipe" else model.symlink_to("/dev/zero")
+    elif kind == "deep":
+        description.write_text('{"kind": ' + "[" * 200_000)
+    else:
+        content = b"\x0a\xff garbage" if kind == "garbage" else users_model(["a b c"], eos_id=-1)
+        model.write_bytes(content)
+        fingerprint = fingerprint_of("bpe", content)
+        description.write_text(json.dumps({"kind": "bpe", "fingerprint": fingerprint}))
+    with pytest.raises(DataError, match="tokenizer") as error:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_an_altered_model_is_rejected(tokenizers, tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,62 @@ def test_another_attention_is_reported_as_unsupported(
     np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
     assert main(["golden", str(path)]) == 1
     assert "not supported: attn_type 1" in capsys.readouterr().out
+
+
+def npz_of_header(path: Path, shape: tuple[int, ...]) -> None:
+    """A file whose only array has a header, and none of the numbers that it promises."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": shape}
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.npy", header.getvalue())
+
+
+FORGED: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
+    "shape": lambda path, arrays: npz_of_header(path, (10**12,)),
+    "huge shape": lambda path, arrays: npz_of_header(path, (10**30, 3)),
+    "layers": lambda path, arrays: with_settings(path, arrays, n_layer=4000, d_model=4096),
+    "many layers": lambda path, arrays: with_settings(path, arrays, n_layer=10**7),
+    "text": lambda path, arrays: with_settings(path, arrays, n_layer="x"),
+    "a list": lambda path, arrays: np.savez(path, **{**arrays, "config": np.array("[1]")}),
+    "deep": lambda path, arrays: np.savez(path, **{**arrays, "config": np.array("[" * 200_000)}),
+    "tokens": lambda path, arrays: np.savez(path, **{**arrays, "inp/0": arrays["inp/0"] + 10**6}),
+    "words": lambda path, arrays: np.savez(path, **{**arrays, "inp/0": np.array(["a", "b"])}),
+    "mask": lambda path, arrays: np.savez(
+        path, q999999999_mlen999999999_memlen9_same0=np.zeros((1, 2))
+    ),
+    "object": lambda path, arrays: np.savez(path, config=np.array([{}], dtype=object)),
+}
+
+
+def with_settings(path: Path, arrays: dict[str, Any], **settings: Any) -> None:
+    changed = {**json.loads(str(arrays["config"])), **settings}
+    np.savez(path, **{**arrays, "config": np.array(json.dumps(changed))})
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_forged_golden_case_is_one_line_and_costs_no_memory(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_case(tmp_path / "case.npz", {"n_seg": 1})
+    with np.load(path) as file:
+        arrays = dict(file)
+    path.unlink()
+    FORGED[how](path, arrays)
+    assert main(["golden", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}")
+    assert error.count("\n") == 1
+
+
+def test_an_archive_that_grows_when_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden, "LARGEST_ARRAYS_BYTES", 1 << 20)
+    np.savez_compressed(tmp_path / "case.npz", config=np.zeros(1 << 18))
+    with pytest.raises(DataError, match=r"cannot be read as a \.npz file"):
+        golden.compare(tmp_path / "case.npz")
 
 
 @pytest.mark.parametrize(

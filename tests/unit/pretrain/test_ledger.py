@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from data_pipeline.errors import UserError
 from data_pipeline.patience import Patience
+from pretrain.rundir.fence import Fence
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.launch_events import (
     AttemptEnded,
@@ -141,6 +143,22 @@ def test_events_are_read_back_as_they_were_and_rendered_as_sentences(tmp_path, e
     assert line["event"] == event.name()
     assert line["time"].startswith("20")
     assert None not in line.values()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_a_special_file_for_ledger_or_metrics_is_one_line(tmp_path, kind):
+    run_dir = RunDir(tmp_path)
+    for path in (run_dir.ledger.path, run_dir.metrics, run_dir.path / "attempt"):
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    for read in (
+        run_dir.ledger.read,
+        run_dir.read_metrics,
+        lambda: run_dir.cut_metrics_after(3),
+        Fence(tmp_path, "1").check,
+    ):
+        with pytest.raises(UserError, match="it is a pipe, socket or device") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
