@@ -59,10 +59,10 @@ def render(
     )
     caption = "Smoothed loss of every run over its tokens"
     sections = [
-        section("Loss", panel_html(losses, 3.4, f"{caption}; dots are validation")),
+        section("Loss", panel_html(losses, 2.8, f"{caption}; dots are validation")),
         section("Numbers", table(heads, rows, "named")),
         section("Different settings", settings),
-        section("Speed", panel_html(speeds, 2.4, "Tokens per second of every run")),
+        section("Speed", panel_html(speeds, 2.2, "Tokens per second of every run")),
     ]
     lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
     return page(

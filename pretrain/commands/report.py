@@ -16,6 +16,7 @@ from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_history
+from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.training_events import GaveUp
@@ -23,7 +24,7 @@ from pretrain.terminal.text import counted, number, si
 from pretrain.terminal.train_lines import perplexity
 
 MOST_EVENTS = 60
-CHART_INCHES = 2.7
+CHART_INCHES = 2.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     write_text(directory / "report.html", render(history))
     save_panels(directory / "report.png", history.name, run_panels(history))
     print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
+    for warning in warnings_of(history):
+        print(f"warning: {warning}")
     return 0
 
 
@@ -83,7 +86,7 @@ def render(history: History) -> str:
         "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
         "Losses in nats per token, but for bits per byte."
     )
-    sections = [*charts, _time(history), _events(history), _settings(history)]
+    sections = [*_warnings(history), *charts, _time(history), _events(history), _settings(history)]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
 
 
@@ -123,6 +126,11 @@ def _cards(history: History) -> list[Card]:
     words = f"failed attempts; {rewinds}, {counted(history.measured.num_skipped, 'skipped step')}"
     mood = "bad" if events_of(history.ledger, GaveUp) else ""
     return [*cards, Card(str(len(history.failures)), words, mood)]
+
+
+def _warnings(history: History) -> list[str]:
+    found = warnings_of(history)
+    return [section("Warnings", *(paragraph(each, "alarm") for each in found))] if found else []
 
 
 def _time(history: History) -> str:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_INCHES = 6.2
+# Of a single chart on a page: narrow, so that its text is large enough on a phone 400 px wide.
+CHART_WIDTH_INCHES, CHART_WIDTH_PIXELS = 4.6, 520
 PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
 PANELS_IN_A_ROW = 3  # of several axes in one chart
 DPI = 150
@@ -83,21 +85,30 @@ class Panel:
 
 
 def canvas(
-    palette: Palette, height_inches: float, x_label: str, y_label: str
+    palette: Palette,
+    height_inches: float,
+    x_label: str,
+    y_label: str,
+    width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, Axes]:
     """A figure with quiet axes, and its axes."""
-    figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label)
+    figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label, width_inches)
     return figure, axes
 
 
 def panels(
-    palette: Palette, height_inches: float, count: int, x_label: str, y_label: str
+    palette: Palette,
+    height_inches: float,
+    count: int,
+    x_label: str,
+    y_label: str,
+    width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `count` axes with common scales; each row is `height_inches` high."""
     from matplotlib.figure import Figure
 
     rows, columns = -(-count // PANELS_IN_A_ROW), min(count, PANELS_IN_A_ROW)
-    figure = Figure(figsize=(WIDTH_INCHES, rows * height_inches), layout="constrained")
+    figure = Figure(figsize=(width_inches, rows * height_inches), layout="constrained")
     figure.set_facecolor(palette.surface)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for unused in grid.flat[count:]:
@@ -217,10 +228,11 @@ def chart_html(figure: Figure, alternative: str) -> str:
 
 def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
     """One panel as inline SVG."""
-    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label)
+    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label, CHART_WIDTH_INCHES)
     panel.draw(axes, PAGE)
     legend(axes, PAGE, loc="best")
-    return chart_html(figure, alternative)
+    svg = chart_html(figure, alternative)
+    return svg.replace("<svg", f'<svg style="max-width: {CHART_WIDTH_PIXELS}px"', 1)
 
 
 def save_png(path: Path, figure: Figure) -> None:

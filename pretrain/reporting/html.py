@@ -33,6 +33,7 @@ p { margin: 0 0 12px; max-width: 68ch; }
   text-transform: uppercase; margin: 0; }
 .lead { font-size: 17px; }
 .faint, .lead { color: var(--faint); }
+.alarm { color: var(--alarm); }
 section, .card { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px; }
 section { padding: 24px; margin-top: 20px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px;

@@ -14,7 +14,7 @@ from data_pipeline.errors import DataError, printable
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
-from pretrain.reporting.thinning import Line, Measurements, thinned
+from pretrain.reporting.thinning import ClipCount, Line, Measurements, thinned
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.ledger import Interruption, events_of
 from pretrain.rundir.losses import smoothed_loss
@@ -161,12 +161,14 @@ class History:
 def read_history(path: Path) -> History:
     """The past of the run in this directory; DataError if it has made no step yet."""
     run_dir = RunDir.open(path)
-    measured = thinned(measurements_of(run_dir.metrics))
+    optim = (config := run_dir.config).optim
+    clipped = ClipCount(optim.clip_norm, optim.schedule.warmup_steps)
+    measured = thinned(measurements_of(run_dir.metrics), clipped=clipped)
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     return History(
         path=path,
-        config=run_dir.config,
+        config=config,
         measured=measured,
         ledger=run_dir.ledger.history(),
         last_sign=run_dir.metrics.stat().st_mtime,

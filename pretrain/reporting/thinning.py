@@ -28,7 +28,25 @@ class Measurements:
     loss_sums_B: np.ndarray
     num_losses_B: np.ndarray
     num_skipped: int
+    clipped: ClipCount
     sums: TimeSums
+
+
+@dataclass
+class ClipCount:
+    """How many updates after the warm-up had gradients above `limit`; 0: there is none."""
+
+    limit: float = 0.0
+    warmup_steps: int = 0
+    clipped: int = 0
+    updates: int = 0
+
+    def add(self, line: Line) -> None:
+        norm = line["grad_norm"]
+        if norm is None or line["skipped"] or line["step"] <= self.warmup_steps:
+            return
+        self.updates += 1
+        self.clipped += 0 < self.limit < norm
 
 
 class _Bucket:
@@ -65,8 +83,13 @@ class _Bucket:
         return sorted(kept.values(), key=lambda line: line["step"])
 
 
-def thinned(measurements: Iterable[Line], most_buckets: int = MOST_BUCKETS) -> Measurements:
-    """Read all measurements once, oldest first."""
+def thinned(
+    measurements: Iterable[Line],
+    most_buckets: int = MOST_BUCKETS,
+    clipped: ClipCount | None = None,
+) -> Measurements:
+    """Read all measurements once, oldest first; `clipped` counts on."""
+    clipped = clipped or ClipCount()
     buckets: list[_Bucket] = []
     evaluations: list[Line] = []
     size, filled = 1, 1  # steps in a full bucket, and in the last one
@@ -77,6 +100,7 @@ def thinned(measurements: Iterable[Line], most_buckets: int = MOST_BUCKETS) -> M
             evaluations.append(line)
             continue
         num_skipped += line["skipped"]
+        clipped.add(line)
         if buckets and filled < size:
             buckets[-1].add(_Bucket(line))
             filled += 1
@@ -95,5 +119,6 @@ def thinned(measurements: Iterable[Line], most_buckets: int = MOST_BUCKETS) -> M
         loss_sums_B=np.array([bucket.loss_sum for bucket in with_loss], float),
         num_losses_B=np.array([bucket.num_losses for bucket in with_loss], int),
         num_skipped=num_skipped,
+        clipped=clipped,
         sums=sums,
     )

@@ -16,6 +16,7 @@ import pytest
 
 from pretrain.demo import texts
 from pretrain.processes.local_ranks import RankGroup
+from pretrain.reporting.run_history import read_history
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 24
@@ -102,6 +103,20 @@ def test_the_killed_run_lost_steps_and_repeated_them_bit_for_bit(story):
 def test_the_uninterrupted_run_was_started_once(story):
     events = starts_and_ends(story[0] / "uninterrupted")
     assert events == ["started", "finished"], "the start that Ctrl-C ended must not count"
+
+
+def test_the_demo_names_one_train_and_one_validation_loss(story):
+    """Progress, summaries, table and end; a newcomer saw three final losses."""
+    directory, _, said = story
+    results = read_history(directory / "killed").results
+    for name, loss in (("train", results.train_loss), ("validation", results.validation_loss)):
+        shown = re.findall(rf"{name} loss (\d\.\d{{4}})", said)
+        assert shown[-1] == f"{loss:.4f}"
+        assert shown.count(shown[-1]) >= 4, "of both runs: progress, and a summary each"
+    rows = results_of(directory)["memory"]["rows"]
+    assert [f"{row['loss']:.4f}" for row in rows if row["memory_length"] == 64] == [
+        f"{results.validation_loss:.4f}"
+    ]
 
 
 def test_it_evaluated_with_memories_of_four_lengths(story):

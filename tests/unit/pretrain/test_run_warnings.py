@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.cli import main
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.config.run import DataConfig, PhaseConfig, RunConfig
+from pretrain.reporting.run_history import read_history
+from pretrain.reporting.run_warnings import warnings_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
+from tests.helpers.metrics import train_line
+
+WARMUP, STEPS, RATE = 20, 320, 1e-3
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=320),
+    optim=OptimConfig(
+        steps=STEPS,
+        learning_rate=RATE,
+        clip_norm=0.25,
+        schedule=ScheduleConfig(warmup_steps=WARMUP),
+    ),
+)
+FALLING = [5.0 - 0.005 * step for step in range(STEPS)]
+
+
+def warned(
+    directory: Path,
+    run: RunConfig = RUN,
+    losses: Sequence[float | None] = FALLING,
+    norms: Sequence[float] = (0.1,),
+    updates: float = 3e-3,
+    validated: Sequence[float] = (),
+) -> list[str]:
+    """What the report of a run with these measurements warns of."""
+    run_dir = RunDir.create(directory / "run", run)
+    lines = []
+    for step, loss in enumerate(losses, 1):
+        line = train_line(step, loss, skipped=loss is None, grad_norm=norms[step % len(norms)])
+        line["learning_rate"] = RATE
+        if step % 10 == 0:
+            line |= {"tokens_per_second": 1.0, "seconds": 1.0, "update_ratio/layer.0": updates}
+            line |= {"update_ratio/output": 1e-6}
+        lines.append(line)
+    lines += [
+        {"kind": "evaluation", "step": 100 * number, "loss": loss}
+        for number, loss in enumerate(validated, 1)
+    ]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_dir.ledger.append(Started(step=0, world_size=1))
+    return warnings_of(read_history(run_dir.path))
+
+
+def test_nothing_is_warned_of_where_all_is_as_usual(tmp_path):
+    assert warned(tmp_path, norms=[0.1, 0.2, 0.3]) == []
+
+
+def test_clipping_of_most_updates_is_warned_of_with_a_limit_that_would_not(tmp_path, capsys):
+    (found,) = warned(tmp_path, norms=[0.5, 0.9])
+    assert found.startswith(
+        "300 of 300 updates after the warm-up were clipped: optim.clip_norm=0.25 sets the size"
+    )
+    assert "Their median norm is 0.5; a limit of 0.5 would clip one in ten" in found
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert f"warning: {found}" in capsys.readouterr().out
+    assert found in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_skipped_steps_and_a_run_without_a_limit_are_not_clipped(tmp_path):
+    skipped = [None if step % 2 else loss for step, loss in enumerate(FALLING)]
+    assert warned(tmp_path / "skipped", losses=skipped, norms=[9.0, 0.1]) == []
+    unlimited = replace(RUN, optim=replace(RUN.optim, clip_norm=0.0))
+    assert warned(tmp_path / "unlimited", unlimited, norms=[9.0]) == []
+
+
+def test_tiny_updates_are_a_rate_that_is_too_low_except_of_trained_weights(tmp_path):
+    (found,) = warned(tmp_path / "new", updates=5e-5)
+    assert found.startswith("optim.learning_rate=0.001 looks too low: the median update of a layer")
+    tuned = replace(RUN, initial_weights=tmp_path)
+    assert warned(tmp_path / "tuned", tuned, updates=5e-5) == []
+
+
+RISING = [*FALLING[:160], *(4.2 + 0.01 * step for step in range(160))]
+
+
+def test_losses_that_end_above_their_lowest_are_a_rate_that_is_too_high(tmp_path):
+    (found,) = warned(tmp_path / "rises", losses=RISING)
+    assert "looks too high: the last fifth of the step losses is 26% above the lowest" in found
+    assert warned(tmp_path / "also", losses=RISING, validated=[4.5, 5.0])
+    assert warned(tmp_path / "harder", losses=RISING, validated=[5.0, 4.5]) == [], (
+        "the training data got harder, the model did not get worse"
+    )
+    phase = PhaseConfig(from_step=160, segment_length=32)
+    later = replace(RUN, data=DataConfig(phases=(phase,)))
+    flat = [*FALLING[:160], *[6.0] * 160]
+    assert warned(tmp_path / "flat", losses=flat)
+    assert warned(tmp_path / "phase", later, losses=flat) == [], "a phase has other data"
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "data/recovery/losses.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_of_excessive_rates_are_warned_of_and_those_of_good_ones_are_not(
+    tmp_path, name
+):
+    """Rates 4 to 25 times a good one, and the 200 steps before runs of good rates were damaged."""
+    schedule = ScheduleConfig(warmup_steps=RECORDED[name]["warmup_steps"])
+    run = replace(RUN, optim=replace(RUN.optim, schedule=schedule))
+    found = warned(tmp_path, run, losses=RECORDED[name]["losses"][:200])
+    expected = ["too high, or its warm-up too short"] if ": rate" in name else []
+    assert len(found) == len(expected)
+    assert all(words in warning for words, warning in zip(expected, found, strict=True))
