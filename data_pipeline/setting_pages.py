@@ -29,13 +29,16 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     """
     known = list(settings_of(schema))
     others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
-    inside = (f"{prefix}.", f"{prefix}[")
-    found = [each for each in known if each.name == prefix or each.name.startswith(inside)]
-    found = found or [each for each in known if each.leaf == prefix]
-    found = found or [each for each in known if prefix in others.get(each.name, "").split()]
-    if not (found or not prefix):
-        raise ConfigError(f"{prefix}: unknown setting{suggestion(schema, schema, (), prefix, '')}")
-    return found or known
+    meant = [each.name for each in known if each.name == prefix]
+    meant = meant or [each.name for each in known if each.leaf == prefix]
+    meant = meant or [name for name, text in others.items() if prefix in text.split()]
+    if prefix and not meant:
+        *sections, name = prefix.split(".")
+        owners = [each.section for each in known if each.name == ".".join(sections)]
+        hint = suggestion((*owners, schema)[0] or schema, schema, sections, name, "")
+        raise ConfigError(f"{prefix}: unknown setting{hint}")
+    inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
+    return [x for x in known if not prefix or x.name in meant or x.name.startswith(inside)]
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:

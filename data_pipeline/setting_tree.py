@@ -19,6 +19,7 @@ from data_pipeline.setting_fields import RANGE, UNIT, Range
 from data_pipeline.yaml_files import did_you_mean
 
 MOST_SUGGESTED = 3
+CLOSE = 0.75  # similarity from which a name of another system counts as misspelt
 OTHER_NAMES = "OTHER_NAMES"  # attribute of a schema: dotted name -> its names in other systems
 
 
@@ -119,9 +120,13 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str, value: A
     own = [each.name for each in fields(schema)]
     nested = {each.leaf: each.name for each in reversed(inside)}
     close = difflib.get_close_matches(name, nested, n=1)
-    if close and not difflib.get_close_matches(name, own):
+    if difflib.get_close_matches(name, own):
+        return did_you_mean(name, own)
+    if close:
         return f"; did you mean {nested[close[0]]!r}?"
-    return did_you_mean(name, own)
+    foreign = {other: each for each, text in others.items() for other in text.split()}
+    close = difflib.get_close_matches(name, foreign, n=1, cutoff=CLOSE)
+    return f"; did you mean {foreign[close[0]]!r}?" if close else did_you_mean(name, own)
 
 
 def section_hint(section: Any, where: Sequence[str], value: Any) -> str:

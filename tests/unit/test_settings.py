@@ -72,6 +72,7 @@ def test_the_settings_page_is_what_its_command_writes():
         ({"min_fraction": 0.1}, "use optim.schedule.final_fraction ("),
         ({"max_steps": 10}, "use optim.steps ("),
         ({"save_interval": 10}, "use checkpoint.interval ("),
+        ({"model": {"activatoin": "relu"}}, "did you mean 'model.feed_forward'?"),
         ({"optim": {"lanes": 8}}, "did you mean 'data.lanes' or 'evaluation.lanes'?"),
         ({"interval": 8}, "'checkpoint.interval', 'evaluation.interval' or 'metrics.interval'?"),
     ],
@@ -126,6 +127,7 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         (pretrain, "", "data.phases[].from_step = required"),
         (pretrain, "optim.schedule", "optim.schedule.warmup_steps = 0"),
         (pretrain, "lr", "optim.learning_rate = 0.00025"),
+        (pretrain, "schedule", "optim.schedule.shape = cosine"),
         (pretrain, "engine.precision", "fp32, bf16 or fp16; a resume may change it"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),
@@ -134,8 +136,10 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         out = capsys.readouterr().out
         assert expected in out
         assert max(map(len, out.splitlines())) <= 80
-    assert pretrain(["settings", "optm"]) == 2
-    assert capsys.readouterr().err == "error: optm: unknown setting; did you mean 'optim'?\n"
+    for wrong, hint in (("optm", "'optim'"), ("model.num_layer", "'num_layers'")):
+        assert pretrain(["settings", wrong]) == 2
+        answer = f"error: {wrong}: unknown setting; did you mean {hint}?\n"
+        assert capsys.readouterr().err == answer
 
 
 def test_the_flags_of_build_say_what_the_settings_page_says_and_take_sizes(tmp_path, capsys):
