@@ -119,7 +119,10 @@ def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
     of_run, of_export = json.loads(capsys.readouterr().out)
     for mine, its in zip(of_run["results"], of_export["results"], strict=True):
         assert mine["loss"] == its["loss"] > 0.0
+        assert mine["lanes"] == its["lanes"] > 1
     assert [result["memory_length"] for result in of_run["results"]] == [4, 8]
+    assert main(["evaluate", str(exported[0]), "--lanes", "3"]) == 0
+    assert ", 3 lanes, segments of " in capsys.readouterr().out
     assert main(["evaluate", str(exported[0]), "--clamp", "4"]) == 2
     assert "positions=rope; remove one of them" in capsys.readouterr().err
 
