@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.status.run_state import read_state
 from pretrain.demo import texts
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.reporting.run_history import read_history
@@ -65,6 +66,9 @@ def story(tmp_path_factory) -> tuple[Path, str, str]:
     stopped.send_signal(signal.SIGINT)
     said_first = stopped.communicate(timeout=60)[0]
     assert stopped.returncode == 130, said_first
+    status = read_state(folder / "demo" / "uninterrupted")
+    assert (status.state, status.is_lost) == ("stopped", False), status
+    assert status.reason.startswith("stopped by Ctrl-C; ")
     second = run(demo(folder))
     assert second.returncode == 0, second.stdout + second.stderr
     return folder / "demo", said_first, second.stdout
