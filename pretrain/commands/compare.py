@@ -87,7 +87,7 @@ def _numbers(history: History) -> dict[str, str]:
 
 def heads_of(histories: Sequence[History]) -> tuple[str, ...]:
     """Return the heads of a table with a column per run."""
-    return ("run", *(history.path.name for history in histories))
+    return ("run", *(printable(history.path.name) for history in histories))
 
 
 def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:

@@ -112,8 +112,8 @@ def paragraph(words: str, style: str = "faint") -> str:
 
 
 def text(value: str) -> str:
-    """Text as HTML shows it."""
-    return html.escape(value)
+    """Text as HTML shows it; bytes of a file's name that are no text are escaped."""
+    return html.escape(value.encode(errors="backslashreplace").decode())
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> str:

@@ -69,6 +69,9 @@ def test_a_page_is_well_formed_and_refers_to_nothing_outside_itself():
 
 def test_text_from_a_model_or_a_corpus_cannot_become_markup():
     hostile = "<script>alert(1)</script>&amp;"
+    assert (
+        section("\udce9 caf\u00e9").encode().startswith("<section><h2>\\udce9 caf\u00e9<".encode())
+    )
     parts = [section(hostile, paragraph(hostile), table((hostile,), [(hostile,)]))]
     document = page(hostile, hostile, hostile, [Card(hostile, hostile)], parts, hostile)
     assert "<script" not in document
