@@ -11,6 +11,7 @@ from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, check_references, seconds_of
 from launcher.slurm.sbatch import NodeRange
 from pretrain.config.phases import runs_of_phases
+from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
@@ -32,6 +33,7 @@ def check_run(
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
+    config = with_precision(config, best="bf16" if cluster.num_gpus else "fp32")
     if cluster.gpu_model:
         _check_memory(config, cluster, ranks)
     _check_disk(config, run_dir)
@@ -132,7 +134,7 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
 def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
     if not cluster.gpu_model:
         return []
-    rate = ranks * GPU_MFU * DEVICES[cluster.gpu_model].peak(config.engine.precision)
+    rate = ranks * GPU_MFU * DEVICES[cluster.gpu_model].peak(config.engine)
     between = (
         config.checkpoint.interval
         * max(computed_flops_of_step(phase, ranks) for phase in runs_of_phases(config))

@@ -12,8 +12,9 @@ from data_pipeline.progress import duration
 from pretrain.commands.hardware import Hardware, add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits
 from pretrain.config.phases import advice_on_phases, spans_of_phases
-from pretrain.config.resolve import resolve_if_built
+from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
+from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -71,17 +72,21 @@ def describe(
     config: RunConfig, hardware: Hardware, mfu: float | None = None, explain: bool = False
 ) -> list[str]:
     """Return all lines of the description; notes start at NOTES_COLUMN."""
+    setting = config.engine.precision
+    config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
     engine, world_size = config.engine, hardware.world_size
+    precision = engine.number_format + (f" ({setting})" if setting != engine.precision else "")
     parameters = parameters_of(config.model)
     flops = flops_of(config.model, config.data.segment_length, lanes_of_pass(config, world_size))
     every = engine.checkpoint_every_n_layers
     return [
         (
             f"{config.name}: {counted(world_size, 'rank')} ({hardware.name}), "
-            f"ZeRO-{engine.zero_stage}, {engine.precision}, "
+            f"ZeRO-{engine.zero_stage}, {precision}, "
             f"activation checkpointing {engine.activation_checkpointing}"
             + (f" of one in {every} layers" if every > 1 else "")
         ),
+        *_attention_lines(config, hardware),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -92,6 +97,11 @@ def describe(
         *_time_lines(config, hardware, mfu, explain),
         *(["", *_letter_lines(config, world_size)] if explain else ()),
     ]
+
+
+def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
+    reason = plain_attention_reason(config) if hardware.on_gpu else ""
+    return [f"attention in plain operations, without the fused kernel: {reason}"] if reason else []
 
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
@@ -166,12 +176,12 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
 def _time_lines(
     config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
 ) -> list[str]:
-    device, precision, world_size = hardware.device, config.engine.precision, hardware.world_size
+    device, world_size = hardware.device, hardware.world_size
     if mfu is None:
         mfu = GPU_MFU if hardware.on_gpu else CPU_MFU
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
-    time = run_time(config, world_size, device.peak(precision) * mfu)
+    time = run_time(config, world_size, device.peak(config.engine) * mfu)
     spans = spans_of_phases(config, range(config.optim.steps))
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
     computed = sum(count * computed_flops_of_step(phase, world_size) for phase, count in spans)
@@ -198,9 +208,9 @@ def _time_lines(
     hours = "GPU-hours" if hardware.on_gpu else "core-hours"
     words = f"({seconds * world_size / 3600:,.1f} {hours}, without starts and saves)"
     lines.append(_row("  run", duration(seconds), words))
-    words = f"({device.describe_peak(precision)})"
-    lines.append(_row("  peak of a rank", f"{_flop(device.peak(precision))}/s", words))
-    if hardware.on_gpu and not precision_traits(precision).is_half:
+    words = f"({device.describe_peak(config.engine)})"
+    lines.append(_row("  peak of a rank", f"{_flop(device.peak(config.engine))}/s", words))
+    if hardware.on_gpu and not precision_traits(config.engine.number_format).is_half:
         lines.append(_row("  with bf16", f"{_flop(device.bf16)}/s", "(engine.precision=bf16)"))
     if explain:
         lines += [
@@ -239,7 +249,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
         "P": ("parameters", parameters_of(model).total),
-        "b": ("bytes of an activation", precision_traits(config.engine.precision).bytes),
+        "b": ("bytes of an activation", precision_traits(config.engine.number_format).bytes),
     }
     lines = ["letters" + (", with their values in the first phase" if config.data.phases else "")]
     for letter, (meaning, value) in letters.items():

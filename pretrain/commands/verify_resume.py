@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
         for phase in runs_of_phases(config):
             accumulation_steps(phase, ranks)  # one error here instead of one from every rank
-    if _is_elastic(arguments) and precision_traits(config.engine.precision).is_half:
+    if _is_elastic(arguments) and precision_traits(config.engine.number_format).is_half:
         raise ConfigError(
             f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero "
             f"losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
@@ -172,6 +172,7 @@ def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
     schedule = config.optim.schedule
     return [
         *arguments.overrides,
+        *(["engine.precision=fp32"] if _is_elastic(arguments) else []),  # what auto may not be
         f"optim.steps={arguments.steps}",
         f"optim.schedule.warmup_steps={min(schedule.warmup_steps, arguments.steps // 2)}",
         f"optim.schedule.decay_steps={min(schedule.decay_steps, arguments.steps // 2)}",

@@ -21,6 +21,7 @@ ScheduleShape = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "lamb"]
 EngineKind = Literal["deepspeed", "torch"]
 Precision = Literal["fp32", "bf16", "fp16"]
+PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "plain"]
 
@@ -165,6 +166,17 @@ def precision_traits(precision: Precision) -> PrecisionTraits:
             return PrecisionTraits(bytes=2, scales_loss=True)
         case _:
             assert_never(precision)
+
+
+def resolved_precision(setting: PrecisionSetting, best: Precision) -> Precision:
+    """Return the precision that is set; of `auto`, the `best` one of the device."""
+    match setting:
+        case "auto":
+            return best
+        case "fp32" | "bf16" | "fp16":
+            return setting
+        case _:
+            assert_never(setting)
 
 
 @dataclass(frozen=True, kw_only=True)

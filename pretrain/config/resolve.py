@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
+from pretrain.config.choices import Precision, resolved_precision
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import MixturePart, RunConfig
 
@@ -107,6 +108,12 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             f"{path_text(absolute(config.data.path))} to read it from; set it, or build the corpus"
         )
     return _with_vocab_size(config, read_vocab_size(manifest))
+
+
+def with_precision(config: RunConfig, best: Precision) -> RunConfig:
+    """Return the run with the precision that `auto` stands for where `best` is the best one."""
+    precision = resolved_precision(config.engine.precision, best)
+    return replace(config, engine=replace(config.engine, precision=precision))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

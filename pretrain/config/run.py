@@ -33,6 +33,8 @@ from pretrain.config.choices import (
     AttentionKernel,
     EngineKind,
     Precision,
+    PrecisionSetting,
+    resolved_precision,
     shards,
 )
 from pretrain.config.model import MOST_LAYERS, ModelConfig
@@ -122,8 +124,10 @@ class EngineConfig:
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0: nothing."""
-    precision: Precision = "fp32"
-    """Number format of weights and activations; the optimizer always uses fp32."""
+    precision: PrecisionSetting = "auto"
+    """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
+    tf32: bool = False
+    """Round the factors of fp32 matrix products to TF32 on a GPU: faster, 3 digits less."""
     initial_loss_scale: float = setting(65536.0, Range(1, 2.0**64))
     """fp16: first factor of the loss, a power of two; adapted as the run trains."""
     loss_scale_window: int = setting(1000, Range(1, MOST), unit="steps")
@@ -166,6 +170,11 @@ class EngineConfig:
                 f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two"
             )
         _reject_nvme(self.deepspeed_extra)
+
+    @property
+    def number_format(self) -> Precision:
+        """The precision; of `auto`, as long as no device has been asked, a CPU's."""
+        return resolved_precision(self.precision, best="fp32")
 
 
 def _reject_nvme(deepspeed_extra: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from pretrain.config.choices import (
 )
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
 
@@ -30,9 +31,6 @@ MASTER_BYTES = 4
 MOMENT_BYTES = 8  # two of float32
 EMA_BYTES = 4
 LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
-LARGEST_FUSED_HEAD = (
-    128  # the fused kernel takes no wider heads; on a GPU they run in plain operations
-)
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 
 
@@ -266,10 +264,8 @@ class LayerActivations:
 
     @property
     def _is_plain(self) -> bool:
-        engine = self.run.engine
-        is_half = precision_traits(engine.precision).is_half
-        cannot_fuse = not is_half or self.run.model.head_width > LARGEST_FUSED_HEAD
-        return not allows_fused(engine.attention_kernel) or (self.on_gpu and cannot_fuse)
+        on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
+        return on_gpu or not allows_fused(self.run.engine.attention_kernel)
 
 
 def _memory_length(run: RunConfig) -> int:
@@ -286,4 +282,4 @@ def _stage(run: RunConfig) -> int:
 
 
 def _width(run: RunConfig) -> int:
-    return precision_traits(run.engine.precision).bytes
+    return precision_traits(run.engine.number_format).bytes

@@ -8,7 +8,8 @@ from typing import Literal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import Range, check_ranges, setting
-from pretrain.config.choices import Precision, precision_traits
+from pretrain.config.choices import precision_traits
+from pretrain.config.run import EngineConfig
 
 GIB = 1 << 30
 MOST_RANKS = 1024  # of a node
@@ -24,26 +25,35 @@ class Device:
     """Peaks of dense matrix products on a device, in FLOPs per second, and its memory in bytes."""
 
     bf16: float  # and fp16
-    fp32: float  # without TF32, which PyTorch leaves off and nothing here turns on
+    tf32: float  # fp32 with engine.tf32
+    fp32: float
     memory: float
     origin: str = "data sheet, dense"
 
-    def peak(self, precision: Precision) -> float:
-        """Return the FLOPs per second in this precision."""
-        return self.bf16 if precision_traits(precision).is_half else self.fp32
+    def peak(self, engine: EngineConfig) -> float:
+        """Return the FLOPs per second in the engine's precision."""
+        if precision_traits(engine.number_format).is_half:
+            return self.bf16
+        return self.tf32 if engine.tf32 else self.fp32
 
-    def describe_peak(self, precision: Precision) -> str:
+    def describe_peak(self, engine: EngineConfig) -> str:
         """Return precision and origin of the peak."""
-        has_tf32 = self.bf16 > self.fp32 and not precision_traits(precision).is_half
-        return f"{precision}{', TF32 off' if has_tf32 else ''}; {self.origin}"
+        is_half = precision_traits(engine.number_format).is_half
+        choice = f", TF32 {'on' if engine.tf32 else 'off'}"
+        return (
+            f"{engine.number_format}{choice if self.tf32 > self.fp32 and not is_half else ''}; "
+            f"{self.origin}"
+        )
 
 
 DEVICES = {
-    "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
-    "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
-    "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
+    "H200": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=141e9),  # SXM, as the next two
+    "H100": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=80e9),
+    "A100": Device(bf16=312e12, tf32=156e12, fp32=19.5e12, memory=80e9),
     # memory 0: that of the machine this runs on
-    "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
+    "cpu": Device(
+        bf16=100e9, tf32=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
+    ),
 }
 
 

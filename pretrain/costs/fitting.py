@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.choices import shards
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import EngineConfig, RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import largest_phase, memory_parts, total_bytes
@@ -88,7 +89,7 @@ def _candidates(
     """Each combination of changes with its cost; none undoes what the run asks for."""
     engine = run.engine
     kinds = ("none", "selective", "full")
-    stages = range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,)
+    stages = range(engine.zero_stage, 4) if shards(engine.kind) else (engine.zero_stage,)
     may_offload = (False, True) if on_gpu else (False,)
     try:
         own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))

@@ -53,7 +53,7 @@ class DeepSpeedEngine:
         self._accumulation_steps = accumulation_steps
         self._slots_done = 0
         self.loss_scaler = loss_scaler_of(run)
-        dtype = dtype_of(run.engine.precision)
+        dtype = dtype_of(run.engine.number_format)
         if self._stage == 3:
             zero = deepspeed.zero.Init(config_dict_or_path=settings)
             module, initial = build_sharded(

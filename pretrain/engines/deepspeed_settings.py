@@ -40,7 +40,7 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
         }
         # torch's fused AdamW is as fast on the CPU as DeepSpeed's, and needs no compiler.
         derived["zero_force_ds_cpu_optimizer"] = False
-    match run.engine.precision:
+    match run.engine.number_format:
         case "fp32":
             pass
         case "bf16":
@@ -49,8 +49,8 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
             # Constant for DeepSpeed; the engine sets it from `pretrain.optim.loss_scale`.
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
         case _:
-            assert_never(run.engine.precision)
-    if precision_traits(run.engine.precision).is_half and run.engine.zero_stage > 0:
+            assert_never(run.engine.number_format)
+    if precision_traits(run.engine.number_format).is_half and run.engine.zero_stage > 0:
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
         derived["communication_data_type"] = "fp32"
@@ -77,7 +77,7 @@ def is_unwrapped(run: RunConfig) -> bool:
 
     It would then clip gradients without reporting their norm, so the engine does both.
     """
-    return run.engine.zero_stage == 0 and not precision_traits(run.engine.precision).is_half
+    return run.engine.zero_stage == 0 and not precision_traits(run.engine.number_format).is_half
 
 
 def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def evaluate_module(
 
 def loss_scaler_of(run: RunConfig) -> LossScaler | None:
     """Return a new loss scaler in fp16, else None."""
-    if not precision_traits(run.engine.precision).scales_loss:
+    if not precision_traits(run.engine.number_format).scales_loss:
         return None
     return LossScaler(run.engine.initial_loss_scale, run.engine.loss_scale_window)
 
@@ -186,8 +186,8 @@ class TorchEngine:
         self._master.train()
         self.module: nn.Module = self._master
         self.loss_scaler = loss_scaler_of(run)
-        if precision_traits(run.engine.precision).is_half:
-            self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.precision))
+        if precision_traits(run.engine.number_format).is_half:
+            self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_moments()
         names = [name for name, _ in self._master.named_parameters()]

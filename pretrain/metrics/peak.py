@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
     """FLOPs per second of a large matrix product, over all ranks. A collective."""
-    devices = f"{world.world_size} x {_device_name(world.device)}, {precision}"
+    # "highest" is PyTorch's word for fp32 without TF32.
+    fp32 = torch.get_float32_matmul_precision() if dtype_of(precision) is torch.float32 else ""
+    how = f"{precision}{', TF32' if fp32 not in ('', 'highest') else ''}"
+    devices = f"{world.world_size} x {_device_name(world.device)}, {how}"
     known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
     if devices in known:
         return known[devices]

@@ -98,7 +98,7 @@ class MetricsRecorder:
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
         self._flops_per_token = flops_of_step(run, world.world_size) / run.tokens_per_step
-        self._peak = peak_of_run(run_dir, world, run.engine.precision)
+        self._peak = peak_of_run(run_dir, world, run.engine.number_format)
         self._standstill_clock = StandstillClock()
         self._stalls = StallMeter()
         if world.is_main:
@@ -109,7 +109,7 @@ class MetricsRecorder:
                 "MFU = tokens/s x %sFLOP per token / %sFLOP/s, the matrix product measured on "
                 "%s in %s",
                 si(self._flops_per_token), si(self._peak), counted(world.world_size, "rank"),
-                run.engine.precision,
+                run.engine.number_format,
             )  # fmt: skip
         self._start_interval()
 

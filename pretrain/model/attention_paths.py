@@ -95,7 +95,10 @@ def path_for(
     reason = unsupported_reason(device, dtype, head_width)
     if reason is None:
         return fused_attention
-    _warn_once(f"attention uses plain operations: {reason}")
+    _warn_once(
+        "ATTENTION IN PLAIN OPERATIONS, slower and with every score in memory: "
+        f"{reason}; change it, or set engine.attention_kernel=plain"
+    )
     return plain_attention
 
 

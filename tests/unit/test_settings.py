@@ -128,7 +128,7 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         (pretrain, "optim.schedule", "optim.schedule.warmup_steps = 0"),
         (pretrain, "lr", "optim.learning_rate = 0.00025"),
         (pretrain, "schedule", "optim.schedule.shape = cosine"),
-        (pretrain, "engine.precision", "fp32, bf16 or fp16; a resume may change it"),
+        (pretrain, "engine.precision", "auto, fp32, bf16 or fp16; a resume may change it"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),
     ):

@@ -111,6 +111,14 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
         ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
         ("H100", "fp16", 989e12, "989 TFLOP/s  (fp16; data sheet, dense)"),
         ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
+        (
+            "H100",
+            "fp32 engine.tf32=true",
+            495e12,
+            "495 TFLOP/s  (fp32, TF32 on; data sheet",
+        ),
+        ("H100", "auto", 989e12, "ZeRO-1, bf16 (auto), activation"),
+        ("cpu", "auto", 100e9, "ZeRO-1, fp32 (auto), activation"),
         ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
     ],
 )
@@ -119,11 +127,16 @@ def test_time_follows_from_the_peak_of_the_configured_precision(
 ):
     path = MODELS / "wt103-base.yaml"
     assert (
-        main(["describe", str(path), "--gpu", gpu, "--mfu", "0.5", f"engine.precision={precision}"])
+        main(
+            ["describe", str(path), "--gpu", gpu, "--mfu", "0.5"]
+            + f"engine.precision={precision}".split()
+        )
         == 0
     )
     said = capsys.readouterr().out
     assert words in said
+    is_plain = "attention in plain operations, without the fused kernel: engine.prec" in said
+    assert is_plain == (gpu != "cpu" and "fp32" in precision)
     config = load_config(RunConfig, path)
     flops = flops_of(config.model, config.data.segment_length, config.data.lanes).training
     speed = float(re.search(r"([\d,]+) tokens/s", said)[1].replace(",", ""))
@@ -215,6 +228,7 @@ def test_the_advised_change_is_the_cheapest_of_those_that_fit():
 def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
     command = ["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "optim.steps=1000"]
     command += ["evaluation.interval=300", "evaluation.max_tokens=64000", "evaluation.lanes=8"]
+    command += ["engine.precision=fp32"]
     assert main(command) == 0
     said = capsys.readouterr().out
     words = re.search(r"  evaluation +(\S+) s  \(4 of 64,000 tokens, each with memory\s+and", said)

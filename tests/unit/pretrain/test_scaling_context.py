@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
@@ -281,3 +282,8 @@ def test_a_real_checkpoint_has_the_bytes_that_describe_counts(swept):
     random_state = tensors.pop("random.cpu")
     assert random_state.nbytes < 6000
     assert sum(tensor.nbytes for tensor in tensors.values()) == checkpoint_bytes(run_dir.config)
+
+
+def test_a_run_on_a_cpu_records_fp32_where_its_experiment_says_auto(swept):
+    assert load_config(RunConfig, swept / "tiny.yaml").engine.precision == "auto"
+    assert RunDir(swept / "runs" / "t8-m8").config.engine.precision == "fp32"

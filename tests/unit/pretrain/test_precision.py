@@ -1,0 +1,79 @@
+"""`engine.precision: auto` is settled once; TF32 and the fused kernel follow from the settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pretrain.config.choices import Precision, precision_traits
+from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
+from pretrain.costs.attention_kernel import LARGEST_FUSED_HEAD, plain_attention_reason
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.engines.engine import dtype_of
+from pretrain.kernels.triton.settings import DTYPES, LARGEST_HEAD, unsupported_reason
+from pretrain.processes.precision import set_tf32, with_precision_of_run
+from pretrain.rundir.run_dir import RunDir
+from tests.helpers.choices import choices_of
+
+GPU = torch.device("cuda", 0)
+
+
+def run_in(precision: str, **engine) -> RunConfig:
+    return RunConfig(engine=EngineConfig(precision=precision, **engine))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield init_world()
+    destroy_process_group()
+
+
+def test_a_new_run_on_a_cpu_gets_fp32_for_auto(world, tmp_path):
+    assert with_precision_of_run(run_in("auto"), tmp_path / "run", world) == run_in("fp32")
+    assert with_precision_of_run(run_in("bf16"), tmp_path / "run", world) == run_in("bf16")
+
+
+def test_auto_keeps_the_precision_that_a_run_has_recorded_on_another_device(
+    world, tmp_path, caplog
+):
+    RunDir.create(tmp_path / "run", run_in("bf16"))  # as a GPU would have
+    with caplog.at_level(logging.INFO):
+        kept = with_precision_of_run(run_in("auto"), tmp_path / "run", world)
+    assert kept == run_in("bf16")
+    assert "bf16, as the run has it, although fp32 suits this device" in caplog.text
+    changed = with_precision_of_run(run_in("fp32"), tmp_path / "run", world)
+    assert changed == run_in("fp32")  # a change that the user asks for is logged by the directory
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_products_of_fp32_use_tf32_only_by_the_setting_and_only_on_a_gpu(tf32):
+    before = torch.get_float32_matmul_precision()
+    try:
+        for start in ("high", "highest"):
+            torch.set_float32_matmul_precision(start)
+            set_tf32(run_in("fp32", tf32=tf32), torch.device("cpu"))
+            assert torch.get_float32_matmul_precision() == start
+            set_tf32(run_in("fp32", tf32=tf32), GPU)
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_settings_and_kernels_agree_on_which_attention_a_gpu_runs():
+    assert LARGEST_FUSED_HEAD == LARGEST_HEAD
+    wide = ModelConfig(d_head=LARGEST_HEAD + 1)
+    names: dict[str, tuple[str, ...]] = dict(choices_of(EngineConfig))
+    for name in names["precision"]:
+        run = run_in(name)
+        precision: Precision = run.engine.number_format
+        takes = dtype_of(precision) in DTYPES
+        assert takes == precision_traits(precision).is_half
+        assert (plain_attention_reason(run) == "") == takes
+        if not takes:
+            assert unsupported_reason(GPU, dtype_of(precision), 64)
+        assert "heads are 129 wide" in plain_attention_reason(replace(run, model=wide))
+    assert plain_attention_reason(run_in("bf16", attention_kernel="plain"))
