@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,13 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self._wrong(name, f"an integer from {least} to {most}")
         return value
+
+    def number(self, name: str) -> float:
+        """Return a finite number."""
+        value = self._value(name)
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise self._wrong(name, "a number")
+        return float(value)
 
     def flag(self, name: str) -> bool:
         """Return a truth value, which may be 0 or 1."""
@@ -85,13 +93,14 @@ class Fields:
         inner = self.object(name)
         return {str(each): inner.object(each) for each in inner._tree}
 
-    def integers(self, name: str) -> list[int]:
-        """Return the integers of a list; none for null."""
+    def integers(self, name: str, most: int = LARGEST_INTEGER) -> list[int]:
+        """Return the integers of a list, from 0 on; none for null."""
         value = self._value(name)
         if value is None:
             return []
-        if not isinstance(value, (list, tuple)) or not all(isinstance(n, int) for n in value):
-            raise self._wrong(name, "a list of integers")
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not all(isinstance(n, int) and 0 <= n <= most for n in value):
+            raise self._wrong(name, f"a list of integers from 0 to {most}")
         return list(value)
 
     def items(self, name: str) -> list[Fields]:

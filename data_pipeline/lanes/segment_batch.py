@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import DataError
+from data_pipeline.setting_fields import LARGEST_SEED
 
 CURSOR_FORMAT = 1
 
@@ -61,19 +63,21 @@ class LaneCursor:
                 "resume with the version that wrote it"
             )
         try:
+            fields = Fields(tree, "cursor")
+            first, end = fields.integers("lanes")
             cursor = cls(
-                seed=tree["seed"],
-                num_lanes=tree["num_lanes"],
-                manifest_hash=tree["manifest_hash"],
-                lanes=range(*tree["lanes"]),
-                segment_length=tree["segment_length"],
-                epochs_B=np.array(tree["epochs"], np.int64),
-                positions_B=np.array(tree["positions"], np.int64),
+                seed=fields.integer("seed", most=LARGEST_SEED),
+                num_lanes=fields.integer("num_lanes"),
+                manifest_hash=fields.text("manifest_hash"),
+                lanes=range(first, end),
+                segment_length=fields.integer("segment_length", least=1),
+                epochs_B=np.array(fields.integers("epochs"), np.int64),
+                positions_B=np.array(fields.integers("positions"), np.int64),
                 checks_B=np.array([int(check, 16) for check in tree["checks"]], np.uint64),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, InvalidField) as error:
             raise DataError(
-                f"the lane cursor is corrupted ({error!r}); use another checkpoint"
+                f"the lane cursor is corrupted ({error}); use another checkpoint"
             ) from None
         arrays = (cursor.lanes, cursor.epochs_B, cursor.positions_B, cursor.checks_B)
         if len(counts := set(map(len, arrays))) > 1:

@@ -11,7 +11,9 @@ world size nor its stage matters. Each rank opens all files but reads only the s
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -55,16 +57,22 @@ class FragmentReader:
                 handle = self._stack.enter_context(opened(found.directory / name))
                 for key in handle.keys():  # noqa: SIM118  (not a mapping)
                     parameter, start, kind = _parsed_key(found.directory / name, key)
+                    piece = handle.get_slice(key)
+                    if len(shape := piece.get_shape()) != 1:
+                        raise CheckpointError(
+                            f"{found.directory / name}: found {key} of shape {shape}, expected "
+                            "one dimension"
+                        )
                     pieces = self._pieces.setdefault((parameter, kind), [])
-                    pieces.append((start, handle.get_slice(key)))
+                    pieces.append((start, piece))
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
     def __enter__(self) -> FragmentReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *details: Any) -> None:
+        self._stack.__exit__(*details)
 
     def parameter_names(self) -> set[str]:
         return {parameter for parameter, _ in self._pieces}
@@ -106,12 +114,15 @@ class FragmentReader:
             )
 
 
-def opened(path: Path) -> safe_open:
-    """Open a file of tensors; CheckpointError if it is none."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads."""
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a file of tensors ({error})") from None
+        with safe_open(path, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
 
 
 def _parsed_key(path: Path, key: str) -> tuple[str, int, str]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checked_fields import Fields, InvalidField, shown
+from data_pipeline.checked_fields import shown
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
 from pretrain.checkpoint.directory import (
@@ -45,8 +45,8 @@ from pretrain.checkpoint.directory import (
     step_directory,
     steps_on_disk,
 )
+from pretrain.checkpoint.index_file import FORMAT, parse_index
 
-FORMAT = 3  # of a checkpoint: file names, keys of tensors and of the index
 POLL_SECONDS = 0.02
 
 
@@ -201,7 +201,7 @@ def _read_index(directory: Path) -> Checkpoint:
     marker, content = _contents(directory / MARKER), _contents(path)
     if marker != f"{_sha256(content)}\n".encode():
         raise CheckpointError(f"{path}: does not match its {MARKER} marker")
-    index = _parsed(path, content)
+    index = parse_index(path, content)
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named.group(1)) != index["step"]:
         raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
@@ -216,35 +216,6 @@ def _read_index(directory: Path) -> Checkpoint:
             f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
         )
     return Checkpoint(directory, index)
-
-
-def _parsed(path: Path, content: bytes) -> dict[str, Any]:
-    """The index, with what verifying and reading it need; another version may have written it."""
-    try:
-        index = json.loads(content)
-        found = index.get("format")
-        is_whole = (
-            found == FORMAT
-            and index["step"] >= 0
-            and len(index["ranks"]) == index["world_size"] > 0
-            and all(_is_entry(entry) for entry in index["files"].values())
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidField):
-        index, found, is_whole = {}, None, False
-    if found not in (None, FORMAT):
-        raise CheckpointError(
-            f"{path}: found format {found}, expected format {FORMAT}; "
-            "resume with the version that wrote it, or use a new run directory"
-        )
-    if not is_whole:
-        raise CheckpointError(f"{path}: found no index of a checkpoint of format {FORMAT}")
-    return index
-
-
-def _is_entry(entry: object) -> bool:
-    """True; InvalidField unless it has the size and the SHA-256 of a file."""
-    fields = Fields(entry)
-    return fields.integer("bytes") >= 0 and bool(fields.sha256("sha256"))
 
 
 def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkpoints import index_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
@@ -133,7 +134,7 @@ class Run:
             self.step += 1
             self.power.use("step")
             with open(self.run_dir.metrics, "a") as file:
-                file.write(json.dumps(train_line(self.step, hashes=self.seen())) + "\n")
+                file.write(json.dumps(train_line(self.step, **self.seen())) + "\n")
             if self.step % INTERVAL == 0:
                 self.save([batch.cursor for batch in batches])
 
@@ -155,17 +156,18 @@ class Run:
                 }
                 for name in names
             }
-            report = {"files": sizes, "cursor": cursors[rank].to_tree()}
+            lanes = lanes_of_rank(RUN, rank, self.world_size)
+            report = {"files": sizes, "first_lane": lanes.start, "num_lanes": len(lanes)}
+            report["cursor"] = cursors[rank].to_tree()
             write_json(partial / files.rank_file("rank", rank), report)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
-        marker.publish(
-            partial, final, {"step": self.step, "world_size": self.world_size}, self.world_size
-        )
+        marker.publish(partial, final, index_of(self.step, self.world_size), self.world_size)
         root = self.run_dir.checkpoints
         files.prune(root, marker.steps_that_count(root), keep_last=2)
 
-    def seen(self) -> list[str]:
-        return [digest.hex() for digest in self.hashes]
+    def seen(self) -> dict[str, int]:
+        """What each lane has read, as measurements are: numbers."""
+        return {f"lane.{lane}": int(digest.hex(), 16) for lane, digest in enumerate(self.hashes)}
 
 
 def _never_rejected(text: str) -> None:

@@ -1,0 +1,60 @@
+"""The index of a checkpoint, index.json: what it says is checked once, before anything acts on it.
+
+format, run, step, world_size, config     which checkpoint it is
+files      name -> bytes and sha256       of every file but index and marker
+ranks      first_lane, num_lanes, cursor  of every rank, in their order
+tokens_seen, optimizer_steps, loss_scale, validation_loss
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.errors import CheckpointError
+from data_pipeline.files import parse_json
+
+FORMAT = 3  # of a checkpoint: file names, keys of tensors and of the index
+
+
+def parse_index(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the contents of the index; CheckpointError unless all its fields are right."""
+    try:
+        index = parse_json(content)
+        fields = Fields(index)
+        if (found := fields.integer("format")) != FORMAT:
+            raise CheckpointError(
+                f"{path}: found format {found}, expected format {FORMAT}; "
+                "resume with the version that wrote it, or use a new run directory"
+            )
+        _check(fields, index)
+    except (ValueError, InvalidField) as error:
+        raise CheckpointError(
+            f"{path}: found no index of a checkpoint of format {FORMAT} ({error})"
+        ) from None
+    return index
+
+
+def _check(fields: Fields, index: dict[str, Any]) -> None:
+    """Raise InvalidField unless the fields are of their types, and the ranks' lanes add up."""
+    fields.text("run")
+    for name in ("step", "tokens_seen", "optimizer_steps"):
+        fields.integer(name)
+    fields.object("config")
+    if type(index.get("validation_loss", ...)) not in (int, float, NoneType):  # it may be NaN
+        raise InvalidField("validation_loss is not a number")
+    if index.get("loss_scale") is not None:
+        scale = fields.object("loss_scale")
+        scale.number("scale")
+        scale.integer("updates")
+    for entry in fields.objects("files").values():
+        entry.integer("bytes")
+        entry.sha256("sha256")
+    reports, next_lane = fields.items("ranks"), 0
+    if fields.integer("world_size", least=1) != len(reports):
+        raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
+    for report in reports:
+        report.integer("first_lane", next_lane, next_lane)
+        next_lane += report.integer("num_lanes", least=1)
