@@ -142,7 +142,7 @@ def save_finding(folder: Path, tree: dict, text: str, place: str) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     """Examine random examples of all targets until the time is over."""
-    from tests.fuzz.examine import bounded_memory, prepare, try_changes
+    from tests.fuzz.examine import bounded_memory, try_changes
     from tests.fuzz.targets import Workplace
 
     end = time.monotonic() + 60 * arguments.minutes
@@ -158,8 +158,6 @@ def work(arguments: argparse.Namespace) -> None:
                 if time.monotonic() > end:
                     break
                 start, target = time.monotonic(), targets[each]
-                if not counts[each]:
-                    prepare(target, place)
                 try_changes(
                     target, targets, sizes[each], partial(_examine, own, each, target, place)
                 )
@@ -186,7 +184,7 @@ def _examine(own: Path, name: str, target: Target, place: Path, change: Change) 
 
 def replay(finding: Path) -> int:
     """Examine a finding again; 1 if it is still one."""
-    from tests.fuzz.examine import Finding, bounded_memory, examine, prepare
+    from tests.fuzz.examine import Finding, bounded_memory, examine
     from tests.fuzz.mutations import Change
     from tests.fuzz.targets import Workplace
 
@@ -195,7 +193,6 @@ def replay(finding: Path) -> int:
         target = Workplace(Path(name)).make()[tree["target"]]
         place = Path(name) / "work"
         place.mkdir()
-        prepare(target, place)
         try:
             with bounded_memory():
                 is_accepted = examine(target, Change.of_tree(tree), place)

@@ -60,7 +60,7 @@ class Refused(Exception):
     """A command ended with a status other than 0, after it said why."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Target:
     """A file below `home`, and `read`, which is given the path of a copy of `home`."""
 
@@ -72,8 +72,7 @@ class Target:
     seal: Callable[[Path], None] | None = None  # repair the checksums over the file
     # With checksums: whatever is accepted unrepaired must read as the valid file does.
     is_protected: bool = True
-    is_slow: bool = False
-    expected: object = None  # what the valid file reads as
+    seconds: float = 0.02  # about what an example takes
 
 
 def changes_of(target: Target, targets: Mapping[str, Target]) -> st.SearchStrategy[Change]:
@@ -150,11 +149,11 @@ def _corpus_targets(corpus: Path) -> dict[str, Target]:
     return {
         "manifest": Target(corpus, manifest, _read_corpus, seal=_seal_manifest),
         "manifest over HTTP": Target(
-            corpus, manifest, _read_remote_corpus, seal=_seal_manifest, is_slow=True
+            corpus, manifest, _read_remote_corpus, seal=_seal_manifest, seconds=0.1
         ),
         "tokenizer": Target(corpus, "tokenizer/tokenizer.json", _read_corpus),
         "tokenizer over HTTP": Target(
-            corpus, "tokenizer/tokenizer.json", _read_remote_corpus, is_slow=True
+            corpus, "tokenizer/tokenizer.json", _read_remote_corpus, seconds=0.1
         ),
         "corpus as JSON": Target(
             corpus, "build.json", lambda copy: _command(data_pipeline.main, "inspect", copy)
@@ -275,13 +274,13 @@ def _run_targets(run: Path, experiment: Path) -> dict[str, Target]:
         return seal
 
     def resumed(name: str, parse: Any = None, seal: Any = None, **more: Any) -> Target:
-        return Target(run, name, resume, parse, seal=seal, is_slow=True, **more)
+        return Target(run, name, resume, parse, seal=seal, seconds=0.1, **more)
 
     def seen(name: str, parse: Any = json.loads, write: Any = json_text) -> Target:
         return Target(run, name, _look_at_run, parse, write, is_protected=False)
 
     def reported(name: str, parse: Any, write: Any) -> Target:
-        return Target(run, name, _report, parse, write, is_protected=False, is_slow=True)
+        return Target(run, name, _report, parse, write, is_protected=False, seconds=1.0)
 
     lines = (_parse_lines, _write_lines)
     return {
@@ -297,14 +296,14 @@ def _run_targets(run: Path, experiment: Path) -> dict[str, Target]:
             f"{step}/state-00000.safetensors", None, seal_file("state-00000.safetensors")
         ),
         "ledger of a resume": Target(
-            run, "ledger.jsonl", resume, *lines, is_protected=False, is_slow=True
+            run, "ledger.jsonl", resume, *lines, is_protected=False, seconds=0.1
         ),
         "metrics of a resume": Target(
-            run, "metrics.jsonl", resume, *lines, is_protected=False, is_slow=True
+            run, "metrics.jsonl", resume, *lines, is_protected=False, seconds=0.1
         ),
         "run.json of a resume": resumed("run.json", json.loads, is_protected=False),
         "config.yaml of a resume": Target(
-            run, "config.yaml", resume, yaml.safe_load, is_protected=False, is_slow=True
+            run, "config.yaml", resume, yaml.safe_load, is_protected=False, seconds=0.1
         ),
         "token of an attempt": resumed(attempt, is_protected=False),
         "ledger": seen("ledger.jsonl", *lines),
