@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.errors import EXIT_USER_ERROR
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
@@ -52,16 +53,17 @@ def statuses(ends: Mapping[int, RankEnd], logs: Sequence[Path]) -> list[int]:
 
 
 def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) -> int | None:
-    """The rank whose failure made the others fail: one that was killed by a signal, else the first
-    that failed.
+    """The rank whose failure made the others fail: one that says what its user has to change, such
+    as a store that denies access to it alone, else one that was killed by a signal, else the first.
 
     Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
     because its task could not even start, it is the first rank that srun names.
     """
     failed = [rank for rank, end in ends.items() if _failed_first_hand(end)]
+    knows = [rank for rank in failed if ends[rank].status == EXIT_USER_ERROR]
     killed = [rank for rank in failed if ends[rank].status < 0]
     if failed:
-        return min(killed or failed, key=lambda rank: ends[rank].time)
+        return min(knows or killed or failed, key=lambda rank: ends[rank].time)
     named = _NAMED_FIRST.search(srun_log)
     any_failed = len(ends) < num_ranks or any(end.is_failure for end in ends.values())
     return int(named[1]) if named and any_failed else None
