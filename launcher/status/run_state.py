@@ -83,7 +83,8 @@ class RunState:
     def tree(self) -> dict[str, Any]:
         """What is known of the run, as JSON has it."""
         tree = asdict(self)
-        return {**tree, **tree.pop("results"), "fraction_done": self.fraction_done}
+        results = tree.pop("results")
+        return {**tree, **results, "fraction_done": self.fraction_done}
 
     @property
     def description(self) -> str:

@@ -14,6 +14,7 @@ from pretrain.reporting import html
 from pretrain.reporting.charts import PAGE, SMALL, canvas, chart_html, legend
 from pretrain.reporting.html import Card, paragraph, section, table, text
 from pretrain.reporting.run_history import History, read_history
+from pretrain.rundir.losses import STEP_LOSS, VALIDATION_LOSS
 
 
 def render(demo: Demo) -> str:
@@ -70,12 +71,12 @@ def _cards(demo: Demo, history: History) -> list[Card]:
 def _losses(demo: Demo, uninterrupted: History) -> tuple[str, str]:
     kill, resumed = demo.results["killed"], losses_of(demo.killed)
     checkpoint, killed_after = kill["checkpoint"], kill["killed_after"]
-    figure, axes = canvas(PAGE, 3.0, "step", "loss, nats per token")
+    figure, axes = canvas(PAGE, 3.0, "step", f"{STEP_LOSS}, nats per token")
     axes.plot(*uninterrupted.series("loss"), color=PAGE.first, linewidth=5, label="uninterrupted")
     steps, losses = list(resumed), list(resumed.values())
     axes.plot(steps, losses, color=PAGE.second, linewidth=1.1, label="killed and resumed")
     validated = uninterrupted.series("loss", uninterrupted.evaluations)
-    axes.plot(*validated, "o", color=PAGE.ink, markersize=4, label="validation")
+    axes.plot(*validated, "o", color=PAGE.ink, markersize=4, label=VALIDATION_LOSS)
     axes.axvspan(checkpoint, killed_after, color=PAGE.alarm, alpha=0.12, linewidth=0)
     # The loss falls, so the upper right is free. The labels are left and right of the lost steps.
     for step, label, color, dashes, side in (
@@ -119,7 +120,7 @@ def _bits(demo: Demo) -> tuple[str, str]:
         rows.append((str(step), f"{losses[step]:.6f}", *bits, equality))
         if step in marks:
             rows.append(("", "", "", *marks[step], ""))
-    heads = ("step", "loss", "uninterrupted", "before the kill", "after resuming", "")
+    heads = ("step", STEP_LOSS, "uninterrupted", "before the kill", "after resuming", "")
     words = (
         "Losses in hexadecimal, equal to the last bit. The steps between the checkpoint and the "
         "kill were repeated. Also equal: weights, optimizer moments, each lane's memory and "
@@ -132,14 +133,14 @@ def _bits(demo: Demo) -> tuple[str, str]:
 
 def _memory(demo: Demo, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     lengths, losses = [f"{row['memory_length']:,}" for row in rows], [row["loss"] for row in rows]
-    by_length, axes = canvas(PAGE, 2.4, "tokens of memory", "validation loss")
+    by_length, axes = canvas(PAGE, 2.4, "tokens of memory", VALIDATION_LOSS)
     axes.plot(lengths, losses, color=PAGE.first, linewidth=2.5, zorder=1)
     colors = [PAGE.faint] + [PAGE.second] * (len(rows) - 1)
     axes.scatter(lengths, losses, s=52, color=colors, zorder=2)
     for length, loss in zip(lengths, losses, strict=True):
         axes.annotate(f"{loss:.3f}\n", (length, loss), color=PAGE.ink, ha="center", fontsize=SMALL)
     axes.margins(x=0.12, y=0.2)
-    by_position, axes = canvas(PAGE, 2.4, "position in the segment", "validation loss")
+    by_position, axes = canvas(PAGE, 2.4, "position in the segment", VALIDATION_LOSS)
     for row, color, label in (
         (rows[0], PAGE.faint, "without memory"),
         (rows[1], PAGE.second, "with memory"),

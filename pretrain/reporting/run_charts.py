@@ -33,7 +33,7 @@ def run_panels(history: History) -> list[Panel]:
     seconds = "seconds since the first start"
     charts: list[tuple[bool, str, str, str, Callable[[History, Axes, Palette], None]]] = [
         (True, "Loss", "step", "loss, nats per token", _loss),
-        (has_memory, "Value of the memory", "step", "validation loss", _value_of_memory),
+        (has_memory, "Value of the memory", "step", VALIDATION_LOSS, _value_of_memory),
         (has("tokens_per_second", train), "Speed", "step", "tokens per second", _speed),
         (has("grad_norm", train), "Gradients", "step", norm, _gradient_norm),
         (has_layers, "Gradients by layer", "step", norm, norms),

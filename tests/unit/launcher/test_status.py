@@ -37,6 +37,8 @@ def test_all_runs_are_found_those_of_sweeps_too(runs, capsys):
         ("alone", "new"),
         ("cell", "new"),
     ]
+    assert {"train_loss", "goodput", "time_spent"} <= found[0].keys()
+    assert "results" not in found[0], "scripts find each result by its name"
 
 
 def test_without_a_name_it_tells_of_all_runs(runs, capsys, monkeypatch):
