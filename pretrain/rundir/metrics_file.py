@@ -7,6 +7,7 @@ and people edit files. Damaged lines are skipped, and one warning has their numb
 from __future__ import annotations
 
 import io
+import json
 import logging
 import mmap
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, open_regular, parse_json, read_lines
+from data_pipeline.files import atomic_write, open_regular, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -44,34 +45,42 @@ _LARGEST = {
     "time": 1e11,
     **dict.fromkeys(("seconds", "data_wait", "save_stall", "stall"), 1e12),
 }
-_LARGEST_NUMBER = sys.float_info.max
+_RANGES = {name: (0.0, most) for name, most in _LARGEST.items()}
+_ANY_NUMBER = (-sys.float_info.max, sys.float_info.max)
+# NaN, which JSON does not have, is no measurement. One decoder for all lines: to make one takes
+# longer than to use it.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 
 
 def measurement_of(line: bytes) -> dict[str, Any] | None:
     """What a line measured; None if it is damaged or not whole yet."""
     try:
-        # NaN, which JSON does not have, is no measurement.
-        tree = parse_json(line, parse_constant=lambda _: None)
-    except ValueError:  # also text that is not UTF-8
+        tree = _DECODER.decode(line.decode())
+    except (ValueError, RecursionError):  # also text that is not UTF-8, or nested deeply
         return None
     kind = tree.get("kind") if isinstance(tree, dict) else None
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None or any(type(tree.get(name, ...)) not in fields[name] for name in fields):
+    if fields is None:
         return None
-    rest = [name for name in tree if name != "kind"]
-    return tree if all(_is_measured(name, tree[name]) for name in rest) else None
+    for name, types in fields.items():  # plain loops: a file may have a million lines
+        if type(tree.get(name, ...)) not in types:
+            return None
+    for name, value in tree.items():
+        if name != "kind" and not _is_measured(name, value):
+            return None
+    return tree
 
 
 def _is_measured(name: str, value: Any) -> bool:
     """Whether this can be the value of that field: JSON has numbers that no run measures."""
+    if type(value) in (float, int, bool):
+        least, most = _RANGES.get(name, _ANY_NUMBER)
+        return least <= value <= most
     if name == "totals":
         return isinstance(value, dict) and all(
             _is_measured("seconds", each) for each in value.values()
         )
-    if value is None:
-        return name not in _NEVER_NULL
-    most = _LARGEST.get(name, _LARGEST_NUMBER)
-    return type(value) in (int, float, bool) and (0 if name in _LARGEST else -most) <= value <= most
+    return value is None and name not in _NEVER_NULL
 
 
 def is_number(value: object) -> TypeGuard[float]:

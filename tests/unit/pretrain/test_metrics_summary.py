@@ -62,6 +62,8 @@ def test_status_reads_only_the_end_of_a_long_file(tmp_path):
 
 def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = [train_line(step, 2.0, note="x" * 200_000) for step in (1, 2, 3)]
+    norms = {f"grad_norm/layer.{number}": 1.0 for number in range(8000)}
+    lines = [train_line(step, 2.0, **norms) for step in (1, 2, 3)]
+    assert len(json.dumps(lines[0])) > 200_000
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["step"] for line in latest_measurements(path)] == [3, 2, 1]
