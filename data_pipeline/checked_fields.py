@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LARGEST_INTEGER = 1 << 53  # what every reader of JSON can hold
 LONGEST_NAME_BYTES = 255
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Of characters: control, format (such as the order of writing), half ones, line ends.
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 LONGEST_SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -74,7 +76,7 @@ class Fields:
     def text(self, name: str) -> str:
         """Return a text of one line."""
         value = self._value(name)
-        if not isinstance(value, str) or _CONTROL.search(value):
+        if not isinstance(value, str) or not _is_one_line(value):
             raise self._wrong(name, "one line of text")
         return value
 
@@ -131,14 +133,23 @@ def is_plain_name(name: str) -> bool:
         0 < len(name.encode(errors="replace")) <= LONGEST_NAME_BYTES
         and not name.startswith(".")
         and "/" not in name
-        and not _CONTROL.search(name)
+        and _is_one_line(name)
     )
+
+
+def _is_one_line(text: str) -> bool:
+    return not any(unicodedata.category(each) in _UNPRINTABLE for each in text)
+
+
+def represented(value: object) -> str:
+    """Return `repr` of a value, or its type if it has none."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer of 5,000 digits, a list in lists in lists
+        return f"of type {type(value).__name__}"
 
 
 def shown(value: object) -> str:
     """Return a value as a message shows it: on one line, and short."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of 5,000 digits, a list in lists in lists
-        text = f"of type {type(value).__name__}"
+    text = represented(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -13,6 +13,8 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+MOST = (1 << 63) - 1
+
 
 def to_json(value: Any) -> Any:
     """Return the value as dicts, lists and scalars, which `from_json` reads back."""
@@ -47,6 +49,8 @@ def from_json(kind: Any, value: Any) -> Any:
         return kind(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return built(kind, value)
+    if type(value) is int and not -MOST <= value <= MOST:
+        raise ValueError("found an integer of more than 64 bits")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not (outer or kind):

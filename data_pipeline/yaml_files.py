@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from data_pipeline.checked_fields import represented
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import read_regular
 
@@ -25,6 +26,8 @@ MOST_FILES = 64  # that one file extends, directly or not
 MOST_NODES = 100_000  # values, with each alias counted as what it stands for
 DEEPEST_NODE = 100
 TOO_DEEP = "it is nested too deeply"
+LONGEST_INTEGER = 100  # characters
+_INTEGER_TAG = "tag:yaml.org,2002:int"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
@@ -163,6 +166,8 @@ def _check_growth(root: Any) -> None:
         if id(node) not in sizes:
             sizes[id(node)] = 0
             items = () if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.ScalarNode):
+                _check_scalar(node.value, node.tag)
             pairs = (item if isinstance(item, tuple) else (item,) for item in items)
             total = 1 + sum(size_of(part, depth + 1) for pair in pairs for part in pair)
             if total > MOST_NODES:
@@ -171,6 +176,18 @@ def _check_growth(root: Any) -> None:
         return sizes[id(node)]
 
     size_of(root, 0)
+
+
+def _check_scalar(text: str, tag: str) -> None:
+    """Raise ValueError for text that no file's name can have, and numbers too long to print."""
+    if tag == _INTEGER_TAG and len(text) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(text):,} characters")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"half a character in {abbreviated(text)}") from None
+    if "\0" in text:
+        raise ValueError(f"a NUL in {abbreviated(text)}")
 
 
 @functools.cache
@@ -275,5 +292,5 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 def abbreviated(value: Any) -> str:
     """Return `value` for an error message: at most 60 characters."""
-    text = repr(value)
+    text = represented(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -18,10 +18,20 @@ def tokenizer_of(corpus: Path) -> Tokenizer:
 
     DataError unless it is the one of each split.
     """
-    for split in SPLITS:
-        if (corpus / split / MANIFEST_NAME).exists():
-            check_tokenizer(corpus / split, read_manifest(corpus / split).tokenizer)
-    return Tokenizer.load(corpus / TOKENIZER_DIRECTORY)
+    splits = [corpus / split for split in SPLITS if (corpus / split / MANIFEST_NAME).exists()]
+    manifests = {split: read_manifest(split) for split in splits}
+    for split, manifest in manifests.items():
+        check_tokenizer(split, manifest.tokenizer)
+    tokenizer = Tokenizer.load(corpus / TOKENIZER_DIRECTORY)
+    for split, manifest in manifests.items():
+        found = (manifest.vocab_size, manifest.end_id)
+        if found != (tokenizer.vocab_size, tokenizer.end_id):
+            raise DataError(
+                f"{split / MANIFEST_NAME} has {found[0]} tokens of which {found[1]} ends a "
+                f"document, its tokenizer {tokenizer.vocab_size} and {tokenizer.end_id}; build "
+                "the corpus again"
+            )
+    return tokenizer
 
 
 def check_tokenizer(split: Path, expected: str) -> None:

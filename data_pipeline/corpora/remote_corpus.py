@@ -47,9 +47,9 @@ def local_corpus_directory(
         return path
     retry_policy = retry_policy or RetryPolicy()
     store = store_at(url, retry_policy)
-    name = hashlib.sha256(store.url.encode()).hexdigest()[:16]
     root = private_directory(config.path.absolute())
-    directory = private_directory(private_directory(root / CORPORA) / name)
+    private_directory(root / CORPORA)
+    directory = private_directory(_home_of(root, store.url))
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
         write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
@@ -71,6 +71,10 @@ def local_corpus_directory(
     return directory
 
 
+def _home_of(cache: Path, url: str) -> Path:
+    return cache / CORPORA / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
 def cached_shards(split: Path) -> CachedShards:
     """Return the source of the shards of a split that `local_corpus_directory` made."""
     path = split.parent / REMOTE_NAME
@@ -81,6 +85,14 @@ def cached_shards(split: Path) -> CachedShards:
         raise DataError(
             f"{path} is corrupted ({error!r}); remove {split.parent} to fetch it again"
         ) from None
+    # Such a file may also come with a corpus that somebody has made: it names a store of theirs,
+    # and directories beside it as a cache.
+    if split.parent != _home_of(split.parents[2], url):
+        raise DataError(
+            f"{path} marks a copy in a cache, but {split.parent} is in none; remove it, or give "
+            "the URL that it names"
+        )
+    private_directory(split.parent)
     cache = ShardCache(CacheConfig(directory=split.parents[2], gib=gib))
     return CachedShards(store_at(f"{url}/{split.name}"), cache)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_plan import check_range
-from data_pipeline.lanes.lane_stream import read_spans
+from data_pipeline.lanes.lane_stream import check_tokens, read_spans
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.lanes.segment_batch import SegmentBatch
 
@@ -103,6 +103,7 @@ class EvaluationStream:
             for spans in taken:
                 starts_BL1[row, column + spans.document_starts] = True
                 column += spans.num_tokens
+        check_tokens(stream_BL1, self._corpus.manifest)
         self._last_B, self._last_starts_B = stream_BL1[:, -1], starts_BL1[:, -1]
         return SegmentBatch(
             tokens_BL=stream_BL1[:, :-1],

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import Manifest
 from data_pipeline.errors import DataError
 from data_pipeline.lanes.lane_plan import DocumentSpans, LanePlan, check_lanes, check_range
 from data_pipeline.lanes.mixture import Mixture, plan_of, tokens_of_parts
@@ -172,6 +173,7 @@ class _BlockReader:
             if units != self._prefetched[row]:
                 self._prefetched[row] = units
                 self._corpus.prefetch(units)
+        check_tokens(self.tokens_BK[:, first:], self._corpus.manifest)
 
     def _reader_of(self, row: int, unit: int) -> ShardReader:
         """Return the lane's open shard, which keeps it in the cache until the lane leaves it."""
@@ -198,6 +200,15 @@ class _BlockReader:
             shifted = [(column - self._block_tokens, epoch) for column, epoch in marks]
             past = sum(column < 0 for column, _ in shifted)
             self._marks[row] = shifted[max(past - 1, 0) :]  # the last of the past is current
+
+
+def check_tokens(tokens: np.ndarray, manifest: Manifest) -> None:
+    """Raise DataError if a token is none of the tokenizer's: no row of the embedding is for it."""
+    if (largest := int(tokens.max(initial=0))) >= manifest.vocab_size:
+        raise DataError(
+            f"the corpus has the token {largest}, expected tokens below {manifest.vocab_size}; "
+            "`data-pipeline verify` names the document"
+        )
 
 
 def copy_spans(reader: ShardReader, spans: DocumentSpans, out: memoryview) -> None:

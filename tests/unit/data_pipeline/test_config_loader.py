@@ -279,6 +279,9 @@ HOSTILE = {
     "deep": "a: " + "[" * 5000 + "]" * 5000,
     "integer": "a: " + "9" * 5000,
     "date": "a: 2001-99-99",
+    "hexadecimal integer": "a: 0x" + "f" * 20_000,
+    "NUL": 'a: {b: ["x\\0y"]}',
+    "half a character": 'a: "\\ud800"',
     "large": "#" * (1 << 21),
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -8,6 +9,7 @@ from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.manifest import Manifest
 from data_pipeline.errors import DataError
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
@@ -76,6 +78,22 @@ def test_commands_find_the_training_split_of_a_corpus(tmp_path):
         > Corpus.open(directory / "validation").num_bytes
         > 1000
     )
+
+
+def test_a_token_that_the_tokenizer_does_not_have_ends_training_and_evaluation_in_one_line(
+    tmp_path,
+):
+    """On a GPU the embedding would fail with an assertion of the device."""
+    corpus = write_numbered_corpus(tmp_path / "train", [[30] * 3])
+    replace(corpus.manifest, end_id=29, vocab_size=60).write(tmp_path / "train")
+    corpus = Corpus.open(tmp_path / "train")
+    for read in (
+        lambda: list(islice(LaneStream(corpus, 1, 1, 8, range(1)), 20)),
+        lambda: list(EvaluationStream(corpus, 1, 8, range(1))),
+    ):
+        with pytest.raises(DataError, match=r"token \d\d, expected tokens below 60") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_verify_names_a_document_whose_tokens_the_tokenizer_does_not_have(tmp_path):

@@ -10,8 +10,9 @@ from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.cli import main
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
-from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest, ShardInfo
 from data_pipeline.errors import DataError
+from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import make_tiny_corpus, some_texts
 
 
@@ -36,6 +37,19 @@ def test_an_exchanged_tokenizer_is_refused_with_both_files_and_fingerprints(exch
     assert f"{exchanged / 'train' / 'manifest.json'} expects" in reason
     assert "restore the tokenizer" in reason
     assert "\n" not in reason
+
+
+def test_a_manifest_with_more_tokens_than_its_tokenizer_is_refused(tmp_path):
+    Tokenizer("bytes").save(tmp_path / "tokenizer")
+    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110)
+    fingerprint = Tokenizer("bytes").fingerprint
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+    Manifest("uint16", fingerprint, 256, 257, (shard,)).write(tmp_path / "validation")
+    assert tokenizer_of(tmp_path).vocab_size == 257
+    Manifest("uint16", fingerprint, 65535, 65536, (shard,)).write(tmp_path / "train")
+    with pytest.raises(DataError, match="has 65536 tokens of which 65535 ends a document, its tok"):
+        tokenizer_of(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["inspect", "audit", "verify"])

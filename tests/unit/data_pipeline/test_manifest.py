@@ -58,6 +58,13 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
         (lambda tree: tree["shards"][0].update(rank=1), r"'rank' is unknown"),
         (lambda tree: tree.update(shards={}), "shards is {}, expected a list"),
         (lambda tree: tree.update(shards=[3]), r"shards\[0\] is 3, expected an object"),
+        *(
+            (
+                lambda tree, name=name: tree["shards"][0].update(path=name),
+                r"shards\[0\]\.path is .*, expected a plain file name",
+            )
+            for name in ("a\u202esdm.b", "\ud800.mds", "a\u2028b", "a\x85b", "..", "a/b", ".a", "")
+        ),
         (lambda tree: tree.update(dtype="object"), "expected uint16 or uint32"),
         (lambda tree: tree.update(vocab_size=70000), "vocab_size is 70000, expected an integer"),
         (lambda tree: tree.update(end_id=300), "end_id is 300, expected an integer from 0 to 299"),

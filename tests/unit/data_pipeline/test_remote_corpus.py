@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -130,6 +131,16 @@ def test_the_next_shards_of_lanes_are_prefetched(tmp_path):
         opened = {corpus.manifest.shards[unit].path for unit, _ in stream._reader._readers}
     assert opened <= requested
     assert len(requested) >= 4
+
+
+def test_a_corpus_that_says_it_is_a_copy_of_a_store_is_none_outside_of_a_cache(built, tmp_path):
+    """Else opening it would make a cache beside it and ask a store of whoever made the corpus."""
+    forged = tmp_path / "data" / "corpora" / "books"
+    shutil.copytree(built, forged)
+    (forged / "remote.json").write_text('{"url": "http://127.0.0.1:9", "cache_gib": 1}')
+    with pytest.raises(DataError, match=r"marks a copy in a cache, but .* is in none; remove it"):
+        Corpus.open(forged / "train")
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["corpora"]
 
 
 def test_a_url_may_be_given_instead_of_a_path(built, tmp_path, s3_endpoint, bucket):

@@ -55,6 +55,8 @@ def test_a_value_comes_back_as_it_was(kind: Any, value: Any) -> None:
     [
         (int, True),
         (int, "1"),
+        (int, 1 << 64),
+        (float, 10**400),
         (list[int], [1, "2"]),
         (dict[str, float], {"x": None}),
         (Inner, {"name": "a", "extra": 1}),
