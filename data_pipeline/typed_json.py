@@ -32,7 +32,7 @@ def from_json(kind: Any, value: Any) -> Any:
     """Return what JSON made of a value of the type `kind`, as such a value.
 
     TypeError or ValueError if it is none. `kind` may be a dataclass, an Enum, a scalar, a list, a
-    tuple of any length, a dict, Any, or `X | Y` of them.
+    tuple, a dict, Any, or `X | Y` of them.
     """
     if kind is Any:
         return value
@@ -40,7 +40,8 @@ def from_json(kind: Any, value: Any) -> Any:
         return _one_of(get_args(kind), value)
     outer, inner = get_origin(kind), get_args(kind)
     if outer is tuple and isinstance(value, list):
-        return tuple(from_json(inner[0], each) for each in value)
+        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
+        return tuple(from_json(*each) for each in zip(kinds, value, strict=True))
     if outer is list and isinstance(value, list):
         return [from_json(inner[0], each) for each in value]
     if outer is dict and isinstance(value, dict):

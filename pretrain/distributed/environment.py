@@ -34,10 +34,12 @@ def environment_of_rank(device: torch.device) -> dict[str, str]:
     }
 
 
-def environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what differs: name -> [before, now]; nothing if one of them is unknown."""
+def environment_changes(
+    before: Mapping[str, str], now: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return what differs: name -> (before, now); nothing if one of them is unknown."""
     return {
-        name: [before[name], now[name]]
+        name: (before[name], now[name])
         for name in now
         if name in before and before[name] != now[name]
     }

@@ -66,7 +66,7 @@ class Resumed(TrainingBegan):
     results are no longer bitwise those of an uninterrupted run.
     """
 
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -116,7 +116,7 @@ class PhaseFinished(TrainingEnded):
 class SettingsChanged(Event):
     """Settings that differ from those the run had so far: name -> [old, new]."""
 
-    changes: dict[str, Any]
+    changes: dict[str, tuple[Any, Any]]
 
     @property
     def description(self) -> str:
@@ -203,7 +203,7 @@ class Rewind(SpikeEvent):
     """The run goes back to `to_step` and skips the `segments` [start, stop) of every lane."""
 
     to_step: int
-    segments: tuple[int, ...]
+    segments: tuple[int, int]
 
     @property
     def description(self) -> str:
@@ -217,7 +217,7 @@ class WindowDropped(Event):
     """The run, now without recovery, reads `segments` after all: it had not reached them."""
 
     step: int
-    segments: tuple[int, ...]
+    segments: tuple[int, int]
 
     @property
     def description(self) -> str:
@@ -260,7 +260,7 @@ class SuspectDocument:
 class SuspectDocuments(Event):
     """The documents of a rewind's segments that are hardest to predict, hardest first."""
 
-    segments: tuple[int, ...]
+    segments: tuple[int, int]
     documents: tuple[SuspectDocument, ...]
 
     @property

@@ -77,7 +77,7 @@ EXAMPLES = [
     (Stopped(step=7, tokens_of_corpora={"a": 3}), "stopped on request after step 7"),
     (Finished(step=7), "finished after step 7"),
     (PhaseFinished(step=7), "finished a phase after step 7"),
-    (SettingsChanged(changes={"optim.steps": [10, 20]}), "optim.steps from 10 to 20"),
+    (SettingsChanged(changes={"optim.steps": (10, 20)}), "optim.steps from 10 to 20"),
     (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
     (Stalled(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
     (Straggler(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
@@ -90,7 +90,7 @@ EXAMPLES = [
         "steps 1 to 2 were all skipped: rewound to step 0",
     ),
     (
-        replace(RESUME, changes={"torch": ["2.11", "2.15"], "GPU": ["A100", "H100"]}),
+        replace(RESUME, changes={"torch": ("2.11", "2.15"), "GPU": ("A100", "H100")}),
         "not bitwise from here: torch 2.11 -> 2.15, GPU A100 -> H100",
     ),
     (WindowDropped(step=9, segments=(12, 25)), "segments 12 to 24 are no longer skipped"),
