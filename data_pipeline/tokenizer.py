@@ -66,7 +66,9 @@ class Tokenizer:
             raise DataError("not a SentencePiece model (it is empty); restore it")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+            # All of them now: a piece that is not UTF-8 would be an error wherever it occurs.
+            self._processor.id_to_piece(list(range(self._processor.get_piece_size())))
+        except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise DataError(f"not a SentencePiece model ({reason}); restore it") from None
         self.vocab_size, self.end_id = self._processor.get_piece_size(), self._processor.eos_id()

@@ -25,6 +25,7 @@ LARGEST_YAML_BYTES = 1 << 20
 MOST_FILES = 64  # that one file extends, directly or not
 MOST_NODES = 100_000  # values, with each alias counted as what it stands for
 DEEPEST_NODE = 100
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
 TOO_DEEP = "it is nested too deeply"
 LONGEST_INTEGER = 100  # characters
 _INTEGER_TAG = "tag:yaml.org,2002:int"
@@ -165,6 +166,8 @@ def _check_growth(root: Any) -> None:
             raise ValueError("an alias stands for something that contains it")
         if id(node) not in sizes:
             sizes[id(node)] = 0
+            if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
+                raise ValueError(f"found {node.value[:60]!a}, expected text")
             items = () if isinstance(node, yaml.ScalarNode) else node.value
             if isinstance(node, yaml.ScalarNode):
                 _check_scalar(node.value, node.tag)
@@ -200,6 +203,12 @@ def _loader() -> Any:
             first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
+
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+            # Its time grows with the square of the depth, before there is a node to check.
+            if self.flow_level >= DEEPEST_NODE:
+                raise ValueError(TOO_DEEP)
+            super().fetch_flow_collection_start(TokenClass)
 
     def int_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
         if _LEADING_ZERO.match(node.value):

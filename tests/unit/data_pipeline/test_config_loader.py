@@ -310,3 +310,21 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / "x.yaml").write_text("extends: pipe.yaml\n")
     with pytest.raises(ConfigError, match=r"pipe\.yaml, which .*/x\.yaml extends, cannot be read"):
         read_tree(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('name: "\\0"', "expected text"),
+        ('name: "\\ud800"', "expected text"),
+        ('name: "\\ud907\\ude06"', "expected text"),
+    ],
+)
+def test_a_yaml_file_that_no_parser_should_meet_is_refused_at_once(tmp_path, text, reason):
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=reason):
+        read_tree(path)
+    assert time.process_time() - start < 1

@@ -230,3 +230,12 @@ def test_training_restores_the_handler_of_ctrl_c():
     before = signal.getsignal(signal.SIGINT)
     train_tokenizer("bpe", 400, texts_for_training())
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_model_with_a_piece_that_is_not_utf8_is_refused_when_it_is_opened(tmp_path):
+    content = users_model(["a b c"])
+    piece = "\u2581b".encode()
+    assert piece in content
+    (tmp_path / "m.model").write_bytes(content.replace(piece, piece[:-2] + b"\xffb"))
+    with pytest.raises(DataError, match=r"m.model is not a SentencePiece model .*decode"):
+        Tokenizer.load(tmp_path / "m.model")
