@@ -20,7 +20,15 @@ from pretrain.commands.scale import (
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.scaling.context import Evaluate, context_rows, plan_contexts, read_context
+from pretrain.scaling.context import (
+    ContextRow,
+    Evaluate,
+    cost_line,
+    evaluated_rows,
+    plan_contexts,
+    plan_evaluations,
+    read_context,
+)
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
 from pretrain.scaling.recipe import replaced_settings
@@ -108,8 +116,12 @@ def run_collect(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
     check_output_file("--out", arguments.out, "context.csv")
-    rows = context_rows(sweep, arguments.runs_dir, _evaluator(arguments.max_tokens))
-    write_rows(arguments.out, rows)
+    plans = plan_evaluations(sweep, arguments.runs_dir, arguments.out, arguments.max_tokens)
+    print(cost_line(plans), flush=True)
+    rows: list[ContextRow] = []
+    for found in evaluated_rows(plans, _evaluator(arguments.max_tokens)):
+        rows += found
+        write_rows(arguments.out, rows)  # so that a collection that is stopped need not repeat it
     left_out = [row for row in rows if row.excluded]
     print(
         f"{arguments.out}: {len(sweep.cells) - len(left_out)} of {len(sweep.cells)} cells evaluated"

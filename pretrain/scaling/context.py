@@ -8,24 +8,36 @@ tokens.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, DataError, UserError
+from data_pipeline.progress import duration
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.collect import row_of
+from pretrain.scaling.collect import Row, row_of
+from pretrain.scaling.context_cells import (
+    Earlier,
+    TrainedCell,
+    differences_of,
+    read_cell,
+    recipe_id,
+)
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.point_files import csv_rows, flag
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import Cell, Sweep
+from pretrain.terminal.text import counted
 
 # Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without
 # memory
 TIMES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 NUMBERS = ("segment_length", "memory_length", "N", "D", "C", "evaluated_memory", "times", "loss")
+
+TEXTS = ("recipe", "differs")
 
 # A run directory and memory lengths -> the loss with each
 Evaluate = Callable[[Path, Sequence[int]], Sequence[float]]
@@ -113,18 +125,61 @@ class ContextRow:
     evaluated_memory: int | str = ""
     times: float | str = ""
     loss: float | str = ""
+    evaluated_tokens: int | str = ""
+    run: str = ""  # the run's own id: a run that was started again has another
+    recipe: str = ""  # equal for runs that differ in segment, memory and length alone
+    differs: str = ""  # settings besides those in which it differs from others of the sweep
     excluded: str = ""  # why the run takes no part
 
 
-def context_rows(sweep: Sweep, runs: Path, evaluate: Evaluate) -> list[ContextRow]:
-    """Rows of every cell; DataError unless `scale context plan` wrote the sweep."""
+@dataclass(frozen=True)
+class CellPlan:
+    """A cell before its evaluation."""
+
+    cell: Cell
+    row: Row
+    trained: TrainedCell | None  # None: it takes no part
+    excluded: str
+    lengths: Mapping[int, float]  # memory lengths to evaluate with -> multiple of training's
+
+
+def plan_evaluations(sweep: Sweep, runs: Path, table: Path, max_tokens: int) -> list[CellPlan]:
+    """What to evaluate; DataError unless `scale context plan` wrote the sweep.
+
+    `table` is what an earlier collection wrote, if it exists.
+    """
     foreign = next((cell.name for cell in sweep.cells if "same_tokens" not in cell.facts), None)
     if foreign is not None:
         raise DataError(
             f"cell {foreign} is not part of a context sweep; use one that 'scale context plan' "
             "wrote"
         )
-    return [row for cell in sweep.cells for row in _rows(cell, runs / cell.name, evaluate)]
+    earlier = _losses_in(table)
+    return [_planned(cell, runs / cell.name, earlier, max_tokens) for cell in sweep.cells]
+
+
+def cost_line(plans: Sequence[CellPlan]) -> str:
+    """Return what the evaluations take, as a line to print before they start."""
+    work = [
+        (plan.trained, length)
+        for plan in plans
+        if plan.trained
+        for length in plan.trained.missing(list(plan.lengths))
+    ]
+    known = sum(len(plan.lengths) for plan in plans if plan.trained) - len(work)
+    line = f"{counted(len(work), 'evaluation')} to make, {known} made already"
+    if not work:
+        return line
+    seconds = sum(trained.seconds(length) for trained, length in work)
+    return f"{line}: about {duration(seconds)} at the speed of the runs' training"
+
+
+def evaluated_rows(plans: Sequence[CellPlan], evaluate: Evaluate) -> Iterator[list[ContextRow]]:
+    """Yield the rows of each cell; only losses that are missing are measured."""
+    configs = {plan.cell.name: plan.trained.config for plan in plans if plan.trained}
+    differs = differences_of(configs)
+    for plan in plans:
+        yield _rows(plan, evaluate, differs.get(plan.cell.name, ""))
 
 
 def read_context(path: Path) -> list[ContextRow]:
@@ -133,7 +188,7 @@ def read_context(path: Path) -> list[ContextRow]:
     for line, row in csv_rows(path, "'pretrain scale context collect' writes it"):
         missing = [
             name
-            for name in ("name", "same_tokens", "same_flops", "excluded", *NUMBERS)
+            for name in ("name", *("same_tokens", "same_flops", "excluded"), *TEXTS, *NUMBERS)
             if row.get(name) is None
         ]
         if missing:
@@ -147,10 +202,33 @@ def read_context(path: Path) -> list[ContextRow]:
     return found
 
 
-def _rows(cell: Cell, directory: Path, evaluate: Evaluate) -> list[ContextRow]:
-    facts = cell.facts
-    segment, memory = int(facts["segment_length"]), int(facts["memory_length"])
+def _planned(cell: Cell, directory: Path, earlier: Earlier, max_tokens: int) -> CellPlan:
+    segment, memory = int(cell.facts["segment_length"]), int(cell.facts["memory_length"])
+    lengths = {round(times * (memory or segment)): times for times in TIMES}
     row = row_of(cell, directory)
+    if row.excluded:
+        return CellPlan(cell, row, None, row.excluded, lengths)
+    try:
+        trained = read_cell(directory, earlier, cell.name, int(row.D), max_tokens)
+    except UserError as error:
+        return CellPlan(cell, row, None, f"cannot be evaluated: {error}", lengths)
+    return CellPlan(cell, row, trained, "", lengths)
+
+
+def _losses_in(table: Path) -> Earlier:
+    """Return the losses that an earlier collection wrote; none of a table that is not one."""
+    found: dict[tuple[str, str, int, int], dict[int, float]] = {}
+    with contextlib.suppress(DataError, KeyError, ValueError):
+        for _, row in csv_rows(table, "") if table.is_file() else ():
+            if not row["excluded"]:
+                key = (row["name"], row["run"], int(row["D"]), int(row["evaluated_tokens"]))
+                found.setdefault(key, {})[int(row["evaluated_memory"])] = float(row["loss"])
+    return found
+
+
+def _rows(plan: CellPlan, evaluate: Evaluate, differs: str) -> list[ContextRow]:
+    cell, row, facts, trained = plan.cell, plan.row, plan.cell.facts, plan.trained
+    segment, memory = int(facts["segment_length"]), int(facts["memory_length"])
 
     def made(**values) -> ContextRow:
         return ContextRow(
@@ -165,16 +243,25 @@ def _rows(cell: Cell, directory: Path, evaluate: Evaluate) -> list[ContextRow]:
             **values,
         )
 
-    if row.excluded:
-        return [made(excluded=row.excluded)]
-    lengths = {round(times * (memory or segment)): times for times in TIMES}
+    if trained is None:
+        return [made(excluded=plan.excluded)]
+    missing = trained.missing(list(plan.lengths))
     try:
-        losses = evaluate(directory, tuple(lengths))
+        measured = evaluate(trained.directory, missing) if missing else ()
     except UserError as error:
         return [made(excluded=f"cannot be evaluated: {error}")]
+    losses = {**trained.known, **dict(zip(missing, measured, strict=True))}
     return [
-        made(evaluated_memory=length, times=times, loss=loss)
-        for (length, times), loss in zip(lengths.items(), losses, strict=True)
+        made(
+            evaluated_memory=length,
+            times=times,
+            loss=losses[length],
+            evaluated_tokens=trained.max_tokens,
+            run=trained.run_id,
+            recipe=recipe_id(trained.config),
+            differs=differs,
+        )
+        for length, times in plan.lengths.items()
     ]
 
 
@@ -206,4 +293,6 @@ def _parsed(row: dict[str, str], where: str) -> ContextRow:
         evaluated_memory=int(values["evaluated_memory"]),
         times=values["times"],
         loss=values["loss"],
+        recipe=row["recipe"],
+        differs=row["differs"],
     )

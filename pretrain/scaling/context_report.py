@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_pipeline.errors import DataError
 from data_pipeline.files import write_text
 from pretrain.reporting.charts import (
     PAGE,
@@ -32,16 +33,43 @@ if TYPE_CHECKING:
 MOST_LABELS = 5  # of an axis of a panel
 
 
+def models_of(rows: Sequence[ContextRow]) -> dict[str, str]:
+    """Return each recipe with what tells it from the others; empty if there is only one."""
+    names = {row.recipe: row.differs or f"N={amount(float(row.N))}" for row in rows}
+    if len(names) < 2:
+        return dict.fromkeys(names, "")
+    first = {row.recipe: row.name for row in reversed(rows)}
+    told = list(names.values())
+    return {
+        recipe: name if told.count(name) == 1 else f"{name} (as {first[recipe]})"
+        for recipe, name in names.items()
+    }
+
+
+def refuse_repeats(rows: Sequence[ContextRow]) -> None:
+    """Raise DataError for two runs that would share a point of a line."""
+    seen: dict[tuple[object, ...], str] = {}
+    for row in rows:
+        series = (row.same_tokens, row.same_flops, row.recipe)
+        key = (*series, row.segment_length, row.memory_length, row.evaluated_memory)
+        if (other := seen.setdefault(key, row.name)) != row.name:
+            raise DataError(
+                f"{other} and {row.name} have the same settings, segment and memory; leave one of "
+                "them out of the table"
+            )
+
+
 def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
-    """Loss over the memory length of training (and evaluation), a line per segment length."""
+    """Loss over the memory length of training (and evaluation), a line per model and segment."""
     figure, axes = canvas(
         palette, 3.4, "memory length M, in training as in evaluation (tokens)", LOSS
     )
     memories = sorted({row.memory_length for row in rows})
-    segments = sorted({row.segment_length for row in rows})
-    for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
+    models = models_of(rows)
+    lines = sorted({(row.segment_length, models[row.recipe], row.recipe) for row in rows})
+    for (segment, model, recipe), color in zip(lines, spread_colors(len(lines)), strict=True):
         mine = sorted(
-            (row for row in rows if row.segment_length == segment),
+            (row for row in rows if (row.segment_length, row.recipe) == (segment, recipe)),
             key=lambda row: row.memory_length,
         )
         places = [memories.index(row.memory_length) for row in mine]
@@ -52,7 +80,7 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
             color=color,
             markersize=4,
             linewidth=1.4,
-            label=segment,
+            label=f"{segment}{', ' * bool(model)}{model}",
         )
     axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
     plain_ticks(axes.yaxis)
@@ -61,19 +89,21 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
 
 
 def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
-    """Loss over the evaluation's memory length, a panel per segment, a line per training's."""
-    segments, memories, evaluated = (
+    """Loss over the evaluation's memory, a panel per segment, a line per model and training's."""
+    segments, evaluated = (
         sorted({int(getattr(row, name)) for row in rows})
-        for name in ("segment_length", "memory_length", "evaluated_memory")
+        for name in ("segment_length", "evaluated_memory")
     )
+    models = models_of(rows)
+    lines = sorted({(row.memory_length, models[row.recipe], row.recipe) for row in rows})
     x_label = "memory length in evaluation (tokens)"
     figure, all_axes = panels(palette, 3.2, len(segments), x_label, LOSS)
     for axes, segment in zip(all_axes, segments, strict=True):
         axes.set_title(f"segments of {segment}", color=palette.ink, fontsize=8.5)
-        for memory, color in zip(memories, spread_colors(len(memories)), strict=True):
+        for (memory, model, recipe), color in zip(lines, spread_colors(len(lines)), strict=True):
             trained = [row for row in rows if row.segment_length == segment]
-            mine = [row for row in trained if row.memory_length == memory]
-            _line(axes, mine, evaluated, color, palette)
+            mine = [row for row in trained if (row.memory_length, row.recipe) == (memory, recipe)]
+            _line(axes, mine, evaluated, color, palette, f"{memory}{', ' * bool(model)}{model}")
         every = -(-len(evaluated) // MOST_LABELS)
         axes.set_xticks(
             range(0, len(evaluated), every), [str(length) for length in evaluated[::every]]
@@ -85,7 +115,12 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
 
 
 def _line(
-    axes: Axes, rows: Sequence[ContextRow], evaluated: Sequence[int], color: str, palette: Palette
+    axes: Axes,
+    rows: Sequence[ContextRow],
+    evaluated: Sequence[int],
+    color: str,
+    palette: Palette,
+    label: str,
 ) -> None:
     rows = sorted(rows, key=lambda row: int(row.evaluated_memory))
     if not rows:
@@ -93,7 +128,7 @@ def _line(
     places = [evaluated.index(int(row.evaluated_memory)) for row in rows]
     axes.plot(
         places, [row.loss for row in rows], "o-", color=color, markersize=3.5, linewidth=1.3,
-        label=str(rows[0].memory_length),
+        label=label,
     )  # fmt: skip
     as_trained = [
         (place, row.loss)
@@ -109,25 +144,26 @@ def _line(
 SERIES = {  # attribute of a row -> title, what is equal in words
     "same_tokens": (
         "Equal tokens",
-        "All runs: the same model and tokens; a longer context costs more FLOPs",
+        "tokens; a longer context costs more FLOPs",
     ),
     "same_flops": (
         "Equal FLOPs",
-        "All runs: the same model and FLOPs; a longer context reads fewer tokens",
+        "FLOPs; a longer context reads fewer tokens",
     ),
 }
 
 
 def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str) -> Path:
     """Write report.html and the PNGs into `directory`; return the path of report.html."""
+    refuse_repeats(rows)
     directory.mkdir(parents=True, exist_ok=True)
     sections = [_series(rows, name, directory) for name in SERIES if _trained(rows, name)]
     sections.append(_evaluated(rows, directory))
     sizes = sorted({int(row.N) for row in rows})
     lead = (
         f"{len({row.name for row in rows})} runs of {' and '.join(amount(size) for size in sizes)} "
-        "parameters that differ in segment and memory length only, evaluated with memories of 0 "
-        "to 8 times their own."
+        f"parameters that differ in segment and memory length{_besides(rows)}, evaluated with "
+        "memories of 0 to 8 times their own."
     )
     path = directory / "report.html"
     footer = (
@@ -138,13 +174,25 @@ def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str
     return path
 
 
+_HEADS = ("run", "segment", "memory", "N", "tokens", "FLOPs", "loss", "model")
+
+
+def _besides(rows: Sequence[ContextRow]) -> str:
+    """What else the runs differ in, as a part of a sentence."""
+    models = [name for name in models_of(rows).values() if name]
+    return f", and in their model: {'; '.join(models)}" if models else " only"
+
+
 def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
     title, words = SERIES[name]
     mine = _trained(rows, name)
-    caption = f"Loss over memory length, one line per segment length. {words}"
+    models = models_of(mine)
+    heads = _HEADS if len(models) > 1 else _HEADS[:-1]
+    same = "Each line: the same model and" if len(models) > 1 else "All runs: the same model and"
+    caption = f"Loss over memory length, one line per segment length. {same} {words}"
     cells = [
-        [str(row.segment_length), str(row.memory_length), amount(float(row.D)), f"{row.C:.3g}",
-         f"{row.loss:.4f}"]
+        [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.N)),
+         amount(float(row.D)), f"{row.C:.3g}", f"{row.loss:.4f}", models[row.recipe]]
         for row in sorted(mine, key=lambda row: float(row.loss))
     ]  # fmt: skip
     return section(
@@ -154,7 +202,7 @@ def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
             lambda palette: loss_by_memory(mine, palette),
             caption,
         ),
-        table(["segment", "memory", "tokens", "FLOPs", "loss"], cells),
+        table(heads, [row[: len(heads)] for row in cells], "named"),
     )
 
 

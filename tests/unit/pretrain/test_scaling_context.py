@@ -19,11 +19,22 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
+from pretrain.commands.scale_context import _evaluator
 from pretrain.config.optim import ScheduleConfig
-from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PhaseConfig,
+    RunConfig,
+)
 from pretrain.costs.device_memory import checkpoint_bytes
+from pretrain.reporting.charts import PAGE
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.context import plan_contexts
+from pretrain.scaling.context import ContextRow, plan_contexts
+from pretrain.scaling.context_cells import differences_of, recipe_id
+from pretrain.scaling.context_report import loss_by_memory
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -146,6 +157,7 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
     said = capsys.readouterr().out
     rows = list(csv.DictReader((swept / "context.csv").read_text().splitlines()))
     cells = read_sweep(swept / "sweep.yaml").cells
+    assert "9 evaluations to make, 3 made already: about " in said, "3 by the runs themselves"
     assert "2 of 3 cells evaluated" in said
     assert f"left out: {NOT_TRAINED}: not started: there is no run directory" in said
     for cell in cells:
@@ -163,10 +175,42 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
             for line in RunDir(swept / "runs" / cell.name).read_metrics()
             if line["kind"] == "evaluation"
         ]
-        as_trained = [
-            row for row in mine if int(row["evaluated_memory"]) == config.model.memory_length
-        ]
-        assert float(as_trained[0]["loss"]) == pytest.approx(measured[-1]["loss"], abs=1e-4)
+        own = (swept / "runs" / cell.name, [config.model.memory_length])
+        assert _evaluator(0)(*own) == pytest.approx([measured[-1]["loss"]], abs=1e-4)
+    before = (swept / "context.csv").read_text()
+    assert collect(swept) == 0
+    assert "0 evaluations to make, 12 made already\n" in capsys.readouterr().out
+    assert (swept / "context.csv").read_text() == before
+
+
+def test_runs_of_other_models_get_a_line_each_and_are_named():
+    modern = replace(BASE, model=replace(BASE.model, norm="rmsnorm", norm_position="pre"))
+    runs = {
+        f"{name}-m{memory}": replace(
+            run, name=name, model=replace(run.model, memory_length=memory), engine=EngineConfig()
+        )
+        for name, run in (("paper", BASE), ("modern", modern))
+        for memory in (0, 64, 256)
+    }
+    differs = differences_of(runs)
+    assert differs["paper-m0"] == "model.norm=layernorm model.norm_position=post"
+    assert differs["modern-m64"] == "model.norm=rmsnorm model.norm_position=pre"
+    rows = [
+        ContextRow(
+            name=name, same_tokens="yes", segment_length=32, N=100, D=100, C=1e9, times=1.0,
+            memory_length=run.model.memory_length, evaluated_memory=run.model.memory_length,
+            loss=2.0 + number / 10, recipe=recipe_id(run), differs=differs[name],
+        )
+        for number, (name, run) in enumerate(runs.items())
+    ]  # fmt: skip
+    lines = loss_by_memory(rows, PAGE).axes[0].get_lines()
+    assert [len(line.get_xdata()) for line in lines] == [3, 3]  # before: one line through all six
+    labels = {str(line.get_label()) for line in lines}
+    assert labels == {f"32, {differs['paper-m0']}", f"32, {differs['modern-m0']}"}
+    assert differences_of({name: runs[name] for name in ("paper-m0", "paper-m64")}) == {
+        "paper-m0": "",
+        "paper-m64": "",
+    }
 
 
 def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_path, capsys):
@@ -226,19 +270,23 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     [
         (None, "'pretrain scale context collect' writes it"),
         ("name,loss\na,1\n", "no column 'same_tokens'"),
-        ("HEAD\na,yes,,8,8,100,100,1e9,8,1.0,nan,\n", "row 2: loss='nan', expected a number"),
         (
-            "HEAD\na,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n",
+            "HEAD\nr,,a,yes,,8,8,100,100,1e9,8,1.0,2.5,\nr,,b,yes,,8,8,100,100,1e9,8,1.0,2.6,\n",
+            "a and b have the same settings, segment and memory",
+        ),
+        ("HEAD\nr,,a,yes,,8,8,100,100,1e9,8,1.0,nan,\n", "row 2: loss='nan', expected a number"),
+        (
+            "HEAD\nr,,a,maybe,,8,8,100,100,1e9,8,1.0,2.5,\n",
             "row 2: same_tokens='maybe', expected yes or nothing",
         ),
         (
-            "HEAD\na,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n",
+            "HEAD\nr,,a,yes,,8,8,,,,,,,stopped at step 3 of 9: mid-schedule\n",
             "contains no evaluated run",
         ),
     ],
 )
 def test_bad_tables_take_one_line(tmp_path, capsys, text, said):
-    head = "name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"  # noqa: E501
+    head = "recipe,differs,name,same_tokens,same_flops,segment_length,memory_length,N,D,C,evaluated_memory,times,loss,excluded"  # noqa: E501
     if text is not None:
         write_text(tmp_path / "context.csv", text.replace("HEAD", head))
     assert (

@@ -1,0 +1,146 @@
+"""What `scale context collect` knows of a run before it evaluates it: how it differs from the
+others, which of its losses are there already, and what the missing ones cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.config_loader import to_tree
+from data_pipeline.errors import ConfigError
+from pretrain.checkpoint.marker import latest_step
+from pretrain.config.resume_rules import may_change
+from pretrain.config.run import RunConfig
+from pretrain.costs.devices import CPU_MFU, DEVICES
+from pretrain.costs.flops import cost_of, flops_of
+from pretrain.rundir.run_dir import RunDir
+
+# Settings that a context sweep varies, with those that follow from them.
+AXES = frozenset(
+    ("name", "model.memory_length", "data.segment_length", "data.lanes")
+    + ("optim.schedule.warmup_steps", "optim.schedule.decay_steps")
+)
+
+
+@dataclass(frozen=True)
+class TrainedCell:
+    """A run and its losses by memory length, as far as they were measured before."""
+
+    directory: Path
+    config: RunConfig
+    run_id: str
+    known: Mapping[int, float]
+    max_tokens: int  # scored per evaluation; 0: the whole split
+
+    def missing(self, lengths: Sequence[int]) -> list[int]:
+        """The memory lengths without a loss."""
+        return [length for length in lengths if length not in self.known]
+
+    def seconds(self, length: int) -> float:
+        """About how long an evaluation with this memory takes, at the speed of the training."""
+        tokens = self.max_tokens or self._last("tokens", 0)
+        return tokens * _forward_flops(self.config, length) / self._flops_per_second()
+
+    def _last(self, name: str, default: float) -> float:
+        """The value that a line of the run's metrics had last."""
+        lines = RunDir(self.directory).read_metrics()
+        return next((line[name] for line in reversed(lines) if line.get(name)), default)
+
+    def _flops_per_second(self) -> float:
+        speed = self._last("tokens_per_second", 0.0)
+        assumed = CPU_MFU * DEVICES["cpu"].fp32
+        return speed * cost_of(self.config).flops_per_token or assumed
+
+
+# Losses that were measured before: name, id, tokens trained on and tokens scored of a run -> by
+# memory length.
+Earlier = Mapping[tuple[str, str, int, int], Mapping[int, float]]
+
+
+def read_cell(
+    directory: Path, earlier: Earlier, name: str, trained_tokens: int, max_tokens: int
+) -> TrainedCell:
+    """Return the run of a directory, with the losses of its own last evaluation and `earlier`.
+
+    UserError if it has no checkpoint to evaluate.
+    """
+    run_dir = RunDir.open(directory)
+    config, run_id = run_dir.config, run_dir.identity.id
+    if not latest_step(run_dir.checkpoints):
+        raise ConfigError(f"{directory} has no checkpoint yet")
+    asked = max_tokens or config.evaluation.max_tokens
+    known = earlier.get((name, run_id, trained_tokens, asked), {})
+    known = {**_own_losses(run_dir, config, asked), **known}
+    return TrainedCell(directory, config, run_id, known, asked)
+
+
+def recipe_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings by which runs of a context sweep must not differ."""
+    return {
+        key: value
+        for key, value in _flat(to_tree(config)).items()
+        if key not in AXES and not may_change(RunConfig, key)
+    }
+
+
+def recipe_id(config: RunConfig) -> str:
+    """Return a short name for equal recipes."""
+    text = json.dumps(recipe_of(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def differences_of(configs: Mapping[str, RunConfig]) -> dict[str, str]:
+    """Return for each run its values of the settings in which the runs' recipes differ."""
+    recipes = {name: recipe_of(config) for name, config in configs.items()}
+    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+    told = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
+    return {
+        name: " ".join(f"{key}={recipe.get(key)}" for key in told)
+        for name, recipe in recipes.items()
+    }
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted names -> values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
+def _own_losses(run_dir: RunDir, config: RunConfig, max_tokens: int) -> dict[int, float]:
+    """Losses with the training's memory and without, from the evaluation after the last step.
+
+    None of a run with an average of its weights, which that evaluation may have used.
+    """
+    if max_tokens != config.evaluation.max_tokens or config.optim.ema_decay:
+        return {}
+    lines = [
+        line
+        for line in run_dir.read_metrics()
+        if line.get("kind") == "evaluation" and line["step"] == config.optim.steps
+    ]
+    if not lines:
+        return {}
+    own = {0: "loss_without_memory", config.model.memory_length: "loss"}
+    return {length: float(lines[-1][name]) for length, name in own.items() if name in lines[-1]}
+
+
+def _forward_flops(config: RunConfig, memory_length: int) -> float:
+    """FLOPs per token of an evaluation, which keeps the memory's keys and values."""
+    length, lanes = config.data.segment_length, config.evaluation.lanes
+    try:
+        model = replace(config.model, memory_length=memory_length)
+    except ConfigError:  # settings that need a memory
+        model = replace(
+            config.model, memory_length=memory_length, compressed_length=0, same_length=False
+        )
+    alone = replace(model, memory_length=0, compressed_length=0, same_length=False)
+    flops, projections = flops_of(model, length, lanes), flops_of(alone, length, lanes).projections
+    return flops.forward - flops.projections + projections
