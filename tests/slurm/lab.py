@@ -168,8 +168,9 @@ class SlurmLab:
         self._checked("ip", "link", "set", f"ve{node[1:]}", "down")
 
     def heal(self, node: str) -> None:
-        """Undo `cut`."""
+        """Undo `cut`, and let the host report to Slurm, which asks about once a minute."""
         self._checked("ip", "link", "set", f"ve{node[1:]}", "up")
+        self.run_on(node, "pkill", "-HUP", "-x", "slurmd")
 
     def stop_controller_at_next_sbatch(self, seconds: float) -> Path:
         """A directory for PATH whose sbatch finds slurmctld stopped, for so long, when it hands
@@ -291,7 +292,7 @@ PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
 ReturnToService=2
-SlurmdTimeout=15
+SlurmdTimeout=10
 MessageTimeout=5
 KillWait=5
 OverTimeLimit=0
