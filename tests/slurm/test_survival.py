@@ -11,7 +11,9 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,8 +91,47 @@ def crashing(runs: Runs) -> SlurmRun:
     return run
 
 
+PATIENCE = 90  # of the watchdog of a run that is suspended for longer
+SLOW_START = """import sys, time
+if "train" in sys.orig_argv:
+    time.sleep(45)
+"""
+
+
+@pytest.fixture(scope="module")
+def suspended(runs: Runs, lab: SlurmLab) -> SlurmRun:
+    """A run that an administrator suspends for longer than its watchdog waits."""
+    settings = ("optim.steps=120", f"engine.watchdog_timeout_seconds={PATIENCE}")
+    run = runs.submit("suspended", *settings, nodes="1", options={"nodelist": "n4"})
+
+    def disturb() -> None:
+        run.wait_for_step(20)
+        lab.run("scontrol", "suspend", run.job)
+        time.sleep(PATIENCE + 15)
+        lab.run("scontrol", "resume", run.job)
+
+    in_background(disturb)
+    return run
+
+
+@pytest.fixture(scope="module")
+def futile(runs: Runs) -> SlurmRun:
+    """A run whose time limit ends before its ranks have started."""
+    slow = runs.path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW_START)
+    return runs.submit(
+        "futile",
+        "--attempts-without-progress=2",
+        nodes="1",
+        time_limit="00:01:00",
+        environment={"PYTHONPATH": str(slow)},
+        options={"nodelist": "n4"},
+    )
+
+
 def test_a_second_job_on_the_same_run_is_refused(
-    runs: Runs, lab: SlurmLab, reference_begun, limited, crashing
+    runs: Runs, lab: SlurmLab, reference_begun, limited, crashing, suspended, futile
 ):
     run = reference_begun
     run.until(lambda: run.events(JobStarted))
@@ -357,3 +398,26 @@ def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_t
     # the first to lose patience says so; the others lose their peer a moment later
     assert any("Timeout" in log for log in logs)
     assert all("in train" in log for log in logs)
+
+
+def test_suspended_for_longer_than_the_watchdog_waits_it_goes_on_as_if_nothing_had_been(
+    suspended: SlurmRun,
+):
+    suspended.wait_until_finished()
+    trained = [line for line in suspended.dir.read_metrics() if line["kind"] == "train"]
+    assert [line["step"] for line in trained] == list(range(1, 121))
+    times = [line["time"] for line in trained]
+    assert max(later - one for one, later in pairwise(times)) > PATIENCE
+    assert suspended.begun_at() == [0]
+    assert suspended.attempts() == [NextAction.FINISHED]
+    assert "Timeout" not in suspended.logs()
+    assert_status(suspended, "done", attempts=1, last_failure="")
+
+
+def test_a_run_that_its_time_limit_lets_never_begin_stops_and_names_the_limit(futile: SlurmRun):
+    futile.until(lambda: len(futile.ends()) == 2)
+    cut, reason = futile.ends()
+    assert cut == "time limit near"
+    assert reason.startswith("2 starts in a row took ")
+    assert " before the time limit of 00:01:00; raise time_limit in the cluster file" in reason
+    assert_status(futile, "failed", reason=reason)
