@@ -57,7 +57,7 @@ def make_done(cell: CellRun) -> None:
     run_dir = RunDir.create(cell.path, cell.config)
     steps = cell.config.optim.steps
     evaluation = {"kind": "evaluation", "step": steps, "loss": 2, "bits_per_byte": 1.25}
-    evaluation |= {"loss_without_memory": 2.5, "x": "=cmd()"}
+    evaluation |= {"loss_without_memory": 2.5, "perplexity": 7.4}
     interval = train_line(steps, train_loss=0.75, tokens_per_second=10.0, seconds=2.0)
     lines = [json.dumps(line) for line in (interval, evaluation)]
     run_dir.metrics.write_text("\n".join(lines) + "\n")
@@ -278,7 +278,7 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
     assert rows[1]["optim.learning_rate"] == "0.0003"
-    assert rows[1]["evaluation_x"] == "'=cmd()"  # no formula
+    assert rows[1]["evaluation_perplexity"] == "7.4"
     expected = {
         "state": "done",
         "train_loss": "0.75",

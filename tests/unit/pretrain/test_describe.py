@@ -176,11 +176,11 @@ def test_what_does_not_fit_is_rejected_in_one_line(capsys, arguments, message):
         (["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], []),
         (
             ["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")],
-            ["engine.precision=bf16"],
+            ["engine.precision=fp32"],
         ),
         (["--gpu", "A100"], []),
     ],
-    ids=["8 GPUs in fp32", "8 GPUs in bf16", "1 GPU"],
+    ids=["8 GPUs", "8 GPUs in fp32", "1 GPU"],
 )
 def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware, settings):
     command = ["describe", str(MODELS / "xl_modern_7b.yaml"), *hardware, *settings]
