@@ -32,7 +32,7 @@ from pretrain.demo.texts import standard_library, write_jsonl
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine, Memory
 from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.recovery.loss_spikes import Spike, SpikeDetector
+from pretrain.recovery.spike_detector import Spike, SpikeDetector
 from pretrain.run import build_engine
 
 STEPS = 300

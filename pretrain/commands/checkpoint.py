@@ -10,6 +10,7 @@ from data_pipeline.files import read_json
 from data_pipeline.program import Program
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.recovery.spike_detector import suspected_since
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import text_table
 
@@ -103,10 +104,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
         steps = files.steps_on_disk(root)
         valid = marker.steps_that_count(root)
         kept_best = files.best_steps(root, valid, best)
-        pruned = files.steps_to_prune(steps, valid, last, every, kept_best)
+        latest = max(valid, default=0)  # from which the run would resume
+        suspected = suspected_since(run_dir.config, run_dir.read_metrics(), latest)
+        pruned = files.steps_to_prune(steps, valid, last, every, kept_best, suspected)
         _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:
-            pruned = files.prune(root, valid, last, every, best)
+            pruned = files.prune(root, valid, last, every, best, suspected)
     verb = "would delete" if arguments.dry_run else "deleted"
     print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
     return 0

@@ -35,7 +35,7 @@ from pretrain.costs.flops import (
 )
 from pretrain.costs.run_time import RunTime, run_time
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.text import counted, si
+from pretrain.terminal.text import counted, si, step_time
 
 NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
 
@@ -190,7 +190,7 @@ def _time_lines(
     first = f"({config.tokens_per_step:,} tokens)"
     a_day = f"{si(86400 * tokens_per_second)} tokens a day"
     lines = [_row(f"at an MFU of {mfu:.0%}", f"{tokens_per_second:,.0f} tokens/s", a_day)]
-    lines.append(_row("  step", f"{time.of_step[0]:.3f} s", first))
+    lines.append(_row("  step", step_time(time.of_step[0]), first))
     if computed > flops:
         words = "of these FLOPs, in the time"
         lines.append(_row("  recomputed", f"{computed / flops - 1:.1%}", words))
@@ -198,7 +198,7 @@ def _time_lines(
         for number, ((phase, count), seconds) in enumerate(zip(spans, time.of_step, strict=True)):
             words = f"({phase.data.lanes} lanes x {phase.data.segment_length} = "
             words += f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
-            lines.append(_row(f"  phase {number}", f"{seconds:.3f} s", words))
+            lines.append(_row(f"  phase {number}", step_time(seconds), words))
     if words := advice_on_phases(config):
         lines.append(f"  {words}")
     words = f"({config.optim.steps:,} steps, {si(tokens)} tokens, {_flop(flops)})"

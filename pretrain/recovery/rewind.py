@@ -20,7 +20,7 @@ from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
-from pretrain.recovery.loss_spikes import Spike
+from pretrain.recovery.spike_detector import Spike
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import GaveUp, Rewind, WindowDropped

@@ -32,6 +32,13 @@ def si(value: float) -> str:
     return f"{number:.3g} {prefix}"
 
 
+def step_time(seconds: float) -> str:
+    """The time of a step to three digits or more: 12.345 s, 4.56 ms, 7.89 us."""
+    if seconds >= 0.1:
+        return f"{seconds:,.3f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
+
+
 def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Rows, heads first, in aligned columns: those of index `left` flush left, all others flush
     right.

@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_text
+from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
+from pretrain.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecoveryConfig,
+    RunConfig,
+)
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.metrics import train_line
 from tests.unit.pretrain.test_checkpoint_marker import flip_a_bit
 
 
@@ -56,6 +68,19 @@ def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys)
     assert "1 steps: 20" in capsys.readouterr().out
     assert main(["checkpoint", "prune", str(run_dir.path), "--keep-every", "20"]) == 0
     assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
+
+
+@pytest.mark.parametrize(("losses_since", "kept"), [(15, [10, 40]), (5, [40]), (41, [40])])
+def test_prune_keeps_the_checkpoint_from_before_what_may_become_a_spike(
+    run_dir, capsys, losses_since, kept
+):
+    """As a save of the run would: with `keep_last=1` a rewind would have nothing to go back to."""
+    recovery = RecoveryConfig(window=10, spike_steps=100)
+    write_text(run_dir.config_file, dump_yaml(to_tree(replace(run_dir.config, recovery=recovery))))
+    lines = [train_line(step, 9.0 if step >= losses_since else 1.0) for step in range(1, 45)]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-last=1"]) == 0
+    assert files.steps_on_disk(run_dir.checkpoints) == kept
 
 
 def test_prune_never_deletes_the_last_valid_checkpoint(run_dir, capsys):

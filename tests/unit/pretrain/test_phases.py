@@ -21,8 +21,8 @@ from pretrain.config.phases import (
     tokens_of_steps,
 )
 from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
-from pretrain.recovery.loss_spikes import Spike
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
+from pretrain.recovery.spike_detector import Spike
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_recovery import SETTINGS

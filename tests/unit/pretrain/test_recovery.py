@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunConfig
 from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
-from pretrain.recovery.loss_spikes import Spike, SpikeDetector
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of
+from pretrain.recovery.spike_detector import Spike, SpikeDetector
 from pretrain.rundir.ledger import skipped_windows
 from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started, WindowDropped
 

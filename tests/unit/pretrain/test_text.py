@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pretrain.terminal.text import markdown_table, number, text_table
+from pretrain.terminal.text import markdown_table, number, step_time, text_table
 
 ROWS = [["case", "loss", "verdict"], ["short", "12.5", "ok"], ["a longer one", "3", "-"]]
 
@@ -26,3 +26,10 @@ def test_a_markdown_table_is_aligned_as_text_too():
         "| short        | 12.5 | ok      |",
         "| a longer one | 3    | -       |",
     ]
+
+
+def test_the_time_of_a_tiny_step_is_not_zero_seconds():
+    times = (1234.5678, 0.1, 0.0999, 0.00456, 1.234e-4, 7.89e-6, 3e-9)
+    assert [step_time(seconds) for seconds in times] == [
+        "1,234.568 s", "0.100 s", "99.9 ms", "4.56 ms", "0.123 ms", "7.89 us", "0.003 us",
+    ]  # fmt: skip
