@@ -44,6 +44,10 @@ class CheckpointError(UserError):
     """A checkpoint is incomplete, corrupted, or belongs to another run."""
 
 
+class UnreadableError(CheckpointError):
+    """Storage failed while a checkpoint was read, which may be whole."""
+
+
 class TrainingError(UserError):
     """A run does not learn and cannot recover automatically."""
 

@@ -29,15 +29,20 @@ logger = logging.getLogger(__name__)
 
 
 class StorageError(UserError):
-    """The run directory could not be written for longer than the run's patience."""
+    """Storage failed for longer than the run's patience, or until the run was asked to stop."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to outlast storage; `while_waiting` is called about once a second in a pause."""
+    """How long to outlast storage.
+
+    In a pause `while_waiting` is called about once a second. `stop_requests` counts the requests to
+    stop so far; one that comes while the run waits ends the wait.
+    """
 
     seconds: float = 0.0
     while_waiting: Callable[[], None] = lambda: None
+    stop_requests: Callable[[], int] = lambda: 0
 
 
 class Outage:
@@ -48,6 +53,8 @@ class Outage:
         self._since: float | None = None
         self._pause = self._next_try = 0.0
         self._problem = self._remedy = ""
+        self._stop_requests: int | None = None  # when the run began to wait, if it does
+        self._told = False  # that it waits
 
     @property
     def is_due(self) -> bool:
@@ -65,27 +72,41 @@ class Outage:
         """Note a failure; the first one is logged with what happens `meanwhile`."""
         now = time.monotonic()
         self._problem, self._remedy = problem, remedy
+        waits = self._stop_requests is not None
+        is_news = self._since is None or (waits and not self._told)
         if self._since is None:
             self._since, self._pause = now, FIRST_PAUSE
-            if not self.is_over_patience:
-                limit = duration(self._patience.seconds)
-                logger.warning("%s; %s, and tries again for up to %s", problem, meanwhile, limit)
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if is_news and not self.is_over_patience:
+            limit = duration(self._since + self._patience.seconds - now)
+            what = "the run waits" if waits else meanwhile
+            logger.warning("%s; %s, and tries again for up to %s", problem, what, limit)
+            self._told = waits
         # not beyond the patience: the last try comes at its end
         self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
+
+    def run_waits(self) -> None:
+        """Note that the run does nothing else from now on, so that a request to stop ends it."""
+        self._stop_requests = self._patience.stop_requests()
 
     def ended(self) -> None:
         """Note a success."""
         if self._since is not None:
             away = duration(time.monotonic() - self._since)
-            logger.warning("written again after %s: %s", away, self._problem)
-        self._since = None
+            logger.warning("works again after %s: %s", away, self._problem)
+        self._since, self._told = None, False
 
     def pause(self) -> None:
-        """Wait until the next try."""
+        """Wait until the next try; StorageError if the run is asked to stop while it waits."""
         while (left := self._next_try - time.monotonic()) > 0:
             self._patience.while_waiting()
+            before = self._stop_requests
+            if before is not None and self._patience.stop_requests() > before:
+                raise StorageError(
+                    f"{self._problem}; stopped, as asked, while the run waited for it; what came "
+                    "after the latest checkpoint is not saved, rerun the command to resume from it"
+                )
             time.sleep(min(left, 1.0))
 
     def error(self) -> StorageError:
@@ -103,6 +124,7 @@ def outlast(patience: Patience, write: Callable[[], T]) -> T:
     StorageError once patience is over; without any patience, the OSError itself.
     """
     outage = Outage(patience)
+    outage.run_waits()
     while True:
         try:
             result = write()

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from data_pipeline.errors import CheckpointError, UnreadableError
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetch import Prefetcher
@@ -28,7 +29,7 @@ from data_pipeline.patience import Patience, outlast
 from data_pipeline.setting_fields import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
@@ -49,6 +50,7 @@ from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import inherited_windows, rewind, segments_consumed, skip_windows
+from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.recovery.suspects import name_suspects
@@ -98,10 +100,14 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     heartbeat = Heartbeat(
         RunDir(directory).heartbeats, world.rank, config.engine.watchdog_timeout_seconds
     )
-    patience = Patience(config.checkpoint.storage_patience_seconds, heartbeat.repeat)
-    run_dir = RunDir(directory, patience)
     token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:
+        stop = StopRequest()  # before anything waits for storage
+        stack.callback(stop.restore_handlers)
+        patience = Patience(
+            config.checkpoint.storage_patience_seconds, heartbeat.repeat, lambda: stop.count
+        )
+        run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
                 if not run_dir.exists():
@@ -110,30 +116,42 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                 RunDir.create_or_resume(directory, config)
                 data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
-        if world.is_main and token is None:
-            outlast(patience, fence.claim)
-        stop = StopRequest()
-        stack.callback(stop.restore_handlers)
+        with raise_on_all_ranks():
+            if world.is_main and token is None:
+                outlast(patience, fence.claim)
         stack.enter_context(heartbeat)
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 
 
-def _start(process: RankProcess, attempt: str) -> int | None:
+def _start(process: RankProcess, attempt: str, before: int | None = None) -> int | None:
     """Train from the latest checkpoint; the exit status, or None to restart in this process.
 
-    `attempt` is a token that all ranks share for this start and no other start has.
+    `attempt` is a token that all ranks share for this start and no other start has. With `before`
+    the checkpoints of that step and later ones cannot be read any more.
     """
     run_dir, world = process.run_dir, process.world
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
-    found = find_resume_point(run_dir.checkpoints, world, run_dir.identity.id)
+    found = find_resume_point(
+        run_dir.checkpoints, world, run_dir.identity.id, before, run_dir.patience
+    )
+    if before is not None and found is None:
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: no checkpoint from before step {before} is left; bring back "
+            "that of this step and rerun the command"
+        )
     config = with_fitting_micro_batch(
         run_at(process.config, found.step if found else 0), world.world_size, shortages
     )
+    spike: Spike | None = None
     try:
         ending = _train_from(found, process, config, attempt)
-    except SpikeFound as found:
-        spike = found.spike
+    except UnreadableError as error:
+        if found is None:
+            raise
+        refuse(found.directory, str(error), "the one before", world)
+    except SpikeFound as raised:
+        spike = raised.spike
     except torch.OutOfMemoryError as error:
         record_out_of_memory(config, run_dir, world, str(error))
         # Other ranks now wait for this one inside a collective, so that only the launcher can
@@ -143,6 +161,10 @@ def _start(process: RankProcess, attempt: str) -> int | None:
         if ending is Ending.PHASE_FINISHED:
             return None
         return 0 if ending is Ending.FINISHED else EXIT_STOPPED
+    if spike is None and found is not None:  # a restart without what cannot be read
+        gc.collect()
+        return _start(process, attempt, found.step)
+    assert spike is not None
     rewind(process.config, run_dir, world, spike)
     return None
 

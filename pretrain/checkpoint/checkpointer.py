@@ -27,11 +27,22 @@ from pretrain.checkpoint.background_save import (
     SaveProblem,
     files_of_rank,
 )
-from pretrain.checkpoint.elastic_reader import load_engine, load_memory, restore_random_state
+from pretrain.checkpoint.elastic_reader import (
+    load_fragments,
+    load_memory,
+    restore_counters,
+    restore_random_state,
+)
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.world import World, broadcast_value, gather_values, sum_over_ranks
+from pretrain.distributed.world import (
+    World,
+    broadcast_value,
+    gather_values,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
 from pretrain.engines.engine import Engine, Memory
 from pretrain.state import TrainState
 
@@ -116,8 +127,10 @@ class Checkpointer:
 
     def until_published(self, save: Callable[[], bool]) -> None:
         """Return when what `save` saves is published, however often it takes."""
+        self._outage.run_waits()
         while not (save() and self.finish()):
-            self._outage.pause()
+            with raise_on_all_ranks():  # one rank that is asked to stop ends the wait of all
+                self._outage.pause()
 
     def wait_for_copy(self) -> None:
         """Return when engine and memories may change: what is being saved has been copied."""
@@ -168,10 +181,16 @@ class Checkpointer:
             raise _could_not_save(step, problem)
 
     def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
-        """Load a verified checkpoint into the engine; returns the rest of its state."""
+        """Load a verified checkpoint into the engine; returns the rest of its state.
+
+        UnreadableError on every rank if one can no longer read it.
+        """
         self.finish()
-        load_engine(engine, found)
-        return self._restore_state(engine, found)
+        with raise_on_all_ranks(), marker.reading(found.directory):
+            load_fragments(engine, found)
+            state = self._restore_state(engine, found)
+        restore_counters(engine, found)
+        return state
 
     def _problem_ahead(
         self, rank_files: list[RankFile], obstacle: Callable[[], str]

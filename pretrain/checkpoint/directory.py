@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from data_pipeline.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def steps_on_disk(root: Path) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+        kind = UnreadableError if error.errno in STORAGE_FAILS else CheckpointError
+        raise kind(f"{root}: cannot be listed: {error.strerror}") from error
     matches = map(STEP_NAME.fullmatch, names)
     return sorted(int(match.group(1)) for match in matches if match)
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data_pipeline.checked_fields import shown
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import CheckpointError, UnreadableError
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.engines.ema import EMA
@@ -32,12 +32,17 @@ from pretrain.engines.engine import Engine, Memory
 KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")  # PARAMETER|START|KIND
 
 
-def load_engine(engine: Engine, found: Checkpoint) -> None:
-    """Fill the engine's fragments, its counters and its loss scale from the checkpoint."""
+def load_fragments(engine: Engine, found: Checkpoint) -> None:
+    """Fill the engine's fragments from the checkpoint."""
     with FragmentReader(found) as reader:
         for fragment in engine.fragments():
             for kind, view in fragment.values.items():
                 reader.copy_into(view, fragment.name, fragment.start, kind)
+
+
+def restore_counters(engine: Engine, found: Checkpoint) -> None:
+    """Set the engine's counters and its loss scale to those of the checkpoint, once all fragments
+    are filled on all ranks."""
     engine.after_load(found.index["optimizer_steps"])
     loss_scale = found.index["loss_scale"]  # None if the run was in another precision
     if engine.loss_scaler is not None and loss_scale is not None:
@@ -116,11 +121,17 @@ class FragmentReader:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads."""
+    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads.
+
+    UnreadableError if it cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
-    except (SafetensorError, OSError, RuntimeError, TypeError) as error:
+    except OSError as error:
+        reason = error.strerror or str(error).partition(": ")[0]
+        raise UnreadableError(f"{path}: cannot be read any more: {reason}") from None
+    except (SafetensorError, RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
 

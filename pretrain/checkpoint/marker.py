@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.checked_fields import shown
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
 from pretrain.checkpoint.directory import (
     INDEX,
@@ -153,7 +153,7 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
         root,
         steps_on_disk(root),
         verify=lambda directory: verify(directory, run_id),
-        refused=lambda directory, reason: say(refusal(reason)),
+        refused=lambda directory, reason, found: say(refusal(reason, step_of(found))),
     )
 
 
@@ -161,29 +161,52 @@ def first_valid(
     root: Path,
     steps: Sequence[int],
     verify: Callable[[Path], Checkpoint],
-    refused: Callable[[Path, str], None],
+    refused: Callable[[Path, str, Checkpoint | None], None],
 ) -> Checkpoint | None:
     """Return the last of the steps' checkpoints that `verify` accepts; None without steps.
 
-    `refused` gets those that it does not. CheckpointError if there are steps and none is accepted.
+    `refused` gets those that it does not, and the one that is used instead. CheckpointError if
+    there are steps and none is accepted: UnreadableError if storage failed for one of them.
     """
+    refusals: list[tuple[Path, CheckpointError]] = []
+    found = None
     for step in reversed(steps):
         directory = step_directory(root, step)
         try:
-            return verify(directory)
+            found = verify(directory)
+            break
         except CheckpointError as error:
-            refused(directory, str(error))
-    if steps:
-        raise CheckpointError(
+            refusals.append((directory, error))
+    for directory, error in refusals:
+        refused(directory, str(error), found)
+    if steps and found is None:
+        may_pass = any(isinstance(error, UnreadableError) for _, error in refusals)
+        raise (UnreadableError if may_pass else CheckpointError)(
             f"{root}: none of its {len(steps)} checkpoints is valid; repair or remove them, or use "
             "a new run directory"
         )
-    return None
+    return found
 
 
-def refusal(reason: str) -> str:
-    """The line about a checkpoint that is skipped."""
-    return f"checkpoint rejected: {reason}"
+def refusal(reason: str, used: str = "") -> str:
+    """The line about a checkpoint that is skipped, and what is `used` instead."""
+    return f"checkpoint rejected: {reason}" + (f"; using {used}" if used else "")
+
+
+def step_of(found: Checkpoint | None) -> str:
+    """`step 100`, or '' for none."""
+    return f"step {found.step}" if found else ""
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Turn errors in reading files of a checkpoint that was good into UnreadableError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UnreadableError(f"{directory}: cannot be read any more: {error}") from error
 
 
 def remember(directory: Path, refused: str) -> None:
@@ -261,7 +284,8 @@ def _refusing(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        kind = UnreadableError if error.errno in STORAGE_FAILS else CheckpointError
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _sha256(content: bytes) -> str:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.errors import CheckpointError, UnreadableError
+from data_pipeline.patience import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
@@ -14,15 +18,53 @@ logger = logging.getLogger(__name__)
 
 
 def find_resume_point(
-    root: Path, world: World, run_id: str, before: int | None = None
+    root: Path,
+    world: World,
+    run_id: str,
+    before: int | None = None,
+    patience: Patience | None = None,
 ) -> marker.Checkpoint | None:
     """Return the latest valid checkpoint (of a step below `before`); None if the run has none yet.
 
     Each rank hashes its share of the files. A checkpoint is refused on all ranks if one of them
     refuses it; it is named, and remembered (`marker.remember`). CheckpointError if there are
-    checkpoints and none is valid.
+    checkpoints and none is valid; where storage fails, only after the `patience`.
     """
+    outage = Outage(patience or Patience())
+    outage.run_waits()
+    while True:
+        refusals: list[Refusal] = []
+        try:
+            found = _find(root, world, run_id, before, refusals)
+        except UnreadableError as error:
+            problem = refusals[0].reason if refusals else str(error)
+            outage.failed(problem, "the run waits", remedy="check the disk or file server")
+            if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
+                _report(refusals, world)
+                raise
+            with raise_on_all_ranks():
+                outage.pause()
+        except CheckpointError:
+            _report(refusals, world)
+            raise
+        else:
+            outage.ended()
+            _report(refusals, world)
+            return found
 
+
+@dataclass(frozen=True)
+class Refusal:
+    """A checkpoint that is not used, and the step that is."""
+
+    directory: Path
+    reason: str
+    using: str
+
+
+def _find(
+    root: Path, world: World, run_id: str, before: int | None, refusals: list[Refusal]
+) -> marker.Checkpoint | None:
     def verify(directory: Path) -> marker.Checkpoint:
         start = time.monotonic()
         found = None
@@ -34,18 +76,38 @@ def find_resume_point(
             logger.info("resuming from %s, %s", directory, _cost(found, start, world))
         return found
 
-    def refused(directory: Path, reason: str) -> None:
-        if world.is_main:
-            logger.warning(marker.refusal(reason))
-            marker.remember(directory, reason)
+    def refused(directory: Path, reason: str, found: marker.Checkpoint | None) -> None:
+        refusals.append(Refusal(directory, reason, marker.step_of(found)))
 
     steps: list[int] = []
     with raise_on_all_ranks():
         if world.is_main:
+            _require_directory(root)
             files.remove_partial(root)
             steps = files.steps_on_disk(root)
     steps = [step for step in broadcast_value(steps, list[int]) if before is None or step < before]
     return marker.first_valid(root, steps, verify, refused)
+
+
+def _require_directory(root: Path) -> None:
+    """Raise UnreadableError if a run has lost its directory of checkpoints, as with a mount."""
+    if not root.is_dir() and root.with_name("run.json").exists():
+        raise UnreadableError(
+            f"{root}: missing, although every run has it; bring it back, or make an empty one to "
+            "start the run from scratch"
+        )
+
+
+def _report(refusals: Sequence[Refusal], world: World) -> None:
+    for each in refusals:
+        refuse(each.directory, each.reason, each.using, world)
+
+
+def refuse(directory: Path, reason: str, using: str, world: World) -> None:
+    """Name a checkpoint that is not used, and what is instead; remember it."""
+    if world.is_main:
+        logger.warning(marker.refusal(reason, using))
+        marker.remember(directory, reason)
 
 
 def _cost(found: marker.Checkpoint, start: float, world: World) -> str:

@@ -18,6 +18,7 @@ from data_pipeline.errors import (
     ConfigError,
     DataError,
     TrainingError,
+    UnreadableError,
     UserError,
 )
 from data_pipeline.typed_json import from_json, to_json
@@ -33,7 +34,10 @@ LARGEST_MESSAGE_BYTES = 1 << 26
 ONLY_OURS = "make sure that all ranks run the same code, and that no other process can reach them"
 _KINDS = {
     kind.__name__: kind
-    for kind in (UserError, ConfigError, DataError, CheckpointError, TrainingError)
+    for kind in (
+        *(UserError, ConfigError, DataError, TrainingError),
+        *(CheckpointError, UnreadableError),
+    )
 }
 
 

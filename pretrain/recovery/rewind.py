@@ -38,7 +38,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     deleted, if there are checkpoints from before the spike and none of them is valid.
     """
     before = find_resume_point(
-        run_dir.checkpoints, world, run_dir.identity.id, before=spike.first_step
+        run_dir.checkpoints, world, run_dir.identity.id, spike.first_step, run_dir.patience
     )
     with raise_on_all_ranks():
         if not world.is_main:

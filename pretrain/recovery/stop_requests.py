@@ -17,7 +17,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._requested = False
+        self._count = 0
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+
+    @property
+    def count(self) -> int:
+        """How many signals this rank was sent."""
+        return self._count
 
     def requested_on_any_rank(self) -> bool:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
@@ -36,3 +42,4 @@ class StopRequest:
         if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._requested = True
+        self._count += 1

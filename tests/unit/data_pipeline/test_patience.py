@@ -45,7 +45,7 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
         caplog.messages
         == [
             "/run: full; training continues, and tries again for up to 10 min",
-            "written again after 7 s: /run: full",
+            "works again after 7 s: /run: full",
         ]
         * 2
     )

@@ -6,13 +6,16 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import CheckpointError, UnreadableError
+from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -87,6 +90,64 @@ def without_root_permissions() -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
+
+
+def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, world, caplog):
+    """No checkpoint can be read: EIO, as while a file server fails over."""
+    away = root.with_name("away")
+    shutil.copytree(root, away)
+    for step in (1, 2):
+        index = root / f"step-{step:08d}" / files.INDEX
+        index.unlink()
+        index.symlink_to("/proc/self/mem")  # EIO
+
+    def come_back() -> None:
+        for step in (1, 2):
+            name = Path(f"step-{step:08d}") / files.INDEX
+            os.replace(away / name, root / name)
+
+    timer = threading.Timer(0.3, come_back)
+    timer.start()
+    found = find_resume_point(root, world, "", patience=Patience(20))
+    timer.join()
+    assert found is not None
+    assert found.step == 2
+    assert marker.steps_that_count(root) == [1, 2]
+    waits, works = [record.getMessage() for record in caplog.records if record.levelno > 20]
+    assert "index.json: cannot be read: Input/output error; the run waits, and tries again" in waits
+    assert "for up to 20 s" in waits
+    assert works.startswith("works again after")
+
+
+def test_a_mount_that_is_away_is_no_run_from_scratch(root, world):
+    (root.parent / "run.json").write_text("{}")
+    os.rename(root, root.with_name("away"))
+    with pytest.raises(UnreadableError, match="checkpoints: missing, although every run has it"):
+        find_resume_point(root, world, "")
+    timer = threading.Timer(0.3, os.rename, (root.with_name("away"), root))
+    timer.start()
+    found = find_resume_point(root, world, "", patience=Patience(20))
+    timer.join()
+    assert found is not None
+
+
+def test_damage_is_not_waited_for(root, world, caplog):
+    for step in (1, 2):
+        flip(1, 0)(root / f"step-{step:08d}" / files.INDEX)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
+        find_resume_point(root, world, "", patience=Patience(60))
+    assert time.monotonic() - started < 1
+    assert caplog.text.count("checkpoint rejected") == 2
+    assert "using" not in caplog.text
+
+
+def test_a_refusal_says_which_step_is_used_instead(root, world, caplog):
+    flip(1, 0)(root / "step-00000002" / files.INDEX)
+    find_resume_point(root, world, "")
+    assert (
+        "step-00000002/index.json: does not match its COMPLETE marker; using step 1" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import CheckpointError, UnreadableError, UserError
 from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -20,6 +22,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Engine
+from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.fence import StaleAttempt
 from pretrain.state import TrainState
@@ -160,6 +163,41 @@ def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
     )
     assert files.steps_on_disk(tmp_path) == [3]
     assert len(waited) >= 2, "the heartbeat goes on meanwhile"
+
+
+def test_a_stop_request_while_the_last_save_waits_for_storage_ends_the_wait(
+    engine, world, tmp_path, caplog
+):
+    stop = StopRequest()
+    patience = Patience(600, stop_requests=lambda: stop.count)
+    saving = checkpointer(tmp_path / "checkpoints", world, patience=patience)
+    (tmp_path / "checkpoints").write_text("not a directory")
+    asked = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    asked.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(UserError, match=r"step 7 not saved: .*stopped, as asked"):
+            saving.until_published(lambda: saving.save(engine, state_of(engine, 7)))
+    finally:
+        asked.join()
+        stop.restore_handlers()
+    assert time.monotonic() - started < 2.3
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "checkpoints") in said
+    assert "the run waits, and tries again for up to 10 min" in said
+
+
+def test_a_checkpoint_that_is_lost_after_it_was_verified_is_refused_by_name(
+    engine, world, tmp_path
+):
+    saving = checkpointer(tmp_path, world)
+    saving.save(engine, state_of(engine, 1))
+    saving.finish()
+    found = marker.verify(files.step_directory(tmp_path, 1))
+    lost = found.directory / files.rank_file("engine", 0)
+    lost.unlink()
+    with pytest.raises(UnreadableError, match=rf"{lost.name}"):
+        saving.restore(engine, found)
 
 
 def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, world, tmp_path):

@@ -257,3 +257,34 @@ def test_a_run_whose_corpus_has_another_tokenizer_is_neither_resumed_nor_evaluat
     (tmp_path / "train").rename(corpora[0] / "train")
     assert main(["generate", str(directory), "--prompt=a"]) == 2
     assert "manifest.json expects" in capsys.readouterr().err
+
+
+class Lose(logging.Handler):
+    """Removes files of the checkpoint of step 5 at the moment after it was verified."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("resuming from") and "00000010" in record.getMessage():
+            for path in Path(record.args[0]).glob("engine-*"):  # type: ignore[index,arg-type]
+                path.unlink()
+
+
+def test_a_checkpoint_lost_between_its_verification_and_its_reading_leaves_the_one_before(
+    run, run_dir, world, caplog
+):
+    harmless = replace(run, recovery=RecoveryConfig(), optim=OptimConfig(steps=10))
+    assert run_training(harmless, run_dir.path, world) == 0
+    losing, log = Lose(), logging.getLogger("pretrain.checkpoint.resume_point")
+    log.addHandler(losing)
+    log.setLevel(logging.INFO)
+    try:
+        longer = replace(harmless, optim=OptimConfig(steps=12))
+        assert run_training(longer, run_dir.path, world) == 0
+    finally:
+        log.removeHandler(losing)
+        log.setLevel(logging.NOTSET)
+    lost = "step-00000010/engine-00000.safetensors: cannot be read any more: No such file"
+    assert lost in caplog.text
+    assert "; using the one before" in caplog.text
+    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
+        *range(1, 13)
+    ]
