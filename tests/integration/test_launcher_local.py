@@ -7,6 +7,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -101,7 +102,9 @@ def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> R
     return run_dir
 
 
-def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undisturbed, tmp_path):
+def test_a_killed_rank_costs_an_attempt_also_on_a_full_disk_and_no_loss_changes(
+    experiment, undisturbed, tmp_path
+):
     run_dir = RunDir(tmp_path / "run")
     process = launch(experiment, run_dir.path)
     assert process.stdout is not None
@@ -112,8 +115,16 @@ def test_a_killed_rank_costs_an_attempt_and_no_loss_changes(experiment, undistur
     assert {address for pid in pids for address in listening_addresses(pid)} == {"127.0.0.1"}
     running = read_state(run_dir.path)
     assert (running.state, running.attempts, running.ranks) == ("running", 1, RANKS)
+    # Files of the supervisor cannot grow: the same as a full disk.
+    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     os.kill(pids[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    said = process.stdout.readline()
+    while "ledger.jsonl: File too large; the run waits" not in said:
+        assert process.poll() is None, said
+        said += process.stdout.readline()
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+    output = said + process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert "rank 1 was killed by SIGKILL" in output
     assert not differing_losses(undisturbed, run_dir)
