@@ -1,7 +1,10 @@
 """Secrets: named by settings as `env:NAME`, never written into them, and hidden wherever text shows
 a URL that has them.
 
-    https://reader:env:STORE_PASSWORD@host/corpus    the password is in the variable STORE_PASSWORD
+    https://reader:env:STORE_PASSWORD@host/corpus    the variable STORE_PASSWORD has `PASSWORD@host`
+
+The variable names the host, too: settings of others, such as those of their runs, could otherwise
+send any secret of the environment to a host of theirs.
 
 Errors and logs go through `redacted`, so that no module has to think of it.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 HIDDEN = "***"
 _REFERENCE = "env:"
@@ -58,7 +62,7 @@ def problem_of(url: str) -> str | None:
     if (user := _USER.match(url)) and not (url.startswith("http") and _is_reference(user[2])):
         return (
             f"found a user or password in {redacted(url)}, which files and logs would show; "
-            "name a variable that has the password: https://USER:env:NAME@HOST/... "
+            "name a variable that has PASSWORD@HOST: https://USER:env:NAME@HOST/... "
             "(object stores: the variables of their SDK)"
         )
     if url.startswith("http") and _QUERY.match(url):
@@ -73,11 +77,15 @@ def problem_of(url: str) -> str | None:
 def user_and_password(url: str, variables: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
     """Return the URL without a user, the user, and the password from the variable it names.
 
-    KeyError, with the variable's name, if that is not set.
+    KeyError, with the variable's name, unless it has a password for the URL's host.
     """
     match = _USER.match(url)
     if not match:
         return url, "", ""
     user, _, password = match[2].partition(":")
     wanted = referenced_variable(password) or ""
-    return url.replace(f"{match[2]}@", "", 1), user, variables[wanted]
+    plain = url.replace(f"{match[2]}@", "", 1)
+    secret, _, host = variables[wanted].rpartition("@")
+    if not secret or host != urlsplit(plain).netloc:
+        raise KeyError(wanted)
+    return plain, user, secret

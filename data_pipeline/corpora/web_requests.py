@@ -29,7 +29,9 @@ def open_url(url: str, timeout: float) -> HTTPResponse:
     try:
         plain, user, password = user_and_password(url)
     except KeyError as error:
-        raise DataError(f"{url} needs the variable {error.args[0]}; export it") from None
+        raise DataError(
+            f"{url} needs the variable {error.args[0]} with PASSWORD@HOST, for this host; export it"
+        ) from None
     request = urllib.request.Request(plain)
     if user:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()

@@ -82,13 +82,26 @@ def corpus(tmp_path_factory):
 
 
 def test_a_password_is_not_sent_to_where_its_server_redirects(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("STORE_PASSWORD", "secret")
     with FileServer(corpus) as other, FileServer(corpus) as server:
+        host = server.url.removeprefix("http://")
+        monkeypatch.setenv("STORE_PASSWORD", f"secret@{host}")
         server.redirect = other.url
         url = server.url.replace("//", "//me:env:STORE_PASSWORD@")
         assert fetch_manifest(store_at(url, QUICK), tmp_path).documents
     assert server.seen == ["Basic bWU6c2VjcmV0"]
     assert other.seen == [""]
+
+
+@pytest.mark.parametrize("value", ["secret", "secret@elsewhere", "@{host}", ""])
+def test_a_variable_is_sent_only_to_the_host_that_it_names(corpus, tmp_path, monkeypatch, value):
+    """Settings of others, such as those of their runs, choose the host and the variable."""
+    with FileServer(corpus) as server:
+        host = server.url.removeprefix("http://")
+        monkeypatch.setenv("SOME_KEY", value.format(host=host))
+        with pytest.raises(DataError, match="SOME_KEY with PASSWORD@HOST, for this host") as error:
+            fetch_manifest(store_at(f"http://me:env:SOME_KEY@{host}", QUICK), tmp_path)
+    assert "secret" not in str(error.value)
+    assert server.seen == []
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd?", "ftp://127.0.0.1", "http:///x"])
