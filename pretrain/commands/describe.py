@@ -14,7 +14,7 @@ from pretrain.config.choices import precision_traits
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.attention_kernel import plain_attention_reason
+from pretrain.costs.attention_kernel import plain_attention_reason, unordered_reason
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -100,8 +100,12 @@ def describe(
 
 
 def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
-    reason = plain_attention_reason(config) if hardware.on_gpu else ""
-    return [f"attention in plain operations, without the fused kernel: {reason}"] if reason else []
+    if not hardware.on_gpu:
+        return []
+    if plain := plain_attention_reason(config):
+        return [f"attention in plain operations, without the fused kernel: {plain}"]
+    unordered = unordered_reason(config)
+    return [f"a resume is not bitwise: {unordered}"] if unordered else []
 
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:

@@ -23,7 +23,7 @@ EngineKind = Literal["deepspeed", "torch"]
 Precision = Literal["fp32", "bf16", "fp16"]
 PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
-AttentionKernel = Literal["auto", "plain"]
+AttentionKernel = Literal["auto", "atomic", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +200,22 @@ def recomputation_traits(kind: ActivationCheckpointing) -> RecomputationTraits:
             assert_never(kind)
 
 
-def allows_fused(kernel: AttentionKernel) -> bool:
-    """Whether attention may leave the textbook form, for tiles or the fused kernel."""
+@dataclass(frozen=True, kw_only=True)
+class KernelTraits:
+    """How attention may be computed."""
+
+    is_fused: bool = True  # may leave the textbook form, for tiles or the fused kernel
+    is_bitwise: bool = True  # the same inputs on the same device give the same bits
+
+
+def kernel_traits(kernel: AttentionKernel) -> KernelTraits:
+    """Return what a kind of attention kernel may do."""
     match kernel:
         case "auto":
-            return True
+            return KernelTraits()
+        case "atomic":
+            return KernelTraits(is_bitwise=False)
         case "plain":
-            return False
+            return KernelTraits(is_fused=False)
         case _:
             assert_never(kernel)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import (
-    allows_fused,
     feed_forward_traits,
+    kernel_traits,
     norm_traits,
     norms_inputs,
     position_traits,
@@ -265,7 +265,7 @@ class LayerActivations:
     @property
     def _is_plain(self) -> bool:
         on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
-        return on_gpu or not allows_fused(self.run.engine.attention_kernel)
+        return on_gpu or not kernel_traits(self.run.engine.attention_kernel).is_fused
 
 
 def _memory_length(run: RunConfig) -> int:

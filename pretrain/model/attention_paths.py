@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.config.choices import AttentionKernel, allows_fused
+from pretrain.config.choices import AttentionKernel, kernel_traits
 from pretrain.kernels.cpu.attention import relative_attention
 from pretrain.kernels.cpu.relative_shift import relative_shift
 from pretrain.kernels.triton.settings import interprets_kernels, unsupported_reason
@@ -88,13 +88,14 @@ def path_for(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
 ) -> AttentionPath:
     """Return the fastest path for such tensors, or plain operations if they are requested."""
-    if not allows_fused(kernel):
+    traits = kernel_traits(kernel)
+    if not traits.is_fused:
         return plain_attention
     if device.type == "cpu" and not interprets_kernels():
         return tiled_attention
     reason = unsupported_reason(device, dtype, head_width)
     if reason is None:
-        return fused_attention
+        return functools.partial(fused_attention, is_bitwise=traits.is_bitwise)
     _warn_once(
         "ATTENTION IN PLAIN OPERATIONS, slower and with every score in memory: "
         f"{reason}; change it, or set engine.attention_kernel=plain"
@@ -108,6 +109,7 @@ def fused_attention(
     terms: DistanceTerms,
     visibility: Visibility,
     dropout: WeightDropout,
+    is_bitwise: bool = True,
 ) -> Tensor:
     """Attend with the Triton kernels, which draw their own dropout masks."""
     from pretrain.kernels.triton.attention import fused_relative_attention
@@ -129,6 +131,7 @@ def fused_attention(
         documents_BC=visibility.documents_BC,
         dropout=rate,
         dropout_keys_B=lane_keys_B,
+        deterministic=is_bitwise,
     )
 
 

@@ -15,6 +15,7 @@ from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.processes.determinism import set_determinism
 from tests.helpers.corpora import make_tiny_corpus
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +89,39 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
     finally:
         torch.cuda.set_sync_debug_mode("default")
         destroy_process_group()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_twice_gives_the_same_bits(tmp_path: Path, dropout: float) -> None:
+    corpus = Corpus.open(make_tiny_corpus(tmp_path) / "train")
+    model = ModelConfig(
+        vocab_size=corpus.manifest.vocab_size,
+        num_layers=2,
+        d_model=256,
+        num_heads=4,
+        memory_length=96,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    run = RunConfig(
+        model=model,
+        data=DataConfig(lanes=4, segment_length=96),
+        engine=EngineConfig(kind="torch", precision="bf16"),
+    )
+    world = init_world()
+    set_determinism(run, world.device)
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        engine = TorchEngine(run, TransformerXL(model), world, accumulation_steps=1)
+        stream, memory = LaneStream(corpus, 4, 1, 96, range(4)), None
+        for step in range(1, 21):
+            _, memory = engine.forward_backward(next(stream), memory, step)
+            engine.step(1e-3)
+        return [weight.detach().cpu() for weight in engine.module.parameters()]
+
+    try:
+        first, second = trained(), trained()
+    finally:
+        destroy_process_group()
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))

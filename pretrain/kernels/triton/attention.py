@@ -29,7 +29,7 @@ def fused_relative_attention(
     dropout: float = 0.0,
     key_bias_BNC: Tensor | None = None,
     distance_bias_CN: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool = True,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Return the softmax of the scores, times the values: [B, L, N, H].
@@ -40,9 +40,9 @@ def fused_relative_attention(
 
     Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
     other documents, whose ids `documents_BC` never fall along C. `dropout` drops weights by a pure
-    function of (the lane's `dropout_keys_B`, head, query, key). The gradient of the positions is
-    summed by atomic additions, in no fixed order, unless `deterministic`, which runs one more
-    kernel.
+    function of (the lane's `dropout_keys_B`, head, query, key). Unless `deterministic`,
+    which runs one more kernel, the gradient of the positions is summed by atomic additions, in no
+    fixed order.
 
     Query, key, value and position have one dtype. Call `unsupported_reason` first.
     """

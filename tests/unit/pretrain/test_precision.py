@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils import deterministic
 
 from pretrain.config.choices import Precision, precision_traits
 from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
-from pretrain.costs.attention_kernel import LARGEST_FUSED_HEAD, plain_attention_reason
+from pretrain.costs.attention_kernel import (
+    LARGEST_FUSED_HEAD,
+    plain_attention_reason,
+    unordered_reason,
+)
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import DTYPES, LARGEST_HEAD, unsupported_reason
+from pretrain.model.attention_paths import path_for
+from pretrain.processes.determinism import set_determinism
 from pretrain.processes.precision import set_tf32, with_precision_of_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.choices import choices_of
@@ -63,6 +71,40 @@ def test_products_of_fp32_use_tf32_only_by_the_setting_and_only_on_a_gpu(tf32):
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "device", "is_bitwise"),
+    [
+        ("auto", GPU, True),
+        ("plain", GPU, True),
+        ("atomic", GPU, False),
+        ("auto", torch.device("cpu"), False),
+    ],
+)
+def test_a_gpu_repeats_its_bits_unless_atomic_sums_are_asked_for(
+    monkeypatch, caplog, kernel, device, is_bitwise
+):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fills = deterministic.fill_uninitialized_memory
+    try:
+        set_determinism(run_in("bf16", attention_kernel=kernel), device)
+        assert torch.are_deterministic_algorithms_enabled() == is_bitwise
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == is_bitwise
+        assert ("not bitwise" in caplog.text) == (kernel == "atomic")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.parametrize(("kernel", "is_bitwise"), [("auto", True), ("atomic", False)])
+def test_the_fused_kernel_sums_in_a_fixed_order_unless_told_otherwise(
+    monkeypatch, kernel, is_bitwise
+):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # else no kernel fits this machine
+    path = path_for(kernel, torch.device("cpu"), torch.float32, 64)
+    assert path.keywords == {"is_bitwise": is_bitwise}  # type: ignore[attr-defined]
+
+
 def test_settings_and_kernels_agree_on_which_attention_a_gpu_runs():
     assert LARGEST_FUSED_HEAD == LARGEST_HEAD
     wide = ModelConfig(d_head=LARGEST_HEAD + 1)
@@ -77,3 +119,8 @@ def test_settings_and_kernels_agree_on_which_attention_a_gpu_runs():
             assert unsupported_reason(GPU, dtype_of(precision), 64)
         assert "heads are 129 wide" in plain_attention_reason(replace(run, model=wide))
     assert plain_attention_reason(run_in("bf16", attention_kernel="plain"))
+    assert "atomic sums in no fixed order" in unordered_reason(
+        run_in("bf16", attention_kernel="atomic")
+    )
+    for bitwise in (run_in("bf16"), run_in("fp32", attention_kernel="atomic")):
+        assert unordered_reason(bitwise) == ""
