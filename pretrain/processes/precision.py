@@ -30,11 +30,11 @@ def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> R
     recorded = broadcast_value(recorded, str)
     kept = resolved_precision(recorded, best)
     resolved = with_precision(config, kept)
-    if world.is_main and resolved != config:
+    if world.is_main and resolved != config and kept is not best:
         logger.info(
-            "engine.precision=auto: %s%s",
+            "engine.precision=auto: %s, as the run has it, although %s suits this device",
             kept,
-            "" if kept is best else f", as the run has it, although {best} suits this device",
+            best,
         )
     return resolved
 
