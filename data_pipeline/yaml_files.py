@@ -26,6 +26,7 @@ MOST_FILES = 64  # that one file extends, directly or not
 MOST_NODES = 100_000  # values, with each alias counted as what it stands for
 DEEPEST_NODE = 100
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
+_OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
 TOO_DEEP = "it is nested too deeply"
 LONGEST_INTEGER = 100  # characters
 _INTEGER_TAG = "tag:yaml.org,2002:int"
@@ -166,6 +167,11 @@ def _check_growth(root: Any) -> None:
             raise ValueError("an alias stands for something that contains it")
         if id(node) not in sizes:
             sizes[id(node)] = 0
+            if node.tag in _OTHER_TAGS:
+                raise ValueError(
+                    f"found a YAML {node.tag.rpartition(':')[2]}, expected text, a number, a list "
+                    "or a section; write text in quotes"
+                )
             if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
                 raise ValueError(f"found {node.value[:60]!a}, expected text")
             items = () if isinstance(node, yaml.ScalarNode) else node.value

@@ -176,7 +176,7 @@ def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str
         return f"stopped at step {step} of {steps}: mid-schedule"
     if not evaluations:
         return "finished without a last evaluation"
-    return "" if _is_finite(loss) else f"diverged: its last evaluation's loss is {loss}"
+    return "" if _is_finite(loss) else "diverged: its last evaluation's loss is NaN or infinite"
 
 
 def _final_loss(loss: Any) -> float:

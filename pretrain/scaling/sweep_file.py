@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
+MOST_CELLS = 100_000
+LARGEST_FACT = 1e300  # an integer may be larger than any float
 _SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # characters that a directory's name should not have
 
 
@@ -116,11 +119,15 @@ def _expanded(tree: Tree, path: Path) -> Tree:
             "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
         )
     for key, values in grid.items():
-        if not isinstance(values, list) or not values:
+        if not isinstance(key, str) or not isinstance(values, list) or not values:
             raise ConfigError(
                 f"{path}: grid.{key} is {abbreviated(values)}; "
-                "expected a list of values, such as [1, 2]"
+                "expected a list of values, such as [1, 2], under the name of a setting"
             )
+    if (count := math.prod(map(len, grid.values()))) > MOST_CELLS:
+        raise ConfigError(
+            f"{path}: the grid has {count:,} combinations, expected at most {MOST_CELLS:,}"
+        )
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]
@@ -138,7 +145,9 @@ def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
         "experiment": experiment,
         "overrides": [f"name={name}", *(f"{key}={text}" for key, text in texts.items())],
         "facts": {
-            key: float(value) for key, value in settings.items() if type(value) in (int, float)
+            key: float(value)
+            for key, value in settings.items()
+            if type(value) in (int, float) and abs(value) < LARGEST_FACT
         },
     }
 

@@ -229,6 +229,13 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("experiment: tiny.yaml\ngrid: {}", "grid is {}"),
         ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "found both cells and grid"),
         ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
+        ("grid: {seed: [1, !!set {x}]}\nexperiment: e.yaml", "found a YAML set"),
+        ("grid: {1: [2]}\nexperiment: e.yaml", "under the name of a setting"),
+        (
+            "experiment: e.yaml\ngrid:\n"
+            + "".join(f"  a{n}: [{', '.join('0123456789')}]\n" for n in range(10)),
+            "the grid has 10,000,000,000 combinations",
+        ),
     ],
 )
 def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):

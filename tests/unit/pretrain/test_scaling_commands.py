@@ -163,7 +163,7 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     }
     assert "not started" in reasons[cells[0].name]
     assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
-    assert reasons[cells[2].name] == "diverged: its last evaluation's loss is nan"
+    assert reasons[cells[2].name] == "diverged: its last evaluation's loss is NaN or infinite"
     assert reasons[cells[3].name] == "finished without a last evaluation"
     said = capsys.readouterr().out
     assert "15 of 19 cells have a final loss" in said
