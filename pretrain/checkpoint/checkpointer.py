@@ -35,7 +35,7 @@ from pretrain.checkpoint.elastic_reader import (
 )
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import (
     World,
     broadcast_value,
@@ -44,6 +44,7 @@ from pretrain.distributed.world import (
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine, Memory
+from pretrain.model.memory import empty_memory
 from pretrain.state import TrainState
 
 # Space for a rank's JSON with its cursors, which is in its own file and in the index.
@@ -285,6 +286,11 @@ class Checkpointer:
         memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
         if memory is None:
             return [None] * num_slots
+        if not _is_memory_of(memory, self._run.model, len(lanes)):
+            raise CheckpointError(
+                f"{found.directory}: found memories of other shapes than the model's; "
+                "remove this checkpoint"
+            )
         # The precision can differ from the one that was saved.
         dtype = next(engine.module.parameters()).dtype
         home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device
@@ -294,6 +300,17 @@ class Checkpointer:
             tuple(part[slot * per_slot : (slot + 1) * per_slot].clone() for part in moved)
             for slot in range(num_slots)
         ]
+
+
+def _is_memory_of(memory: Memory, model: ModelConfig, num_lanes: int) -> bool:
+    """Whether this can be the memory of that many lanes, with any number of rows."""
+    expected = empty_memory(model, num_lanes, torch.empty(0))
+    return len(memory) == len(expected) and all(
+        found.shape[:1] + found.shape[2:] == part.shape[:1] + part.shape[2:]
+        and found.dim() == part.dim()
+        and found.is_floating_point() == part.is_floating_point()
+        for found, part in zip(memory, expected, strict=True)
+    )
 
 
 def _could_not_save(step: int, problem: SaveProblem) -> CheckpointError:

@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_lost_after_it_was_verified_is_refused_by_name(
     lost = found.directory / files.rank_file("engine", 0)
     lost.unlink()
     with pytest.raises(UnreadableError, match=rf"{lost.name}"):
-        saving.restore(engine, found)
+        saving._restore_memories(engine, found, range(4))
 
 
 def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, world, tmp_path):
@@ -233,3 +233,17 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     save.cancel()
     assert save not in threading.enumerate()
     assert not final.exists()
+
+
+@pytest.mark.parametrize("change", [lambda memory: memory[1:], lambda memory: memory[::-1]])
+def test_memories_of_another_model_are_refused_before_they_are_used(
+    engine, world, tmp_path, change
+):
+    state = state_of(engine, 1)
+    state.memories = [change(memory) for memory in state.memories if memory]
+    saving = checkpointer(tmp_path, world)
+    saving.save(engine, state)
+    saving.finish()
+    found = marker.verify(files.step_directory(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="memories of other shapes"):
+        saving._restore_memories(engine, found, range(4))
