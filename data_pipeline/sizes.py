@@ -15,6 +15,7 @@ _OF_BYTES = {
     f"{name}{end}": factor for name, factor in (_DECIMAL | _BINARY).items() for end in ("", "B")
 }
 _OF_COUNTS = {**_COUNTS, **_BINARY}
+_LONGEST = 40  # digits; Python refuses to read thousands
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)")
 
 
@@ -26,7 +27,7 @@ def parse_size(text: str, unit: str) -> int | float | None:
     """
     found = _SIZE.fullmatch(text.strip())
     factors = _OF_BYTES if unit == BYTES else _OF_COUNTS
-    if not found or found[2] not in factors:
+    if not found or found[2] not in factors or len(found[1]) > _LONGEST:
         return None
     value = Fraction(found[1].replace("_", "")) * factors[found[2]]
     return int(value) if value.denominator == 1 else float(value)

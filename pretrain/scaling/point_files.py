@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from data_pipeline.checked_fields import shown
 from data_pipeline.csv_files import read_csv
 from data_pipeline.errors import DataError
 from data_pipeline.files import parse_json
@@ -228,8 +229,8 @@ def _refuse_where(
     if bad:
         others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
         raise DataError(
-            f"{path}: row {bad[0]['_line']}: {column}={bad[0].get(column)!r}{others}, expected "
-            f"{wish}; "
+            f"{path}: row {bad[0]['_line']}: {column}={shown(bad[0].get(column))}{others}, "
+            f"expected {wish}; "
             "correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
         )
 

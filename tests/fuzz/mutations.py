@@ -191,7 +191,7 @@ def _edited(tree: Any, place: tuple[Any, ...], edit: Callable[..., None], new: A
         for key in place[:-1]:
             parent = parent[key]
         edit(parent, place[-1], new)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ZeroDivisionError):
         pass
     return tree
 

@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_lost_after_it_was_verified_is_refused_by_name(
     lost = found.directory / files.rank_file("engine", 0)
     lost.unlink()
     with pytest.raises(UnreadableError, match=rf"{lost.name}"):
-        saving._restore_memories(engine, found, range(4))
+        saving.restore(engine, found)
 
 
 def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, world, tmp_path):
