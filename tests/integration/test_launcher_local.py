@@ -195,7 +195,7 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED, output
     stopped_after = last_measured(run_dir)
-    assert f"rerun the same command to resume from step {stopped_after}" in output
+    assert f"step {stopped_after}; rerun the same command to resume from there" in output
     stopped = read_state(run_dir.path)
     assert (stopped.state, stopped.checkpoint) == ("stopped", stopped_after)
     second = subprocess.run(

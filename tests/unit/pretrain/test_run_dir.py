@@ -97,7 +97,7 @@ def test_harmless_changes_are_logged_kept_and_entered_in_the_ledger(tmp_path, ca
     assert len(caplog.messages) == 4
     assert run_dir.config == changed
     (event,) = events_of(run_dir.ledger.read(), SettingsChanged)
-    assert event.changes["metrics.interval"] == [10, 3]
+    assert event.changes["metrics.interval"] == (10, 3)
 
 
 def test_the_number_of_steps_may_only_grow(tmp_path):
