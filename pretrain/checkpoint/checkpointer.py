@@ -34,8 +34,9 @@ from pretrain.checkpoint.elastic_reader import (
     restore_random_state,
 )
 from pretrain.checkpoint.replicas import require_equal_replicas
+from pretrain.config.model import ModelConfig
 from pretrain.config.phases import restarts_lanes
-from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import (
     World,
     broadcast_value,

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
 from pretrain.config.choices import Precision, resolved_precision
 from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import MixturePart, RunConfig
+from pretrain.config.run import RunConfig
 
 if TYPE_CHECKING:
     from data_pipeline.corpora.corpus import Corpus

@@ -9,7 +9,7 @@ from typing import Literal
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import Range, check_ranges, setting
 from pretrain.config.choices import precision_traits
-from pretrain.config.run import EngineConfig
+from pretrain.config.engine import EngineConfig
 
 GIB = 1 << 30
 MOST_RANKS = 1024  # of a node

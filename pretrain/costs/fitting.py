@@ -15,8 +15,9 @@ from typing import Any
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import shards
+from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import EngineConfig, RunConfig, lanes_of_rank
+from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import largest_phase, memory_parts, total_bytes
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_of_step

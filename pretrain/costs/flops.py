@@ -21,8 +21,9 @@ from pretrain.config.choices import (
     position_traits,
     recomputation_traits,
 )
+from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
-from pretrain.config.run import ModelConfig, RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.choices import Precision, precision_traits
-from pretrain.config.run import OptimConfig, RunConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL

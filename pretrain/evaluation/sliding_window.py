@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.costs.flops import flops_of
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.gradient_sums import GradientSums
 from pretrain.model.parameters import normal, zeros
 

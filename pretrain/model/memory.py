@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.choices import CompressionKind, learns_to_compress
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.parameters import normal, zeros

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from data_pipeline.errors import CheckpointError
 from data_pipeline.setting_fields import assert_never
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 
 NORM_EPSILON = 1e-5
 

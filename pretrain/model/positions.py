@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.choices import position_traits
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.parameters import normal
 
 SMALLEST_TABLE = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from data_pipeline.setting_fields import assert_never
-from pretrain.config.run import OptimConfig
+from pretrain.config.optim import OptimConfig
 
 
 def learning_rate_at(optim: OptimConfig, step: int) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.setting_fields import assert_never
-from pretrain.config.run import OptimConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.distributed.world import sum_over_ranks
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments
 from pretrain.optim.layer_norms import LayerMeter, layer_of

@@ -15,7 +15,8 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
 from data_pipeline.yaml_files import SHIPPED
-from pretrain.config.run import EngineConfig, EvaluationConfig, RunConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.recipe import nearest_shape, with_steps

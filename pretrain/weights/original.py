@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import CheckpointError, ConfigError
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL

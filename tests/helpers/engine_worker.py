@@ -32,14 +32,13 @@ from pretrain.checkpoint.marker import latest_step
 from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import end_process
-from pretrain.config.optim import ScheduleConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import (
     CheckpointConfig,
-    DataConfig,
-    EngineConfig,
     EvaluationConfig,
-    ModelConfig,
-    OptimConfig,
     RecoveryConfig,
     RunConfig,
     accumulation_steps,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.choices import AttentionKernel
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 

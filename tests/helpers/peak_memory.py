@@ -20,7 +20,9 @@ import torch
 
 from data_pipeline.config_loader import parse_config
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Memory
 from pretrain.run import build_engine

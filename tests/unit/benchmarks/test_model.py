@@ -9,7 +9,7 @@ from benchmarks.measure import Comparison
 from benchmarks.model.checkpoints import bench_run
 from benchmarks.model.command import benchmarks
 from benchmarks.model.training import growth_points, training_step
-from pretrain.config.run import OptimConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.costs.flops import parameters_of
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL

@@ -15,7 +15,7 @@ from data_pipeline.corpora.stores import store_at
 from data_pipeline.corpora.web_requests import redirect_problem
 from data_pipeline.credentials import redacted
 from data_pipeline.errors import ConfigError, DataError, UserError
-from pretrain.config.run import DataConfig
+from pretrain.config.data import DataConfig
 from tests.helpers.stores import QUICK, FileServer
 
 

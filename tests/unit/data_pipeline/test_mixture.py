@@ -19,7 +19,7 @@ from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
-from pretrain.config.run import DataConfig
+from pretrain.config.data import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 NUM_LANES = 4

@@ -24,7 +24,7 @@ from data_pipeline.files import absolute, url_of
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
-from pretrain.config.run import DataConfig
+from pretrain.config.data import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, FileServer, client, put_directory
 

@@ -11,8 +11,10 @@ from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, load_cluster, seconds_of
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
 from launcher.slurm.sbatch import Job, NodeRange, parse_nodes, render
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
 from pretrain.costs.flops import flops_of_step

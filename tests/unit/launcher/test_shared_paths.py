@@ -7,7 +7,8 @@ import pytest
 
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.shared_paths import mount_of, parse_mounts, path_notes
-from pretrain.config.run import DataConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.run import RunConfig
 
 MOUNTS = parse_mounts(
     "/dev/sda1 / ext4 rw 0 0\n"

@@ -19,7 +19,8 @@ from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, parts_of
-from pretrain.config.run import DataConfig, ModelConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.run_dir import RunDir

@@ -12,13 +12,8 @@ from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.config.run import (
-    CheckpointConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RecoveryConfig,
-    RunConfig,
-)
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line

@@ -19,7 +19,10 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest

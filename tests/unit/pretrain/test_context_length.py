@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.evaluation.context_length import (
     ContextGrid,
     Losses,

@@ -12,14 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.config_loader import load_config
-from pretrain.config.run import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    PhaseConfig,
-    RunConfig,
-)
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.flops import (
     computed_flops_of_step,
     cost_of,

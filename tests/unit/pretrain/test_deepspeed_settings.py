@@ -7,7 +7,8 @@ import pytest
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
-from pretrain.config.run import EngineConfig, RunConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.run import RunConfig
 from pretrain.engines.deepspeed_settings import check_settings, deepspeed_settings
 
 

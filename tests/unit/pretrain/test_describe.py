@@ -14,14 +14,10 @@ from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
 from pretrain.commands.describe import NOTES_COLUMN, describe
 from pretrain.commands.hardware import Hardware
-from pretrain.config.run import (
-    DataConfig,
-    EngineConfig,
-    EvaluationConfig,
-    ModelConfig,
-    PhaseConfig,
-    RunConfig,
-)
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,

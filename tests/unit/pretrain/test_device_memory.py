@@ -12,7 +12,10 @@ import pytest
 
 from data_pipeline.config_loader import to_tree
 from pretrain.cli import main
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}

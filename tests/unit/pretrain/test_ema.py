@@ -9,14 +9,11 @@ import torch
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RecoveryConfig,
-    RunConfig,
-)
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.ema import EMA
 from pretrain.run import build_engine

@@ -11,7 +11,9 @@ from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
-from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.model.transformer_xl import TransformerXL

@@ -8,7 +8,7 @@ import torch
 from data_pipeline.builder.train_tokenizer import train_tokenizer
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.evaluation.sampling import (
     Sampling,
     TextStream,

@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main
 from pretrain.commands.report import summary
-from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import PRINT
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import read_history

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import CheckpointError, ConfigError
+from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 from pretrain.weights.initial_weights import check_initial_weights

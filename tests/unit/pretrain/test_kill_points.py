@@ -24,7 +24,9 @@ from data_pipeline.files import sha256_of, write_json
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import index_of
 from tests.helpers.corpora import make_tiny_corpus

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
 from pretrain.metrics.lane_meter import LaneMeter
 from pretrain.state import TrainState
 from tests.helpers.corpora import write_numbered_corpus

@@ -15,15 +15,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.config.choices import OptimizerName
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
-    DataConfig,
-    EngineConfig,
     EvaluationConfig,
     MetricsConfig,
-    ModelConfig,
-    OptimConfig,
     RecoveryConfig,
     RunConfig,
 )

@@ -13,14 +13,11 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.prefetch import Prefetcher
 from data_pipeline.patience import Patience, StorageError
 from pretrain.cli import main
-from pretrain.config.run import (
-    DataConfig,
-    EngineConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-)
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.peak import peak_of_run

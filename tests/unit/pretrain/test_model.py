@@ -10,7 +10,7 @@ import torch
 
 from data_pipeline.errors import CheckpointError
 from pretrain.config.choices import ActivationCheckpointing, AttentionKernel
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import Visibility, forbidden_LC
 from pretrain.model.dropout import DropoutStream

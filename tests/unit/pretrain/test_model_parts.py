@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.config.choices import FeedForwardKind, feed_forward_traits
-from pretrain.config.run import ModelConfig, OptimConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.model.layer import FeedForward
 from pretrain.model.memory import num_leaving_rows
 from pretrain.model.parameters import RMSNorm

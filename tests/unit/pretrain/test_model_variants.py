@@ -15,7 +15,7 @@ from pretrain.config.choices import (
     NormPosition,
     Positions,
 )
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import memory_num_rows
 from pretrain.model.transformer_xl import TransformerXL

@@ -8,6 +8,8 @@ import pytest
 from data_pipeline.config import MixturePart, SegmentLengths
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import (
     advice_on_phases,
     first_step_at,
@@ -20,7 +22,7 @@ from pretrain.config.phases import (
     starts_phase,
     tokens_of_steps,
 )
-from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
 from pretrain.recovery.spike_detector import Spike
 from pretrain.rundir.run_dir import RunDir

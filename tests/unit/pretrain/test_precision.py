@@ -12,7 +12,9 @@ import torch
 from torch.utils import deterministic
 
 from pretrain.config.choices import Precision, precision_traits
-from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.attention_kernel import (
     LARGEST_FUSED_HEAD,
     plain_attention_reason,

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import DataConfig, EngineConfig, RecoveryConfig, RunConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from data_pipeline.files import await_text
-from pretrain.config.run import EngineConfig
+from pretrain.config.engine import EngineConfig
 from pretrain.distributed.rendezvous import collective_timeout, meeting_store
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.distributed.world import destroy_process_group, init_world

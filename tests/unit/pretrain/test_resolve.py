@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from data_pipeline.errors import ConfigError, DataError
+from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
-from pretrain.config.run import DataConfig, MixturePart, PhaseConfig, RunConfig
+from pretrain.config.run import RunConfig
 
 
 def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> None:

@@ -17,17 +17,15 @@ from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.cli import main
-from pretrain.config.optim import ScheduleConfig
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
-    DataConfig,
-    EngineConfig,
     EvaluationConfig,
     MetricsConfig,
-    ModelConfig,
-    OptimConfig,
-    PhaseConfig,
     RecoveryConfig,
     RunConfig,
 )

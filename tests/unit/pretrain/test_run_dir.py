@@ -11,7 +11,10 @@ import pytest
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import EngineConfig, MetricsConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir

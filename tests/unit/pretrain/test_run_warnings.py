@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli import main
+from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
-from pretrain.config.run import DataConfig, PhaseConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.reporting.run_history import read_history
 from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.run_dir import RunDir

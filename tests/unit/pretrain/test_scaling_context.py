@@ -20,15 +20,11 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from pretrain.cli import main
 from pretrain.commands.scale_context import _evaluator
-from pretrain.config.optim import ScheduleConfig
-from pretrain.config.run import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    PhaseConfig,
-    RunConfig,
-)
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.reporting.charts import PAGE
 from pretrain.rundir.run_dir import RunDir

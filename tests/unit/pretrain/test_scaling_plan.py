@@ -10,9 +10,11 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
-from pretrain.config.optim import ScheduleConfig
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.plan import (
     make_sweep,

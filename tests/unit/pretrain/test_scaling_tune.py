@@ -12,7 +12,10 @@ import pytest
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from pretrain.cli import main
-from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts

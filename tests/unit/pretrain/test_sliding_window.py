@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.run import ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.evaluation.sliding_window import attention_lengths, compare
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL

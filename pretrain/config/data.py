@@ -1,0 +1,94 @@
+"""What a run reads: its corpus or mixture, lanes and segments, and phases that change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.config import CacheConfig, MixturePart
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import url_of
+from data_pipeline.setting_fields import (
+    MOST,
+    MOST_LANES,
+    MOST_ROWS,
+    Range,
+    check_ranges,
+    require_hash,
+    require_no_secrets,
+    setting,
+)
+from pretrain.config.resume_rules import changeable, fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """What changes from a step on; what is not set stays as before.
+
+    With other lanes or another mixture the lanes restart, and memories are kept only if the number
+    of lanes stays. With another segment length alone every lane continues, with its memory.
+    """
+
+    from_step: int = setting(allowed=Range(1, MOST), unit="steps")
+    """Number of updates before the phase starts."""
+    lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
+    """Lanes from then on; 0: as before."""
+    segment_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
+    """Tokens of a lane and step from then on; 0: as before."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Corpora from then on; []: as before."""
+
+    def __post_init__(self) -> None:
+        check_ranges("data.phases.", self)
+        if not (self.lanes or self.segment_length or self.mixture):
+            raise ConfigError(
+                f"the phase of data.phases from step {self.from_step} on changes nothing; expected "
+                "lanes, a segment length or a mixture"
+            )
+
+    @property
+    def restarts_lanes(self) -> bool:
+        """Whether the phase has other lanes than the one before."""
+        return bool(self.lanes or self.mixture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which corpus, in how many lanes. A batch is `lanes` rows of `segment_length` tokens."""
+
+    path: Path = changeable(Path("data"))
+    """Directory made by `data-pipeline build`, or the URL it was uploaded to; it may move."""
+    manifest_hash: str = changeable("")
+    """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
+    mixture: tuple[MixturePart, ...] = fixed(())
+    """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
+    lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
+    """Streams of text read side by side over all ranks: the rows of a batch."""
+    segment_length: int = fixed(64, Range(1, MOST_ROWS), unit="tokens")
+    """Tokens that each lane reads in a step."""
+    cache: CacheConfig = changeable(default_factory=CacheConfig)
+    """Cache of corpora named by a URL."""
+    phases: tuple[PhaseConfig, ...] = changeable(())
+    """Other lanes, segments or corpora from given steps on; a resume may change later ones."""
+
+    def __post_init__(self) -> None:
+        check_ranges("data.", self)
+        require_no_secrets("data.path", self.path)
+        require_hash("data.manifest_hash", self.manifest_hash)
+        steps = [phase.from_step for phase in self.phases]
+        if sorted(set(steps)) != steps:
+            raise ConfigError(
+                f"data.phases start at the steps {steps}; expected each to start after the one "
+                "before"
+            )
+
+    def directory(self) -> Path:
+        """Where to read the corpus: `path`, or this node's cache of a URL.
+
+        Fetches the manifests and the tokenizer of a URL. DataError unless it has `manifest_hash`.
+        """
+        if url_of(self.path) is None and not self.manifest_hash:
+            return self.path
+        from data_pipeline.corpora.corpus_hash import pinned_directory
+
+        return pinned_directory(self.path, self.cache, self.manifest_hash)
