@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.fuzz.mutations import Change
-    from tests.fuzz.targets import Target
+    from tests.fuzz.target import Target
 
 PROCESSES = 2
 BATCH_SECONDS = 4.0

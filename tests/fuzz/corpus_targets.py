@@ -1,0 +1,174 @@
+"""Files of corpora, and the texts that they are built of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from data_pipeline import cli as data_pipeline
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import read_manifest
+from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
+from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.files import sha256_of
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.mixture import Mixture, open_training_data
+from data_pipeline.shards.shards import ShardFormat
+from data_pipeline.tokenizer import Tokenizer, fingerprint_of
+from tests.fuzz.mutations import json_text
+from tests.fuzz.target import Target, command, parse_lines, write_lines
+from tests.helpers.corpora import config_of, make_text, make_tiny_corpus, some_texts
+from tests.helpers.stores import FileServer
+
+SEGMENTS = 12  # that a reader of a corpus reads
+IMPATIENT = RetryPolicy(attempts=2, timeout=1.0, pause=0.01, bytes_per_second=1e6)
+
+
+def corpus_targets(corpus: Path) -> dict[str, Target]:
+    manifest = "train/manifest.json"
+    return {
+        "manifest": Target(corpus, manifest, _read_corpus, seal=_seal_manifest),
+        "manifest over HTTP": Target(
+            corpus, manifest, _read_remote_corpus, seal=_seal_manifest, seconds=0.1
+        ),
+        "tokenizer": Target(corpus, "tokenizer/tokenizer.json", _read_corpus),
+        "tokenizer over HTTP": Target(
+            corpus, "tokenizer/tokenizer.json", _read_remote_corpus, seconds=0.1
+        ),
+        "corpus as JSON": Target(
+            corpus, "build.json", lambda copy: command(data_pipeline.main, "inspect", copy)
+        ),
+    }
+
+
+def shard_targets(directory: Path, corpus: Path) -> dict[str, Target]:
+    tars = _built(directory / "tars", shard_format="webdataset")
+    shard = "train/shard.00000"
+    return {
+        "MDS shard": Target(
+            corpus, f"{shard}.mds", _read_corpus, None, seal=_seal_shard(f"{shard}.mds")
+        ),
+        "tar shard": Target(
+            tars, f"{shard}.tar", _read_corpus, None, seal=_seal_shard(f"{shard}.tar")
+        ),
+    }
+
+
+def _built(directory: Path, shard_format: ShardFormat = "mds") -> Path:
+    config = config_of(directory, some_texts(12), shard_format=shard_format)
+    build_corpus(config)
+    return config.output
+
+
+def _read_corpus(copy: Path) -> str:
+    command(data_pipeline.main, "verify", copy)
+    command(data_pipeline.main, "inspect", copy)
+    return _read_lanes(copy)
+
+
+def _read_remote_corpus(copy: Path) -> str:
+    """Fetch and read the corpus as training does, but give up earlier on a server."""
+    config = CacheConfig(directory=copy.with_name("cache"), gib=1e-4)
+    with FileServer(copy) as server:
+        split = local_corpus_directory(Path(server.url), config, IMPATIENT) / "train"
+        store = store_at(f"{server.url}/train", IMPATIENT)
+        shards = CachedShards(store, ShardCache(config))
+        return _tokens_of_lanes(Corpus(split, read_manifest(split), shards))
+
+
+def _read_lanes(path: Path) -> str:
+    return _tokens_of_lanes(open_training_data(path, (), CacheConfig()))
+
+
+def _tokens_of_lanes(corpus: Corpus | Mixture) -> str:
+    """Return the hash of the first tokens of two lanes."""
+    stream = LaneStream(corpus, 2, 1, 16, range(2))
+    digest = hashlib.sha256()
+    for _ in range(SEGMENTS):
+        digest.update(next(stream).tokens_BL.tobytes())
+    return digest.hexdigest()
+
+
+def _seal_manifest(copy: Path) -> None:
+    path = copy / "train" / "manifest.json"
+    tree = json.loads(path.read_bytes())
+    content = {key: tree[key] for key in tree if key not in ("hash", "totals")}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_bytes(json_text({**tree, "hash": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _seal_shard(name: str) -> Callable[[Path], None]:
+    def seal(copy: Path) -> None:
+        path, shard = copy / "train" / "manifest.json", copy / name
+        tree = json.loads(path.read_bytes())
+        entry = next(each for each in tree["shards"] if each["path"] == shard.name)
+        entry |= {"size": shard.stat().st_size, "sha256": sha256_of(shard)}
+        path.write_bytes(json_text(tree))
+        _seal_manifest(copy)
+
+    return seal
+
+
+def sentencepiece_target(directory: Path) -> Target:
+    corpus = make_tiny_corpus(directory / "unigram", documents=12, vocabulary="unigram")
+
+    def read(copy: Path) -> object:
+        tokenizer = Tokenizer.load(copy)
+        tokens = tokenizer.encode("The river carried a silver key.")
+        return tokens.tolist(), tokenizer.decode(tokens), str(tokenizer.text_sizes())
+
+    def seal(copy: Path) -> None:
+        path = copy / "tokenizer.json"
+        found = fingerprint_of("unigram", (copy / "tokenizer.model").read_bytes())
+        path.write_bytes(json_text({**json.loads(path.read_bytes()), "fingerprint": found}))
+
+    return Target(corpus / "tokenizer", "tokenizer.model", read, None, seal=seal)
+
+
+def text_targets(directory: Path) -> dict[str, Target]:
+    """Documents that a corpus is built of."""
+    home = directory / "text"
+    home.mkdir()
+    generator = random.Random(0)
+    records = [{"id": f"d{n}", "text": make_text(generator, 3)} for n in range(4)]
+    text = write_lines(records)
+    (home / "text.jsonl").write_bytes(text)
+    (home / "text.jsonl.zst").write_bytes(zstandard.compress(text))
+    (home / "text.txt").write_text(records[0]["text"])
+
+    def target(name: str, *form: Any) -> Target:
+        return Target(home, name, _builder_of(name), *(form or (None,)), is_protected=False)
+
+    return {
+        "documents": target("text.jsonl", parse_lines, write_lines),
+        "compressed documents": target(
+            "text.jsonl.zst",
+            lambda content: records,
+            lambda tree: zstandard.compress(write_lines(tree)),
+        ),
+        "text": target("text.txt"),
+    }
+
+
+def _builder_of(name: str) -> Callable[[Path], object]:
+    def build(copy: Path) -> None:
+        config = CorpusConfig(
+            input=(copy / name,),
+            output=copy / "out",
+            validation_fraction=0.0,
+            max_document_bytes=1 << 16,
+            threads=1,
+            tokenizer=TokenizerConfig(kind="bytes"),
+        )
+        build_corpus(config)
+
+    return build

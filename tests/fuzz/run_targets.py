@@ -1,0 +1,141 @@
+"""Files of runs and of exports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_pipeline.config_loader import to_tree
+from data_pipeline.files import sha256_of
+from launcher import cli as launcher
+from pretrain import cli as pretrain
+from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.weights.export import load_export
+from tests.fuzz.mutations import json_text
+from tests.fuzz.target import Refused, Target, command, parse_lines, write_lines
+
+
+def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
+    step = sorted((run / "checkpoints").iterdir())[-1].relative_to(run)
+    attempt, heartbeat = "attempt", "heartbeats/rank-00000.json"
+    record = HeartbeatRecord(time=1.0, written=2.0, step=1, phase="train", hostname="n1", pid=1)
+    (run / heartbeat).write_text(json.dumps(vars(record)))
+
+    def resume(copy: Path) -> object:
+        """Return the loss of one more step."""
+        command(pretrain.main, "train", experiment, "optim.steps=4", "--run-dir", copy)
+        last = json.loads((copy / "metrics.jsonl").read_bytes().splitlines()[-1])
+        return last["kind"], last["step"], last["loss"]
+
+    def seal_index(copy: Path) -> None:
+        (copy / step / "COMPLETE").write_text(sha256_of(copy / step / "index.json") + "\n")
+
+    def seal_file(name: str) -> Callable[[Path], None]:
+        def seal(copy: Path) -> None:
+            path = copy / step / name
+            index = json.loads((copy / step / "index.json").read_bytes())
+            index["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            (copy / step / "index.json").write_bytes(json_text(index))
+            seal_index(copy)
+
+        return seal
+
+    def resumed(name: str, parse: Any = None, seal: Any = None, **more: Any) -> Target:
+        return Target(run, name, resume, parse, seal=seal, seconds=0.1, **more)
+
+    def seen(name: str, parse: Any = json.loads, write: Any = json_text) -> Target:
+        return Target(run, name, _look_at_run, parse, write, is_protected=False)
+
+    def reported(name: str, parse: Any, write: Any) -> Target:
+        return Target(run, name, _report, parse, write, is_protected=False, seconds=1.0)
+
+    lines = (parse_lines, write_lines)
+    return {
+        "checkpoint index": resumed(f"{step}/index.json", json.loads, seal_index),
+        "marker": resumed(f"{step}/COMPLETE"),
+        "report of a rank": resumed(
+            f"{step}/rank-00000.json", json.loads, seal_file("rank-00000.json")
+        ),
+        "fragments": resumed(
+            f"{step}/engine-00000.safetensors", None, seal_file("engine-00000.safetensors")
+        ),
+        "memories": resumed(
+            f"{step}/state-00000.safetensors", None, seal_file("state-00000.safetensors")
+        ),
+        "ledger of a resume": Target(
+            run, "ledger.jsonl", resume, *lines, is_protected=False, seconds=0.1
+        ),
+        "metrics of a resume": Target(
+            run, "metrics.jsonl", resume, *lines, is_protected=False, seconds=0.1
+        ),
+        "run.json of a resume": resumed("run.json", json.loads, is_protected=False),
+        "config.yaml of a resume": Target(
+            run, "config.yaml", resume, yaml.safe_load, is_protected=False, seconds=0.1
+        ),
+        "token of an attempt": resumed(attempt, is_protected=False),
+        "ledger": seen("ledger.jsonl", *lines),
+        "metrics": seen("metrics.jsonl", *lines),
+        "run.json": seen("run.json"),
+        "config.yaml": seen("config.yaml", yaml.safe_load),
+        "heartbeat": seen(heartbeat),
+        "lock": seen("train.lock"),
+        "index in a list": seen(f"{step}/index.json"),
+        "ledger in a report": reported("ledger.jsonl", *lines),
+        "metrics in a report": reported("metrics.jsonl", *lines),
+        "config.yaml in a report": reported("config.yaml", yaml.safe_load, json_text),
+    }
+
+
+def _look_at_run(copy: Path) -> None:
+    refusals = 0
+    for main, *arguments in (
+        (launcher.main, "status", copy),
+        (launcher.main, "status", copy, "--json"),
+        (launcher.main, "logs", copy, "--errors"),
+        (pretrain.main, "checkpoint", "list", copy),
+        (pretrain.main, "checkpoint", "verify", copy),
+        (pretrain.main, "describe", copy),
+    ):
+        try:
+            command(main, *arguments)
+        except Refused:
+            refusals += 1
+    if refusals:
+        raise Refused
+
+
+def _report(copy: Path) -> None:
+    command(pretrain.main, "report", copy)
+
+
+def export_targets(export: Path) -> dict[str, Target]:
+    return {
+        "export": Target(export, "config.json", _read_export, seal=_seal_export),
+        "exported weights": Target(
+            export, "model.safetensors", _read_export, None, seal=_seal_export
+        ),
+    }
+
+
+def _read_export(copy: Path) -> object:
+    module, config, step = load_export(copy)
+    weights = hashlib.sha256()
+    for parameter in module.parameters():
+        weights.update(parameter.detach().numpy().tobytes())
+    return to_tree(config), step, weights.hexdigest()
+
+
+def _seal_export(copy: Path) -> None:
+    """Repair the checksums of the weights and of the settings that list them."""
+    path, weights = copy / "config.json", copy / "model.safetensors"
+    tree = json.loads(path.read_bytes())
+    entry = {"bytes": weights.stat().st_size, "sha256": sha256_of(weights)}
+    tree["files"]["model.safetensors"] = entry
+    content = {name: value for name, value in tree.items() if name != "hash"}
+    text = json.dumps(content, sort_keys=True)
+    path.write_bytes(json_text({**tree, "hash": hashlib.sha256(text.encode()).hexdigest()}))

@@ -1,0 +1,169 @@
+"""Settings and results: YAML files, tables of runs, golden cases."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from data_pipeline.config import CorpusConfig
+from data_pipeline.config_loader import load_config, to_tree
+from launcher import cli as launcher
+from launcher.slurm.cluster import ClusterConfig, load_cluster
+from launcher.slurm.sbatch import Job, NodeRange, render
+from pretrain import cli as pretrain
+from pretrain.config.run import RunConfig
+from pretrain.scaling.point_files import read_points
+from pretrain.scaling.sweep_file import read_sweep
+from tests.fuzz.mutations import json_text
+from tests.fuzz.target import ROOT, Target, command
+
+LINES_OF_A_SCRIPT = 24  # at most, besides what a cluster file adds
+TINY_MODEL = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_inner": 16, "memory_length": 8}
+
+
+def settings_of_run(corpus: Path) -> dict[str, Any]:
+    return {
+        "name": "fuzz",
+        "model": TINY_MODEL,
+        "data": {"path": str(corpus), "lanes": 2, "segment_length": 8},
+        # constant, so that the steps to repeat do not depend on how many there will be
+        "optim": {"steps": 3, "learning_rate": 1e-3, "schedule": {"shape": "constant"}},
+        "engine": {
+            "kind": "torch", "zero_stage": 0, "threads": 1, "watchdog_timeout_seconds": 0,
+        },
+        "checkpoint": {"interval": 2, "storage_patience_seconds": 0},
+        "evaluation": {"interval": 2, "lanes": 1, "max_tokens": 20},
+        "metrics": {"interval": 1, "tensorboard": False},
+    }  # fmt: skip
+
+
+def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[str, Target]:
+    """Settings are read as YAML, of which JSON is a part."""
+    (directory / "settings").mkdir()
+
+    def target(name: str, tree: Mapping[str, Any], read: Callable[[Path], object]) -> Target:
+        path = directory / "settings" / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(dict(tree)))
+        return Target(
+            path.parent,
+            path.name,
+            lambda copy: read(copy / path.name),
+            yaml.safe_load,
+            is_protected=False,
+        )
+
+    sweep = {
+        "format": 1,
+        "name": "fuzz",
+        "experiment": str(experiment),
+        "grid": {"optim.learning_rate": [1e-3, 2e-3], "seed": [1, 2]},
+    }
+    cells = {
+        "format": 1,
+        "name": "fuzz",
+        "notes": ["a"],
+        "cells": [{"name": "x", "experiment": str(experiment), "overrides": ["seed=1"]}],
+    }
+    text = {"input": ["x"], "output": "y", "threads": 1, "tokenizer": {"kind": "bytes"}}
+    full = ClusterConfig(
+        gpus_per_node="8",
+        options={"mem": "0", "exclusive": None},
+        modules=("cuda",),
+        setup=("true",),
+        environment={"NCCL_DEBUG": "INFO", "TOKEN": "env:HOME"},
+    )
+    return {
+        "experiment": target("experiment", settings_of_run(corpus), _read_experiment),
+        "parent of an experiment": Target(
+            experiment.parent,
+            experiment.name,
+            _read_extended,
+            yaml.safe_load,
+            is_protected=False,
+        ),
+        "every setting": target(
+            "every", to_tree(load_config(RunConfig, experiment)), _read_experiment
+        ),
+        "cluster": target("cluster", to_tree(full), _read_cluster),
+        "grid of a sweep": target("grid", sweep, _read_sweep),
+        "cells of a sweep": target("cells", cells, _read_sweep),
+        "settings of a corpus": target("corpus", text, _plan_corpus),
+    }
+
+
+def _read_experiment(path: Path) -> None:
+    load_config(RunConfig, path)
+    command(pretrain.main, "describe", path)
+
+
+def _read_extended(copy: Path) -> None:
+    (copy / "child.yaml").write_text("extends: experiment.yaml\nseed: 2\n")
+    load_config(RunConfig, copy / "child.yaml")
+
+
+def _read_cluster(path: Path) -> None:
+    """Render a script: every line has to be one that the launcher or `setup` wanted."""
+    cluster = load_cluster(path)
+    place = Path("/runs/x")
+    job = Job(
+        name="x", run_dir=place, code=place, python="python3", nodes=NodeRange(1, 2),
+        cluster=cluster, attempts_without_progress=3,
+    )  # fmt: skip
+    expected = len(cluster.options) + len(cluster.environment) + len(cluster.modules)
+    lines = [line for line in render(job).splitlines() if line not in cluster.setup]
+    assert len(lines) <= expected + LINES_OF_A_SCRIPT, lines
+
+
+def _read_sweep(path: Path) -> None:
+    read_sweep(path)
+    command(launcher.main, "sweep", "plan", path, "--runs-dir", path.parent / "runs")
+
+
+def _plan_corpus(path: Path) -> None:
+    load_config(CorpusConfig, path)
+
+
+def result_targets(directory: Path) -> dict[str, Target]:
+    home = directory / "results"
+    home.mkdir()
+    rows = [{"name": f"r{n}", "N": 1e6 * n, "D": 2e7, "loss": 3.0 / n} for n in range(1, 5)]
+    (home / "runs.json").write_text(json.dumps(rows))
+    columns = list(rows[0])
+    lines = [",".join(columns), *(",".join(map(str, row.values())) for row in rows)]
+    (home / "runs.csv").write_text("\n".join(lines) + "\n")
+    golden = "no_memory.npz"
+    shutil.copy(ROOT / "tests/golden" / golden, home / golden)
+    return {
+        "results as CSV": Target(
+            home, "runs.csv", lambda copy: read_points(copy / "runs.csv"), None, is_protected=False
+        ),
+        "results as JSON": Target(
+            home, "runs.json", lambda copy: read_points(copy / "runs.json"), is_protected=False
+        ),
+        "golden vectors": Target(
+            home,
+            golden,
+            lambda copy: command(pretrain.main, "golden", copy / golden),
+            *_golden_case(home / golden),
+            is_protected=False,
+        ),
+    }
+
+
+def _golden_case(path: Path) -> tuple[Callable[[bytes], Any], Callable[[Any], bytes]]:
+    """Its settings as a tree, and a case of the same arrays with other settings."""
+    arrays = dict(np.load(path))
+
+    def write(tree: Any) -> bytes:
+        file = io.BytesIO()
+        np.savez(file, **{**arrays, "config": np.array(json_text(tree).decode(errors="replace"))})
+        return file.getvalue()
+
+    return lambda content: json.loads(str(arrays["config"])), write
