@@ -1,4 +1,4 @@
-"""The fused kernels compiled without a GPU: registers, spills and shared memory of each.
+"""The fused kernels compiled without a GPU: what each takes of a multiprocessor.
 
 It cannot share a process with the interpreter, which replaces what would be compiled. Run as a
 module it compiles what the arguments name, "kernel:head width:compute capability[:option,option]",
@@ -12,10 +12,15 @@ import io
 import json
 import re
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-from pretrain.kernels.triton.settings import Tile, Variant, tiles_for
+from pretrain.kernels.triton.settings import CHUNK, Tile, Variant, tiles_for
+from tests.helpers.kernel_work import (
+    Resources,
+    executed_work,
+    needed_work,
+    programs_per_multiprocessor,
+)
 
 NUM_HEADS = 16
 FLOAT32_POINTERS = {
@@ -31,8 +36,8 @@ FLOAT32_POINTERS = {
 }
 INT32_POINTERS = {"first_keys", "query_ends"}
 # What the launcher sees as multiples of 16 when segment and memory are the usual powers of two.
-EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window"}
-ODD_INTEGERS = {"B", "num_shares"}
+EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window", "score_row"}
+ODD_INTEGERS = set(CHUNK)
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"has_starts": True},
     "dropout": {"drop_threshold": 6554},
@@ -42,13 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adds_positions": {"adds_positions": True},
     "grouped": {"num_groups": 4},
 }
-
-
-@dataclass(frozen=True)
-class Resources:
-    registers: int  # per thread
-    spilled: int  # bytes, stores and loads
-    shared: int  # bytes per program
 
 
 def compiled(
@@ -80,7 +78,21 @@ def compiled(
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
     assert len(spills) == len(registers) == 1, log.getvalue()
-    return binary, Resources(int(registers[0]), sum(map(int, spills[0])), binary.metadata.shared)
+    shared, used = binary.metadata.shared, int(registers[0])
+    return binary, Resources(
+        registers=used,
+        spilled=sum(map(int, spills[0])),
+        shared=shared,
+        programs=programs_per_multiprocessor(
+            capability,
+            registers=used,
+            shared=shared,
+            warps=tile.warps,
+            tensor_columns=binary.metadata.tmem_size or 0,
+        ),
+        executed=executed_work(binary.asm["ptx"], tile.warps),
+        needed=needed_work(binary.asm["ttgir"]),
+    )
 
 
 def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:

@@ -38,13 +38,20 @@ class Case:
     deterministic: bool = False
     wide: bool = False
     size: int = 16  # of the tiles
+    workspace_groups: int = 100  # of heads that fit into the workspace
     dtype: torch.dtype = torch.float32
 
 
 CASES: dict[str, Case] = {
     "aligned": Case(B=2, L=32, M=32),
     "odd sizes": Case(B=2, L=37, M=23),
-    "odd sizes, deterministic": Case(B=3, L=37, M=23, deterministic=True),
+    "odd sizes, deterministic": Case(
+        B=3,
+        L=37,
+        M=23,
+        deterministic=True,
+        workspace_groups=5,  # two lanes of two heads
+    ),
     "odd sizes, wide tiles": Case(L=37, M=23, wide=True),
     "odd sizes, wide tiles, deterministic": Case(B=2, L=37, M=23, wide=True, deterministic=True),
     "tiles of 64": Case(N=1, L=130, M=75, H=32, size=64),
@@ -72,8 +79,10 @@ CASES: dict[str, Case] = {
     ),
     "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
     "many documents, deterministic": Case(B=2, L=70, M=33, documents=12, deterministic=True),
-    "grouped queries": Case(B=2, N=4, G=2, L=37, M=23),
-    "grouped queries, deterministic": Case(B=2, N=6, G=1, L=21, M=23, deterministic=True),
+    "grouped queries": Case(B=2, N=4, G=2, L=37, M=23, workspace_groups=1),
+    "grouped queries, deterministic": Case(
+        B=2, N=6, G=2, L=21, M=23, deterministic=True, workspace_groups=1
+    ),
     "key bias": Case(B=2, L=37, M=23, key_bias=True),
     "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
     "distance bias": Case(B=2, L=37, M=23, distance_bias=True),
@@ -148,13 +157,15 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
     from pretrain.kernels.triton.attention import fused_relative_attention
     from pretrain.kernels.triton.settings import Tile, Tiles
 
-    size = case.size
+    size, longer = case.size, 2 * case.size if case.wide else case.size
     tiles = Tiles(
-        forward=Tile(2 * size if case.wide else size, size),
-        query_gradient=Tile(size, size),
-        key_gradient=Tile(size, 2 * size if case.wide else size),
-        position_gradient=Tile(size, 2 * size if case.wide else size),
+        forward=Tile(longer, size, 1),
+        query_gradient=Tile(longer, size, 1),
+        key_gradient=Tile(size, longer, 1),
+        position_gradient=Tile(size, longer, 1),
     )
+    score_row = -(-(case.L + case.M) // longer) * longer
+    group_bytes = case.N // (case.G or case.N) * case.L * score_row * case.dtype.itemsize
     return fused_relative_attention(
         *inputs[:6],
         key_bias_BNC=inputs[6],
@@ -164,6 +175,7 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         dropout=case.dropout,
         deterministic=case.deterministic,
         tiles=tiles,
+        workspace_bytes=case.workspace_groups * group_bytes,
         dropout_keys_B=torch.tensor(LANE_KEYS[: case.B]) if case.dropout else None,
     )
 
@@ -211,4 +223,6 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 
 
 if __name__ == "__main__":
+    # New tensors are filled with NaN, so that nothing the kernels have not written is used.
+    torch.use_deterministic_algorithms(True)
     print(json.dumps({name: errors_of(CASES[name]) for name in sys.argv[1:] or CASES}))

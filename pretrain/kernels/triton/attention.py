@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.triton.launch import Inputs, Options, launch_backward, launch_forward
-from pretrain.kernels.triton.settings import DROPOUT_LEVELS, Tiles, tiles_for
+from pretrain.kernels.triton.settings import (
+    DROPOUT_LEVELS,
+    WORKSPACE_BYTES,
+    Tiles,
+    tiles_for,
+)
 
 
 def fused_relative_attention(
@@ -31,6 +36,7 @@ def fused_relative_attention(
     distance_bias_CN: Tensor | None = None,
     deterministic: bool = True,
     tiles: Tiles | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Tensor:
     """Return the softmax of the scores, times the values: [B, L, N, H].
 
@@ -42,7 +48,8 @@ def fused_relative_attention(
     other documents, whose ids `documents_BC` never fall along C. `dropout` drops weights by a pure
     function of (the lane's `dropout_keys_B`, head, query, key). Unless `deterministic`,
     which runs one more kernel, the gradient of the positions is summed by atomic additions, in no
-    fixed order.
+    fixed order. The backward pass takes as many heads at a time as have their score gradients fit
+    into `workspace_bytes`, and at least one group of heads of one lane.
 
     Query, key, value and position have one dtype. Call `unsupported_reason` first.
     """
@@ -63,6 +70,7 @@ def fused_relative_attention(
         drop_threshold=min(round(dropout * DROPOUT_LEVELS), DROPOUT_LEVELS - 1),
         deterministic=deterministic,
         tiles=tiles,
+        workspace_bytes=workspace_bytes,
     )
     return _FusedAttention.apply(options, *inputs)
 

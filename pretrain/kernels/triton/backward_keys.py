@@ -3,6 +3,10 @@
 It visits the tiles of queries that see its keys, so the sums stay in registers and no atomic
 additions are needed. Everything is transposed, [keys, queries], so that weights and their gradients
 enter the products from registers. Letters and units as in `forward`.
+
+Weights are computed again from the scores and the forward pass's `log_sums`, since keeping them
+from the forward pass would take [L, C] memory in every layer. The gradients of the scores go into a
+workspace of a few heads at a time, where the kernels of queries and position rows find them.
 """
 
 from __future__ import annotations
@@ -11,21 +15,24 @@ import triton
 import triton.language as tl
 
 from pretrain.kernels.triton.forward import biased_scores
+from pretrain.kernels.triton.settings import CHUNK
 from pretrain.kernels.triton.tiles import (
     kept_pairs,
     load_positions,
     load_rows,
+    score_matrix,
     store_rows,
     visible_keys,
     window_of_rows,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHUNK)
 def key_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
     first_keys, dropout_keys, query_ends, output_gradients, log_sums, deltas, key_gradients,
-    value_gradients, score_sums, key_lane, value_lane, L, M, window,
+    value_gradients, score_sums, score_gradients, key_lane, value_lane, L, M, window, score_row,
+    first_lane, first_group, chunk_groups,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys and values [B, C, G, H], and score_sums [B, N, C].
@@ -40,9 +47,9 @@ def key_gradient_kernel(
     num_keys = M + L
     num_tiles = tl.cdiv(num_keys, COLUMNS)
     j0 = tl.program_id(0) % num_tiles * COLUMNS
-    lane_group = (tl.program_id(0) // num_tiles).to(tl.int64)
-    lane = lane_group // VARIANT.num_groups
-    group = (lane_group % VARIANT.num_groups).to(tl.int32)
+    chunk_group = tl.program_id(0) // num_tiles
+    lane = (first_lane + chunk_group // chunk_groups).to(tl.int64)
+    group = first_group + chunk_group % chunk_groups
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
     key_head = keys + lane * key_lane + group * VARIANT.key_head
@@ -65,6 +72,9 @@ def key_gradient_kernel(
         lane_head = lane * VARIANT.num_heads + head
         offset = lane * L * ROW + head * VARIANT.head_width
         score_sum = tl.zeros([COLUMNS], dtype=tl.float32)
+        matrix = score_matrix(
+            score_gradients, chunk_group * VARIANT.heads_per_group + member, L, score_row
+        )
         for i0 in range(first, last, ROWS):
             queries = i0 + tl.arange(0, ROWS)
             in_segment = queries < L
@@ -113,9 +123,14 @@ def key_gradient_kernel(
             delta = tl.load(deltas + lane_head * L + queries, mask=in_segment, other=0.0)
             score_gradient = weights * (weight_gradient - delta[None, :])
             score_sum += tl.sum(score_gradient, 1)
+            score_gradient = score_gradient.to(content_query.dtype)
             key_gradient = tl.dot(
-                score_gradient.to(content_query.dtype), content_query, key_gradient,
-                input_precision=PRECISION,
+                score_gradient, content_query, key_gradient, input_precision=PRECISION
+            )
+            tl.store(
+                matrix + tl.cast(i0, tl.int64) * score_row + j0
+                + (tl.arange(0, ROWS)[:, None] * score_row + tl.arange(0, COLUMNS)[None, :]),
+                tl.trans(score_gradient), mask=in_segment[:, None],
             )  # fmt: skip
         if VARIANT.has_position or VARIANT.has_key_bias:
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from pretrain.kernels.triton.backward_keys import content_bias_kernel, key_gradient_kernel
 from pretrain.kernels.triton.backward_positions import position_gradient_kernel
-from pretrain.kernels.triton.backward_queries import query_gradient_kernel
+from pretrain.kernels.triton.backward_queries import delta_kernel, query_gradient_kernel
 from pretrain.kernels.triton.forward import forward_kernel
-from pretrain.kernels.triton.settings import Tile, Tiles, Variant
+from pretrain.kernels.triton.settings import Chunk, Tile, Tiles, Variant, chunks_of
 
-ENOUGH_PROGRAMS = 264  # two for each multiprocessor of the largest GPU the tiles are chosen for
-SUM_TILE = Tile(16, 64)  # of the kernel that only sums
+SUM_TILE = Tile(16, 64)  # of the kernels that only sum
 
 
 class Inputs(NamedTuple):
@@ -46,6 +45,7 @@ class Options:
     drop_threshold: int
     deterministic: bool
     tiles: Tiles
+    workspace_bytes: int
 
 
 class Call:
@@ -131,6 +131,17 @@ class Call:
                 num_stages=tile.stages,
             )
 
+    def deltas(self, output_BLNH: Tensor) -> Tensor:
+        """Return the sums over H of output times gradient of the output: [B, N, L]."""
+        deltas_BNL = self.float32(self.B, self.N, self.L)
+        gradient_BLNH = self.arguments["output_gradients"]
+        grid = (cdiv(self.L, SUM_TILE.rows) * self.B * self.N,)
+        with self._device():
+            delta_kernel[grid](
+                output_BLNH, gradient_BLNH, deltas_BNL, self.L, VARIANT=self.variant(SUM_TILE)
+            )
+        return deltas_BNL
+
     def sum_keys(self, score_sums_BNC: Tensor) -> Tensor:
         """Return the sum over lanes and keys of the keys weighted with `score_sums_BNC`: [N, H]."""
         num_tiles = cdiv(self.C, SUM_TILE.columns)
@@ -174,92 +185,122 @@ def launch_backward(
 ) -> Inputs:
     """Return the gradients of all inputs; of positions and distance biases only if needed."""
     call = Call(inputs, options)
-    call.arguments.update(
-        output_gradients=output_gradient_BLNH,
-        log_sums=log_sums_BNL,
-        deltas=torch.empty_like(log_sums_BNL),
-    )
+    call.arguments["log_sums"] = log_sums_BNL
+    call.arguments["output_gradients"] = output_gradient_BLNH
+    call.arguments["deltas"] = call.deltas(output_BLNH)
     # The kernel of the queries can add the positions' gradient atomically. The kernel for positions
     # is needed for a fixed order, and for distance biases, which it sums on the way.
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
-    query_gradient, query_sum_NH, position_gradient = _launch_queries(
-        call, output_BLNH, adds_positions
-    )
-    key_gradient, value_gradient, score_sums_BNC = _launch_keys(call)
-    distance_bias_gradient = None
-    if needs_distance_bias or (needs_position and not adds_positions):
-        position_gradient, distance_bias_gradient = _launch_positions(call)
+    backward = Backward(call, adds_positions)
+    for chunk in backward.chunks:
+        # One workspace serves all chunks, since the launches run in order.
+        backward.launch_keys(chunk)
+        backward.launch_queries(chunk)
+        if needs_distance_bias or (needs_position and not adds_positions):
+            backward.launch_positions(chunk)
     u_gradient = v_gradient = None
     if inputs.content_bias_NH is not None:
-        u_gradient = call.sum_keys(score_sums_BNC)
+        u_gradient = call.sum_keys(backward.score_sums_BNC)
         # The gradient of the queries, summed, is that of u (through keys) plus that of v.
-        v_gradient = query_sum_NH - u_gradient
-    relative = (position_gradient, u_gradient, v_gradient)
-    biases = (score_sums_BNC, distance_bias_gradient)
-    gradients = Inputs(query_gradient, key_gradient, value_gradient, *relative, *biases)
+        v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
+    gradients = Inputs(
+        backward.query_BLNH,
+        backward.key_BCGH,
+        backward.value_BCGH,
+        backward.position_CNH,
+        u_gradient,
+        v_gradient,
+        backward.score_sums_BNC,
+        backward.distance_bias_NC.T,
+    )
     return Inputs(
         *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
     )
 
 
-def _launch_queries(
-    call: Call, output_BLNH: Tensor, adds_positions: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradient of the queries, its sum [N, H], and that of the positions if added."""
-    tile = call.options.tiles.query_gradient
-    num_tiles = cdiv(call.L, tile.rows)
-    gradient_BLNH = torch.empty_like(output_BLNH)
-    sums_BNXH = call.float32(call.B, call.N, num_tiles, call.variant(tile).padded_width)
-    position_gradient_CNH = call.float32(call.C, call.N, call.H).zero_() if adds_positions else None
-    call.launch(
-        query_gradient_kernel,
-        num_tiles * call.B * call.N,
-        tile,
-        adds_positions=adds_positions,
-        outputs=output_BLNH,
-        query_gradients=gradient_BLNH,
-        query_sums=sums_BNXH,
-        position_gradients=sums_BNXH if position_gradient_CNH is None else position_gradient_CNH,
-    )
-    return gradient_BLNH, sums_BNXH.sum((0, 2))[:, : call.H], position_gradient_CNH
+class Backward:
+    """The outputs of the backward kernels, and their launches on one chunk of heads.
 
+    `workspace` holds the gradients of a chunk's scores, a row for each query and a column for each
+    key. Kept from the kernel of the keys, they spare the others to compute the scores again.
+    """
 
-def _launch_keys(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of keys and values, and the sums of score gradients [B, N, C]."""
-    tile = call.options.tiles.key_gradient
-    key = call.inputs.key_BCGH
-    key_gradient_BCGH, value_gradient_BCGH = key.new_empty(key.shape), key.new_empty(key.shape)
-    score_sums_BNC = call.float32(call.B, call.N, call.C)
-    query_ends_BC = call.options.query_ends_BC
-    call.launch(
-        key_gradient_kernel,
-        cdiv(call.C, tile.columns) * call.B * call.G,
-        tile,
-        query_ends=key if query_ends_BC is None else query_ends_BC,
-        key_gradients=key_gradient_BCGH,
-        value_gradients=value_gradient_BCGH,
-        score_sums=score_sums_BNC,
-    )
-    return key_gradient_BCGH, value_gradient_BCGH, score_sums_BNC
+    def __init__(self, call: Call, adds_positions: bool) -> None:
+        self.call, self.adds_positions = call, adds_positions
+        tiles, inputs = call.options.tiles, call.inputs
+        query_tiles = cdiv(call.L, tiles.query_gradient.rows)
+        padded_width = call.variant(tiles.query_gradient).padded_width
+        self.query_BLNH = torch.empty_like(call.arguments["output_gradients"])
+        self.query_sums_BNXH = call.float32(call.B, call.N, query_tiles, padded_width)
+        self.key_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
+        self.value_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
+        self.score_sums_BNC = call.float32(call.B, call.N, call.C)
+        self.position_CNH = call.float32(call.C, call.N, call.H).zero_()
+        self.distance_bias_NC = call.float32(call.N, call.C).zero_()
+        widest = max(tiles.query_gradient.columns, tiles.key_gradient.columns)
+        self.score_row = cdiv(call.C, widest) * widest  # so that loads and stores are whole tiles
+        group_scores = call.N // call.G * call.L * self.score_row
+        fitting = call.options.workspace_bytes // (group_scores * inputs.query_BLNH.element_size())
+        self.chunks = chunks_of(call.B, call.G, max(1, fitting))
+        largest = max(chunk.lanes * chunk.groups for chunk in self.chunks)
+        self.workspace = inputs.query_BLNH.new_empty(largest * group_scores)
 
+    def launch_keys(self, chunk: Chunk) -> None:
+        tile = self.call.options.tiles.key_gradient
+        query_ends_BC = self.call.options.query_ends_BC
+        self._launch(
+            key_gradient_kernel,
+            cdiv(self.call.C, tile.columns) * chunk.lanes * chunk.groups,
+            tile,
+            chunk,
+            query_ends=self.key_BCGH if query_ends_BC is None else query_ends_BC,
+            key_gradients=self.key_BCGH,
+            value_gradients=self.value_BCGH,
+            score_sums=self.score_sums_BNC,
+        )
 
-def _launch_positions(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the gradients of positions and distance biases, summed over shares in fixed order."""
-    tile = call.options.tiles.position_gradient
-    programs = cdiv(call.C, tile.columns) * call.N
-    num_shares = max(1, min(call.B, cdiv(ENOUGH_PROGRAMS, programs)))
-    gradient_XCNH = call.float32(num_shares, call.C, call.N, call.H)
-    bias_gradient_XNC = call.float32(num_shares, call.N, call.C)
-    call.launch(
-        position_gradient_kernel,
-        programs * num_shares,
-        tile,
-        position_gradients=gradient_XCNH,
-        distance_bias_gradients=bias_gradient_XNC,
-        B=call.B,
-        num_shares=num_shares,
-    )
-    return gradient_XCNH.sum(0), bias_gradient_XNC.sum(0).T
+    def launch_queries(self, chunk: Chunk) -> None:
+        tile = self.call.options.tiles.query_gradient
+        self._launch(
+            query_gradient_kernel,
+            cdiv(self.call.L, tile.rows) * chunk.lanes * self._heads(chunk),
+            tile,
+            chunk,
+            adds_positions=self.adds_positions,
+            query_gradients=self.query_BLNH,
+            query_sums=self.query_sums_BNXH,
+            position_gradients=self.position_CNH,
+        )
+
+    def launch_positions(self, chunk: Chunk) -> None:
+        tile = self.call.options.tiles.position_gradient
+        self._launch(
+            position_gradient_kernel,
+            cdiv(self.call.C, tile.columns) * self._heads(chunk),
+            tile,
+            chunk,
+            position_gradients=self.position_CNH,
+            distance_bias_gradients=self.distance_bias_NC,
+            chunk_lanes=chunk.lanes,
+        )
+
+    def _heads(self, chunk: Chunk) -> int:
+        return chunk.groups * (self.call.N // self.call.G)
+
+    def _launch(
+        self, kernel: Any, programs: int, tile: Tile, chunk: Chunk, **arguments: Any
+    ) -> None:
+        self.call.launch(
+            kernel,
+            programs,
+            tile,
+            score_gradients=self.workspace,
+            score_row=self.score_row,
+            first_lane=chunk.first_lane,
+            first_group=chunk.first_group,
+            chunk_groups=chunk.groups,
+            **arguments,
+        )
 
 
 def _like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 # GPUs whose shared memory holds the tiles; the kernels are compiled offline for the first two.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 DROPOUT_LEVELS = 1 << 16  # probabilities are multiples of 1/65536, as in pretrain.model.dropout
+
+# 8 heads of 2,048 queries and 4,096 keys in bf16: 512 programs, enough for the largest GPU.
+WORKSPACE_BYTES = 128 << 20
+# Arguments of the backward kernels that name the lanes and groups of a launch. The compiler must
+# not make a variant for each value.
+CHUNK = ("first_lane", "first_group", "chunk_groups", "chunk_lanes")
 
 
 def interprets_kernels() -> bool:
@@ -70,10 +77,33 @@ class Tiles:
     position_gradient: Tile
 
     def __post_init__(self) -> None:
+        # A warp of the tensor cores takes 16 rows of a product, or a group of four takes 64. With
+        # fewer rows than that, warps would repeat each other's work.
         for tile in (self.forward, self.query_gradient):
-            assert tile.rows in (tile.columns, 2 * tile.columns), tile
-        for tile in (self.key_gradient, self.position_gradient):
-            assert tile.rows <= tile.columns, tile
+            assert 16 * tile.warps <= tile.rows, tile
+        for tile in (self.key_gradient, self.position_gradient):  # their products are transposed
+            assert 16 * tile.warps <= tile.columns, tile
+        assert self.forward.rows in (self.forward.columns, 2 * self.forward.columns), self.forward
+        assert self.key_gradient.rows <= self.key_gradient.columns, self.key_gradient
+
+
+class Chunk(NamedTuple):
+    """Lanes and groups of heads whose backward pass shares the workspace."""
+
+    first_lane: int
+    lanes: int
+    first_group: int
+    groups: int
+
+
+def chunks_of(num_lanes: int, num_groups: int, fitting: int) -> list[Chunk]:
+    """Return whole lanes if the `fitting` groups include any, or else some groups of one lane."""
+    lanes, groups = max(1, fitting // num_groups), min(fitting, num_groups)
+    return [
+        Chunk(lane, min(lanes, num_lanes - lane), group, min(groups, num_groups - group))
+        for lane in range(0, num_lanes, lanes)
+        for group in range(0, num_groups, groups)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,33 +149,33 @@ class Variant:
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.drop_threshold)
 
 
-# By compute capability and padded head width. All shapes were compiled offline; of those that fit
-# into shared memory these are the largest that spill few registers. Heads narrower than 64 use the
-# tiles of 64.
+# By compute capability and padded head width. Found by compiling all shapes offline
+# (`python -m benchmarks kernels`): no warp repeats work, two programs share a multiprocessor where
+# possible, and few registers spill. Heads narrower than 64 use the tiles of 64.
 _TILES = {
     (8, 64): Tiles(
-        forward=Tile(128, 64, 8, 2),
-        query_gradient=Tile(64, 32, 8, 1),
+        forward=Tile(64, 64, 4, 2),
+        query_gradient=Tile(64, 64, 4, 2),
         key_gradient=Tile(32, 64, 4, 2),
-        position_gradient=Tile(32, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
     ),
     (8, 128): Tiles(
-        forward=Tile(64, 32, 8, 2),
-        query_gradient=Tile(32, 32, 8, 1),
-        key_gradient=Tile(32, 32, 8, 2),
-        position_gradient=Tile(32, 32, 8, 2),
+        forward=Tile(64, 32, 4, 2),
+        query_gradient=Tile(64, 32, 4, 2),
+        key_gradient=Tile(32, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
     ),
     (9, 64): Tiles(
-        forward=Tile(128, 64, 8, 2),
+        forward=Tile(64, 64, 4, 2),
         query_gradient=Tile(64, 64, 4, 2),
-        key_gradient=Tile(64, 64, 4, 2),
+        key_gradient=Tile(32, 64, 4, 2),
         position_gradient=Tile(64, 64, 4, 2),
     ),
     (9, 128): Tiles(
-        forward=Tile(64, 64, 8, 2),
-        query_gradient=Tile(64, 32, 8, 2),
-        key_gradient=Tile(32, 64, 8, 2),
-        position_gradient=Tile(32, 64, 4, 2),
+        forward=Tile(64, 32, 4, 2),
+        query_gradient=Tile(64, 32, 4, 2),
+        key_gradient=Tile(32, 64, 4, 1),
+        position_gradient=Tile(64, 64, 4, 2),
     ),
 }
 

@@ -78,6 +78,27 @@ def store_rows(
 
 
 @triton.jit
+def score_matrix(score_gradients, chunk_head, L, score_row):
+    """Return the [L, score_row] matrix of one head in the workspace of score gradients."""
+    return score_gradients + chunk_head.to(tl.int64) * L * score_row
+
+
+@triton.jit
+def load_shifted(matrix, i0, first, lowest, highest, num_queries, score_row, VARIANT: tl.constexpr):
+    """Load the score gradients of queries i0 + a and position rows first + r, zero if hidden.
+
+    That is column first + r - (L - 1) + i0 + a of row i0 + a, in a matrix with a row per query.
+    """
+    a = tl.arange(0, VARIANT.rows)[:, None]
+    r = tl.arange(0, VARIANT.columns)[None, :]
+    j0 = first - (num_queries - 1) + i0
+    columns = j0 + a + r
+    visible = (columns >= lowest[:, None]) & (columns <= highest[:, None])
+    corner = matrix + tl.cast(i0, tl.int64) * score_row + j0
+    return tl.load(corner + (a * (score_row + 1) + r), mask=visible, other=0.0)
+
+
+@triton.jit
 def _flat(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     split = tl.reshape(tile, [ROWS // 8, 8, COLUMNS // 8, 4, 2])
     return tl.reshape(tl.permute(split, (0, 2, 4, 1, 3)), [ROWS * COLUMNS])

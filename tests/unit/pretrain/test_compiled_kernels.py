@@ -1,4 +1,4 @@
-"""The fused kernels compiled for sm_80 and sm_90: tiles fit shared memory and spill little."""
+"""The fused kernels compiled for three kinds of GPU: nothing is repeated, and all of it fits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import sys
 
 import pytest
 
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a program may have
-LARGEST_SPILL = 1024  # bytes per thread and kernel, stores and loads together
-KERNELS = ("forward", "query_gradient", "key_gradient", "position_gradient")
-PLAIN = [
-    f"{kernel}:{width}:{target}"
-    for kernel in KERNELS
-    for width in (64, 128)
-    for target in SHARED_MEMORY
-]
-OPTIONS = [
-    f"{kernel}:64:90:{option}"
-    for kernel in KERNELS
-    for option in ("documents,dropout", "distance_bias,no_position", "grouped")
-]
+from pretrain.kernels.triton.settings import Chunk, Tile, Tiles, chunks_of
+from tests.helpers.kernel_work import (
+    Resources,
+    executed_work,
+    missed_limits,
+    programs_per_multiprocessor,
+)
+
+# `python -m benchmarks kernels` compiles the rest.
 WANTED = [
-    *PLAIN,
-    *OPTIONS,
+    *(
+        f"{kernel}:{width}:{target}"
+        for kernel in ("forward", "query_gradient", "key_gradient", "position_gradient")
+        for width in (64, 128)
+        for target in (80, 90)
+    ),
+    *(f"{kernel}:128:100" for kernel in ("query_gradient", "key_gradient", "position_gradient")),
+    *(
+        f"{kernel}:{width}:90:documents,dropout"
+        for kernel in ("forward", "key_gradient")
+        for width in (64, 128)
+    ),
+    "forward:64:90:distance_bias,no_position",
+    "key_gradient:64:90:distance_bias,no_position",
+    "key_gradient:64:90:grouped",
+    "position_gradient:64:90:documents,distance_bias",
     "query_gradient:64:90:adds_positions",
     "query_gradient:128:90:adds_positions",
 ]
@@ -35,8 +44,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def resources() -> dict[str, dict[str, int]]:
-    """Registers, spills and shared memory of every kernel, in a process without the interpreter."""
+def resources() -> dict[str, Resources]:
+    """What every kernel takes, compiled in a process without the interpreter."""
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *WANTED],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
@@ -45,12 +54,63 @@ def resources() -> dict[str, dict[str, int]]:
         timeout=900,
     )
     assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    return {name: Resources(**found) for name, found in json.loads(finished.stdout).items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", WANTED)
-def test_tiles_fit_and_spills_are_bounded(resources, wanted):
-    target = int(wanted.split(":")[2])
-    assert resources[wanted]["shared"] <= SHARED_MEMORY[target]
-    assert resources[wanted]["spilled"] <= LARGEST_SPILL
+def test_no_work_is_repeated_and_the_kernel_fits(resources, wanted):
+    assert resources[wanted].needed > 0
+    assert missed_limits(wanted, resources[wanted]) == []
+
+
+def test_work_that_two_groups_of_warps_repeat_is_counted_twice():
+    product = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%r1}, %rd1, %rd2;"
+    assert executed_work(product, warps=4) == 64 * 32 * 16
+    assert executed_work(product, warps=8) == 2 * 64 * 32 * 16
+
+
+def test_each_limit_that_a_kernel_misses_is_named():
+    shared = 180_224
+    programs = programs_per_multiprocessor(90, registers=255, shared=shared, warps=8)
+    found = Resources(255, 1_268, shared, programs, executed=5, needed=3)  # as tiles once were
+    assert missed_limits("forward:128:90", found) == [
+        "executes 5 multiply-adds for 3",
+        "spills 1268 bytes, at most 1024",
+        "1 programs fit, at least 2",
+    ]
+    assert missed_limits("forward:128:80", found)[2].startswith("takes 180224 bytes of shared")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"forward": Tile(64, 64, 8)},
+        {"query_gradient": Tile(32, 64, 4)},
+        {"key_gradient": Tile(32, 64, 8)},  # its products have a row per key
+        {"position_gradient": Tile(64, 32, 4)},
+    ],
+)
+def test_tiles_with_fewer_rows_than_their_warps_take_are_refused(changed):
+    fitting = {
+        "forward": Tile(64, 64, 4),
+        "query_gradient": Tile(64, 64, 4),
+        "key_gradient": Tile(32, 64, 4),
+        "position_gradient": Tile(64, 64, 4),
+    }
+    Tiles(**fitting)
+    with pytest.raises(AssertionError):
+        Tiles(**fitting | changed)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "expected"),
+    [
+        (100, [Chunk(0, 3, 0, 4)]),
+        (11, [Chunk(0, 2, 0, 4), Chunk(2, 1, 0, 4)]),
+        (3, [Chunk(lane, 1, *groups) for lane in range(3) for groups in ((0, 3), (3, 1))]),
+        (1, [Chunk(lane, 1, group, 1) for lane in range(3) for group in range(4)]),
+    ],
+)
+def test_chunks_are_whole_lanes_or_else_groups_of_one_lane(fitting, expected):
+    assert chunks_of(num_lanes=3, num_groups=4, fitting=fitting) == expected
