@@ -87,6 +87,7 @@ golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests
 bench: $(DEV_STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m benchmarks model
 	OMP_NUM_THREADS=1 python -m benchmarks data
+	python -m benchmarks kernels
 
 bench-gpu: $(DEV_STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
 	python -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py

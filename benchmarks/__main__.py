@@ -1,4 +1,4 @@
-"""`python -m benchmarks model | data | gpu | peers | recovery`."""
+"""`python -m benchmarks model | data | kernels | gpu | peers | recovery`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ COMMANDS = {
         "attention, training, evaluation and checkpoints against reference implementations",
     ),
     "data": ("benchmarks.data.command", "reading, planning, fetching and building a corpus"),
+    "kernels": (
+        "benchmarks.kernels",
+        "registers, shared memory and tensor-core work of the fused kernels, without a GPU",
+    ),
     "gpu": ("benchmarks.gpu", "the fused kernel and a 1.3B model on an NVIDIA GPU"),
     "recovery": (
         "benchmarks.recovery",

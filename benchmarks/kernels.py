@@ -1,0 +1,84 @@
+"""`python -m benchmarks kernels`: what the fused kernels take on each GPU, from compiled code.
+
+It needs no GPU. Limits that are missed are listed and make the status 1. The window of
+`same_length` is an argument of every kernel, and rope turns queries and keys before attention, so
+neither has kernels of its own: rope is `no_position`, alibi and t5 are that with `distance_bias`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from pretrain.terminal.text import markdown_table
+from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
+
+HEAD_WIDTHS = (64, 80, 96, 128)
+_SCORES = ("", "documents", "dropout", "documents,dropout", "grouped", "no_position")
+OPTIONS_OF = {
+    "forward": (*_SCORES, "distance_bias,no_position"),
+    "key_gradient": (*_SCORES, "distance_bias,no_position"),
+    "query_gradient": ("", "documents", "grouped", "no_position", "adds_positions"),
+    "position_gradient": ("", "documents", "grouped", "distance_bias,no_position"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="compile only kernels whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes that compile at the same time (default: 2)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile and print the table; return 0 if all kernels are within their limits."""
+    selected = [name for name in all_kernels() if arguments.only in name]
+    parts = [selected[number :: arguments.jobs] for number in range(arguments.jobs)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        found = {name: found for part in pool.map(compiled, parts) for name, found in part.items()}
+    print(table({name: found[name] for name in selected}))
+    missed = [f"{name}: {limit}" for name in selected for limit in missed_limits(name, found[name])]
+    print(f"{len(selected)} kernels, {len(missed)} limits missed", *missed, sep="\n")
+    return 1 if missed else 0
+
+
+def all_kernels() -> list[str]:
+    """Return "kernel:head width:compute capability[:options]" of every kernel that can run."""
+    return [
+        f"{kernel}:{width}:{target}" + (f":{options}" if options else "")
+        for target in DEVICES
+        for width in HEAD_WIDTHS
+        for kernel, all_options in OPTIONS_OF.items()
+        for options in all_options
+    ]
+
+
+def compiled(names: list[str]) -> dict[str, Resources]:
+    """Return what each kernel takes; compiled in a process without triton's interpreter."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *names],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {name: Resources(**found) for name, found in json.loads(finished.stdout).items()}
+
+
+def table(kernels: dict[str, Resources]) -> str:
+    """Return a Markdown table with a row per kernel."""
+    header = ["kernel", "head", "sm", "options", "registers", "spill B", "shared KB", "programs"]
+    rows = [[*header, "executed / needed"]]
+    for name, found in kernels.items():
+        kernel, width, target, *options = name.split(":")
+        numbers = [found.registers, found.spilled, round(found.shared / 1024), found.programs]
+        ratio = f"{found.executed / found.needed:.2f}" if found.needed else "-"
+        rows.append([kernel, width, target, "".join(options), *map(str, numbers), ratio])
+    return markdown_table(rows)
