@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig
@@ -70,7 +71,7 @@ def run_cells(
 
 def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int) -> RankGroup:
     experiment = sweep_path.parent / cell.cell.experiment
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), f"--ranks={ranks}"]
+    command = own_command("launcher", "local", str(experiment), f"--ranks={ranks}")
     command += [f"--run-dir={cell.path}", *cell.cell.overrides]
     return RankGroup(command, 1, runs / "logs" / cell.cell.name)
 

@@ -24,6 +24,7 @@ import psutil
 from benchmarks.measure import Comparison, Measurement
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
+from data_pipeline.own_programs import own_command
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
@@ -145,7 +146,7 @@ def _start(corpus: Path, run: Path, environment: dict[str, str] | None = None) -
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     inherited = {name: value for name, value in os.environ.items() if name not in ranks}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.model.checkpoints", str(corpus), str(run)],
+        own_command("benchmarks.model.checkpoints", str(corpus), str(run)),
         env={**inherited, **(environment or {})},
         capture_output=True,
         text=True,

@@ -7,7 +7,6 @@ import json
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.own_programs import own_arguments, own_command
 from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig, in_container, load_cluster
@@ -31,6 +31,7 @@ from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import END, TOKEN
 
 EXIT_FOUND_DIFFERENCES = 1
+_CHECK = "pretrain.processes.node_check"
 _MINUTES = 15
 _LEAVE_SECONDS = 5.0
 _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sbatch has
@@ -81,7 +82,7 @@ def _num_gpus() -> int:
 
 
 def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
-    command = [sys.executable, "-m", "pretrain.processes.node_check", str(out)]
+    command = own_command(_CHECK, str(out))
     with RankGroup(command, num_ranks, out / "logs", environment={TOKEN: out.name}) as ranks:
         try:
             return _led(out, num_ranks, [], lambda: None in ranks.poll())
@@ -126,7 +127,9 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     }
     wanted = {key: value for key, value in options.items() if value}
     wanted |= {key: each for key, each in cluster.options.items() if key not in _NOT_OF_SRUN}
-    check = ["-m", "pretrain.processes.node_check", str(out)]
+    check = ["-m", _CHECK, str(out)]  # in a container, where the code is the working directory
+    if not cluster.container_image:
+        check = own_arguments(_CHECK, str(out))
     flags, task = in_container(cluster, check, [out], Snapshot(out).code)
     script = [
         *([] if flags else host_lines(cluster)),

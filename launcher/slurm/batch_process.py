@@ -1,8 +1,8 @@
 """The process of a batch script: runs the supervisor, and again whenever a signal has killed it.
 
 The out-of-memory killer, or an administrator, may end the supervisor, and nobody else requeues the
-job or records what happened. So this process stays around it: small, idle, and without imports
-beyond the standard library.
+job or records what happened. So this process stays around it: small, idle, and without heavy
+imports.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from data_pipeline.own_programs import own_command
 
 # Slurm signals the batch script alone (--signal=B:), or all processes of the job.
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -70,7 +72,7 @@ class BatchProcess:
 
 def main() -> int:
     """`python -m launcher.slurm.batch_process ARGUMENTS...`: `launcher batch ARGUMENTS...`."""
-    return BatchProcess([sys.executable, "-m", "launcher", "batch", *sys.argv[1:]]).run()
+    return BatchProcess(own_command("launcher", "batch", *sys.argv[1:])).run()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.corpora.manifest import SPLITS, read_manifest
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.own_programs import own_command
 from data_pipeline.yaml_files import SHIPPED
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.verify_resume import train_ranks
@@ -261,7 +262,7 @@ def _call(program: str, *arguments: object) -> str:
     print(f"$ {shlex.join([program, *words])}", flush=True)
     module = program.replace("-", "_")
     done = subprocess.run(
-        [sys.executable, "-m", module, *words],
+        own_command(module, *words),
         stdout=subprocess.PIPE,
         text=True,
         # More threads wait for each other as soon as the machine has other work.

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import IO
 
 from data_pipeline.errors import EXIT_USER_ERROR
+from data_pipeline.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
@@ -36,8 +36,7 @@ _LIBC = ctypes.CDLL(
 
 def train_command(experiment: Path, run_dir: Path, *overrides: str) -> list[str]:
     """One rank's program, in this Python."""
-    train = ["-m", "pretrain", "train", str(experiment), "--run-dir", str(run_dir), *overrides]
-    return [sys.executable, *train]
+    return own_command("pretrain", "train", str(experiment), "--run-dir", str(run_dir), *overrides)
 
 
 class RankGroup:
@@ -222,6 +221,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # for what the ranks start; see data_pipeline/own_programs.py
     }
 
 

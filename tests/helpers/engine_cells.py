@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.own_programs import own_command
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary
@@ -46,14 +46,8 @@ def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[di
 def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
     path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
     path.write_text(json.dumps(cells))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.helpers.engine_worker",
-        str(corpus),
-        str(output),
-        str(path),
-    ]
+    words = (str(corpus), str(output), str(path))
+    command = own_command("tests.helpers.engine_worker", *words)
     with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
         statuses = group.wait(timeout=280)
     assert not any(statuses), describe_failure(statuses, group.logs)

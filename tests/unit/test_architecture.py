@@ -80,6 +80,23 @@ def test_nothing_that_others_send_or_write_is_unpickled(path):
     assert UNPICKLERS.isdisjoint(imports_of(path))
 
 
+# `python -m` runs what lies in the working directory. These run in a job's own copy of the code.
+IN_THE_SNAPSHOT = {
+    "launcher/commands/preflight.py",
+    "launcher/slurm/sbatch.py",
+    "launcher/slurm/srun.py",
+}
+
+
+def test_own_programs_are_started_without_the_working_directory_on_their_path():
+    others = [path for path in MODULES if str(path.relative_to(ROOT)) not in IN_THE_SNAPSHOT]
+    for path in (path for path in others if '"-m"' in path.read_text()):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.List, ast.Tuple)):
+                words = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+                assert "-m" not in words, f"{path}, line {node.lineno}: use own_command"
+
+
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 

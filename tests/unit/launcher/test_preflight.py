@@ -104,7 +104,7 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     script = command[-1].splitlines()
     assert script[0] == "module load cuda"
     assert "export NCCL_DEBUG=WARN" in script
-    assert script[-1].endswith("-m pretrain.processes.node_check /shared/out")
+    assert script[-1].endswith(" pretrain.processes.node_check /shared/out")
 
 
 def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():

@@ -1,0 +1,39 @@
+"""How this project starts its own programs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from data_pipeline.own_programs import own_command
+from pretrain.processes.local_ranks import train_command
+
+
+def run_in(directory: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+
+
+def test_a_module_in_the_working_directory_is_not_executed(tmp_path):
+    for name in ("argparse", "yaml", "pretrain", "runpy"):
+        (tmp_path / f"{name}.py").write_text("print('EXECUTED')\n")
+    missing = tmp_path / "missing.yaml"
+    done = run_in(tmp_path, train_command(missing, tmp_path / "run"))
+    assert done.returncode == 2
+    assert "EXECUTED" not in done.stdout
+    assert "missing.yaml" in done.stderr
+
+
+def test_the_code_of_the_parent_is_found_and_its_arguments_arrive(tmp_path):
+    package = tmp_path / "code" / "data_pipeline"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nprint(__file__, *sys.argv[1:])\n")
+    home = Path(sys.modules[own_command.__module__].__file__ or "")
+    (package / home.name).write_text(home.read_text())
+    code = (
+        "import subprocess, sys\nfrom data_pipeline.own_programs import own_command\n"
+        "sys.exit(subprocess.call(own_command('data_pipeline', 'a', '-b'), cwd='/'))"
+    )
+    done = run_in(tmp_path / "code", [sys.executable, "-c", code])
+    assert done.stdout == f"{package / '__main__.py'} a -b\n", done.stderr
