@@ -138,12 +138,19 @@ def growth_points() -> list[GrowthPoint]:
 
 
 def cost_growth(_: Path) -> Iterator[Measurement]:
-    """Yield the cost of a token at the base, then that of each change over it beside its FLOPs."""
-    base, *others = points = growth_points()
-    seconds = in_turns({point.name: _token_seconds(point) for point in points}, GROWTH_ROUNDS)
-    microseconds = [1e6 * each for each in seconds[base.name]]
+    """Yield the cost of a token at the base, then that of each change over it beside its FLOPs.
+
+    Each change takes turns with the base alone: one base for all would shift every row if the
+    machine was busy while it ran.
+    """
+    base, *others = growth_points()
+    of_base = _token_seconds(base)
+    alone = in_turns({base.name: of_base}, GROWTH_ROUNDS)[base.name]
+    microseconds = [1e6 * each for each in alone]
     yield Measurement(f"cost of a trained token, {base.name}", microseconds, "us")
     for point in others:
+        cases = {base.name: of_base, point.name: _token_seconds(point)}
+        seconds = in_turns(cases, GROWTH_ROUNDS)
         ratios = [a / b for a, b in zip(seconds[point.name], seconds[base.name], strict=True)]
         predicted = point.flops_per_token / base.flops_per_token
         detail = f"{predicted:.2f}x by FLOPs"
