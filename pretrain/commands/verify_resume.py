@@ -15,7 +15,7 @@ import argparse
 import functools
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
-        problems = _train_and_compare(arguments, _settings(arguments, config), work)
+        problems = train_and_compare(arguments, settings_of_check(arguments, config), work)
     finally:
         if arguments.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
@@ -101,16 +101,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_and_compare(
-    arguments: argparse.Namespace, settings: Sequence[str], work: Path
+def train_and_compare(
+    arguments: argparse.Namespace,
+    settings: Sequence[str],
+    work: Path,
+    train_with: Callable[..., None] | None = None,
 ) -> list[str]:
+    """Return how the runs differ; `train_with` trains instead of `train_ranks`."""
     from pretrain.commands.same_run import differences
 
     uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
     for run_dir in (uninterrupted, killed):
         if run_dir.exists():
             raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
-    train = functools.partial(train_ranks, arguments.experiment, timeout=START_SECONDS)
+    train_one = train_with or train_ranks
+    train = functools.partial(train_one, arguments.experiment, timeout=START_SECONDS)
     _report(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, uninterrupted")
     train(settings, uninterrupted, arguments.ranks)
     _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
@@ -167,7 +172,7 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
     return arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
 
 
-def _settings(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
+def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
     """The user's settings, and those of a run as short as this check."""
     schedule = config.optim.schedule
     return [
