@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden chaos bench bench-gpu
+.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden chaos bench gpu gpu-bundle bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -89,9 +89,21 @@ bench: $(DEV_STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=1 python -m benchmarks data
 	python -m benchmarks kernels
 
-bench-gpu: $(DEV_STAMP)  ## the same for the fused kernel and a 1.3B model, on an NVIDIA GPU
-	python -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
+OUT := build/gpu
+BUNDLE := build/gpu-bundle
+GPU_OPTIONS = $(if $(STEPS),--steps $(STEPS)) $(if $(AGAIN),--again $(AGAIN)) $(if $(WITHIN),--minutes $(WITHIN)) \
+	$(if $(DRY_RUN),--dry-run,$(if $(wildcard $(BUNDLE)),--bundle $(BUNDLE)))
+
+# Without prerequisites: the machine may have no network to install from.
+gpu:  ## the prepared half hour on an NVIDIA GPU, results in OUT; STEPS=a,b AGAIN=a,b WITHIN=minutes DRY_RUN=1
+	$(PYTHON) -m benchmarks gpu --out $(OUT) $(GPU_OPTIONS)
+
+gpu-bundle: $(DEV_STAMP)  ## what a GPU machine without a network needs besides a checkout, in BUNDLE
+	python -m benchmarks gpu-bundle --out $(BUNDLE)
+
+bench-gpu:  ## tests on an NVIDIA GPU, then the steps of the prepared half hour that measure speed
+	GPU_CORPUS=$(wildcard $(BUNDLE)/corpus) $(PYTHON) -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
 	@if command -v compute-sanitizer > /dev/null; then \
-		compute-sanitizer --error-exitcode 1 python -m pytest -q -m gpu tests/gpu -k fused; \
+		compute-sanitizer --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi
-	python -m benchmarks gpu
+	$(MAKE) gpu STEPS=attention,mfu,profile

@@ -1,4 +1,4 @@
-"""`python -m benchmarks model | data | kernels | gpu | peers | recovery`."""
+"""`python -m benchmarks model | data | kernels | gpu | gpu-bundle | peers | recovery`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ COMMANDS = {
         "benchmarks.kernels",
         "registers, shared memory and tensor-core work of the fused kernels, without a GPU",
     ),
-    "gpu": ("benchmarks.gpu", "the fused kernel and a 1.3B model on an NVIDIA GPU"),
+    "gpu": (
+        "benchmarks.gpu.command",
+        "the prepared half hour on an NVIDIA GPU: exactness, resume, memory, speed",
+    ),
+    "gpu-bundle": ("benchmarks.gpu.bundle", "what a GPU machine without a network lacks"),
     "recovery": (
         "benchmarks.recovery",
         "false alarms and detected loss spikes of automatic recovery, on small runs",

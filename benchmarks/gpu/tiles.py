@@ -1,0 +1,176 @@
+"""The fastest tile of each kernel: candidates are timed one by one, the table is tiles.json.
+
+Format of OUT/tiles.json: {"format": 1, "tiles": [row, ...], "tried": [row, ...]}. A row is
+{"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
+"warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles` in
+pretrain/kernels/triton/settings.py, and "tiles" has the fastest row of each kernel and head width.
+`seconds` is the time of the forward pass for "forward", else of the whole backward pass with the
+other kernels' tiles as configured. In "tried" a row that could not run says why in "refused".
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.attention import AttentionInputs, Shape
+from benchmarks.gpu.context import Context, wait_for
+from benchmarks.gpu.processes import INTERPRETER
+from benchmarks.gpu.speed import SHAPES
+from benchmarks.measure import timed
+from data_pipeline.files import write_json
+from pretrain.kernels.triton.settings import Tile, Tiles, tiles_for
+
+TILES_NAME, FORMAT = "tiles.json", 1
+KERNELS = ("forward", "query_gradient", "key_gradient", "position_gradient")
+SIZES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (1, 2, 3)
+ROWS_PER_WARP = 16  # of a tensor-core instruction: more warps would repeat each other's work
+ROUNDS, COMPILERS = 7, 12
+DRY_SHAPE, DRY_TILE = Shape(B=1, L=16, M=16, N=1, H=16), Tile(16, 16, warps=1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tile of one kernel, with the shape to time it on."""
+
+    shape: Shape
+    kernel: str
+    tile: Tile
+
+
+def run(context: Context) -> None:
+    """Compile all candidates in parallel, then time them alone, the widest heads first."""
+    if context.is_dry:
+        os.environ[INTERPRETER] = "1"  # read when the kernels are imported, below
+        tried = [Candidate(DRY_SHAPE, kernel, DRY_TILE) for kernel in KERNELS]
+    else:
+        tried = [each for shape in SHAPES for each in candidates(shape)]
+        compile_all(tried)
+    rows: list[dict[str, Any]] = []
+    for number, candidate in enumerate(tried):
+        row = row_of(candidate, context)
+        rows.append(row)
+        context.report.add(f"candidate {number}", **row)
+        write_table(context.out / TILES_NAME, rows)
+    best = json.loads((context.out / TILES_NAME).read_text())["tiles"]
+    context.report.check(
+        "table", len(best) == len({(c.shape.H, c.kernel) for c in tried}), n=len(best)
+    )
+
+
+def candidates(shape: Shape) -> Iterator[Candidate]:
+    """Yield the tiles that a kernel takes and whose warps all have rows of their own."""
+    for kernel in KERNELS:
+        for rows in SIZES:
+            for columns in SIZES:
+                # The kernels of keys and positions keep a block of keys and walk over queries.
+                kept = rows if kernel in KERNELS[:2] else columns
+                for warps in WARPS:
+                    if not 32 <= ROWS_PER_WARP * warps <= kept or kept > 2 * ROWS_PER_WARP * warps:
+                        continue
+                    for stages in STAGES[: 3 if rows * columns <= 64 * 64 else 2]:
+                        tile = Tile(rows, columns, warps, stages)
+                        if is_allowed(kernel, tile):
+                            yield Candidate(shape, kernel, tile)
+
+
+def is_allowed(kernel: str, tile: Tile) -> bool:
+    """Whether the kernel takes such a tile at all."""
+    try:
+        replace(tiles_for(128, (9, 0)), **{kernel: tile})
+    except AssertionError:
+        return False
+    return True
+
+
+def compile_all(tried: list[Candidate]) -> None:
+    """Fill triton's cache from several processes; what does not compile is found again later."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
+        list(pool.map(_compile, tried))
+
+
+def _compile(candidate: Candidate) -> None:
+    # In its own shape: triton makes other code for numbers that are 1 or multiples of 16.
+    try:
+        works_of(candidate, torch.device("cuda"), torch.bfloat16)[0]()
+    except Exception as error:  # too much shared memory, or a compiler's refusal
+        print(f"{candidate}: {error}", flush=True)
+
+
+def row_of(candidate: Candidate, context: Context) -> dict[str, Any]:
+    """Return the table's row of a candidate, with `seconds` or, if it cannot run, `refused`."""
+    capability = (0, 0) if context.is_dry else torch.cuda.get_device_capability()
+    row: dict[str, Any] = {
+        "capability": list(capability),
+        "head_width": candidate.shape.H,
+        "kernel": candidate.kernel,
+        **asdict(candidate.tile),
+    }
+    try:
+        warm_up, work = works_of(candidate, context.device, context.dtype)
+        warm_up()
+        seconds = [timed(work)() for _ in range(context.size(ROUNDS, 1))]
+    except Exception as error:  # too much shared memory, or a compiler's refusal
+        if context.is_dry:
+            raise
+        return {**row, "refused": f"{type(error).__name__}: {error}"[:120]}
+    return {**row, "seconds": statistics.median(seconds)}
+
+
+def works_of(candidate: Candidate, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return what to do first, and what to time: the forward or the backward pass."""
+    from pretrain.kernels.triton.attention import fused_relative_attention
+
+    inputs, shape = AttentionInputs(candidate.shape, device, dtype), candidate.shape
+    key_BCGH, value_BCGH = inputs.key_value_BC2GH.unbind(2)
+    attend = partial(
+        fused_relative_attention,
+        *(inputs.query_BLNH, key_BCGH, value_BCGH, inputs.position_CNH, *inputs.biases_NH),
+        deterministic=True,
+        tiles=tiles_with(candidate, shape.H, device),
+    )
+
+    def forward() -> Tensor:
+        output = attend()
+        wait_for(device)
+        return output
+
+    if candidate.kernel == "forward":
+        return forward, forward
+    output = forward()
+
+    def backward() -> None:
+        torch.autograd.grad(output, inputs.leaves, inputs.gradient_BLNH, retain_graph=True)
+        wait_for(device)
+
+    return backward, backward
+
+
+def tiles_with(candidate: Candidate, head_width: int, device: torch.device) -> Tiles:
+    """Return the configured tiles with the candidate's in its place."""
+    if device.type == "cpu":
+        return Tiles(**dict.fromkeys(KERNELS, candidate.tile))
+    configured = tiles_for(head_width, torch.cuda.get_device_capability(device))
+    return replace(configured, **{candidate.kernel: candidate.tile})
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the fastest row of each kernel, and all rows; a step cut short leaves a table."""
+    best: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["head_width"], row["kernel"])
+        if "seconds" in row and (key not in best or row["seconds"] < best[key]["seconds"]):
+            best[key] = row
+    write_json(path, {"format": FORMAT, "tiles": list(best.values()), "tried": rows})

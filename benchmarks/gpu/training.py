@@ -1,0 +1,178 @@
+"""What trains in the steps: a run's engine on batches from lanes, without its run directory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.context import Context
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.resolve import with_precision
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.processes.determinism import set_determinism
+from pretrain.processes.precision import has_bf16
+from pretrain.run import build_engine
+from pretrain.state import TrainState
+
+
+@contextmanager
+def one_rank() -> Iterator[World]:
+    """Join a world of one rank, as a run on one device does."""
+    world = init_world()
+    try:
+        yield world
+    finally:
+        destroy_process_group()
+
+
+class Trainer:
+    """One run in this process: its engine, its lanes and its checkpoints in `directory`."""
+
+    def __init__(
+        self, run: RunConfig, corpus: Path, world: World, directory: Path, resumes: bool = False
+    ) -> None:
+        self.run = run
+        self.engine = build_engine(run, world)
+        self._slots = accumulation_steps(run, world.world_size)
+        self._offload = MemoryOffload(world.device, run.engine.offload_memories)
+        self._checkpointer = Checkpointer(run, directory, world, "attempt", "")
+        self.state = TrainState.fresh(self._slots)
+        if resumes:
+            found = find_resume_point(directory, world, run_id="")
+            assert found is not None, f"no checkpoint in {directory}"
+            self.state = self._checkpointer.restore(self.engine, found)
+        self.batches: Iterator[SegmentBatch] = LaneStream(
+            Corpus.open(corpus / "train"),
+            run.data.lanes,
+            run.seed,
+            run.data.segment_length,
+            lanes_of_rank(run, world.rank, world.world_size),
+            self.state.cursor,
+        )
+
+    def step(self) -> torch.Tensor:
+        """Train one step as `pretrain.train` does; returns its mean loss, on the device."""
+        batch, state, losses = next(self.batches), self.state, []
+        for slot, part in enumerate(batch.split(self._slots)):
+            memory = self._offload.fetch(slot, state.memories[slot])
+            loss, memory = self.engine.forward_backward(part, memory, state.step)
+            state.memories[slot] = self._offload.store(slot, memory)
+            losses.append(loss)
+        self._checkpointer.wait_for_copy()
+        self.engine.step(learning_rate_at(self.run.optim, state.step))
+        state.advance(batch, self.run.tokens_per_step)
+        return torch.stack(losses).double().mean()
+
+    def steps(self, count: int) -> list[str]:
+        """Train `count` steps; returns their losses with all their bits."""
+        return [float(self.step()).hex() for _ in range(count)]
+
+    def save(self) -> None:
+        """Start a checkpoint, which is written beside the next steps."""
+        self._offload.wait()
+        self._checkpointer.save(self.engine, self.state)
+
+    def finish(self) -> None:
+        """Return when the checkpoint is published."""
+        self._checkpointer.finish()
+
+    def bits(self) -> str:
+        """Return a hash of masters, moments and memories."""
+        self._offload.wait()
+        total = sha256()
+        for fragment in self.engine.fragments():
+            for value in fragment.values.values():
+                total.update(_bytes_of(value))
+        for memory in self.state.memories:
+            for part in memory or ():
+                total.update(_bytes_of(part))
+        return total.hexdigest()
+
+
+def _bytes_of(value: torch.Tensor) -> bytes:
+    return value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def forget(device: torch.device) -> None:
+    """Free what an engine that nobody refers to any more has left, and measure memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def small_run(
+    context: Context, engine: EngineConfig, optim: OptimConfig | None = None
+) -> RunConfig:
+    """Return a run of seconds with heads of 128, dropout and memory, as a new run resolves it."""
+    model = ModelConfig(
+        vocab_size=vocabulary_of(context),
+        num_layers=context.size(4, 2),
+        d_model=context.size(512, 32),
+        num_heads=context.size(4, 2),
+        memory_length=context.size(256, 8),
+        dropout=0.1,
+        attention_dropout=0.1,
+        norm_position="pre",
+    )
+    data = DataConfig(lanes=4, segment_length=context.size(256, 8))
+    run = RunConfig(model=model, data=data, optim=optim or OptimConfig(), engine=engine)
+    return resolved(run, context)
+
+
+def resolved(run: RunConfig, context: Context) -> RunConfig:
+    """Return the run with the precision of its device, and that device as a run sets it up."""
+    run = with_precision(run, "bf16" if has_bf16(context.device) else "fp32")
+    set_determinism(run, context.device)
+    return run
+
+
+def large_run(lanes: int = 4, dropout: float = 0.1, **engine: Any) -> RunConfig:
+    """Return 24 layers of width 2048, 16 heads, vocabulary 32,000, segment = memory = 2048."""
+    model = ModelConfig(
+        vocab_size=32_000,
+        num_layers=24,
+        d_model=2048,
+        num_heads=16,
+        memory_length=2048,
+        norm_position="pre",
+        dropout=dropout,
+    )
+    data = DataConfig(lanes=lanes, segment_length=2048)
+    return RunConfig(model=model, data=data, engine=EngineConfig(**engine))
+
+
+def vocabulary_of(context: Context) -> int:
+    """Return the number of tokens that the corpus has."""
+    return Corpus.open(context.corpus / "train").manifest.vocab_size
+
+
+def dry_large_run(run: RunConfig, vocabulary: int) -> RunConfig:
+    """Return the same run with a tiny model."""
+    sizes = {
+        "vocab_size": vocabulary,
+        "num_layers": 2,
+        "d_model": 32,
+        "num_heads": 2,
+        "memory_length": 8,
+    }
+    data = replace(run.data, lanes=2, segment_length=8)
+    return replace(run, model=replace(run.model, **sizes), data=data)
