@@ -242,3 +242,19 @@ def test_every_experiment_and_model_file_is_valid(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_module_outgrows_what_one_reads_in_a_sitting(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+def test_no_file_has_the_marks_of_a_merge_that_nobody_finished():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    names = listed.stdout.split("\0")[:-1] or [str(path.relative_to(ROOT)) for path in MODULES]
+    marks = (b"<" * 7 + b" ", b">" * 7 + b" ")
+    found = [
+        f"{name}:{number}"
+        for name in names
+        if (ROOT / name).is_file()
+        for number, line in enumerate((ROOT / name).read_bytes().splitlines(), 1)
+        if line.startswith(marks)
+    ]
+    assert not found
