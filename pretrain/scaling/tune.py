@@ -28,7 +28,6 @@ from pretrain.scaling.parabola import (
 )
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.points import Array
-from pretrain.scaling.recipe import with_steps
 from pretrain.scaling.sweep_file import Sweep
 from pretrain.terminal.text import counted
 
@@ -47,8 +46,9 @@ def plan_rates(
 ) -> list[PlannedRun]:
     """The base with every rate, number of lanes and seed; all read as many tokens.
 
-    More lanes make fewer steps. `steps` are those with the base's lanes (0: the base's); warm-up is
-    in proportion. Raises ConfigError for rates that are no positive numbers, or fewer than three.
+    More lanes make fewer steps. `steps` are those with the base's lanes (0: the base's); warm-up
+    and decay are in proportion to them. Raises ConfigError for rates that are no positive numbers,
+    or fewer than three.
     """
     if len({*rates}) < FEWEST_RATES or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError(
@@ -63,7 +63,7 @@ def plan_rates(
     for count in sorted({*(lanes or [base.data.lanes])}):
         run = replace(base, data=replace(base.data, lanes=count))
         if num_steps := tokens // run.tokens_per_step:
-            run = run if num_steps == base.optim.steps else with_steps(run, num_steps)
+            run = _with_steps(run, num_steps)
         else:
             raise ConfigError(f"--lanes {count}: {tokens:,} tokens are less than one step of them")
         runs += [
@@ -72,6 +72,23 @@ def plan_rates(
             for seed in sorted({*(seeds or [base.seed])})
         ]
     return runs
+
+
+def _with_steps(run: RunConfig, steps: int) -> RunConfig:
+    """The run with that many steps, and warm-up, decay and saves in proportion."""
+    optim, schedule = run.optim, run.optim.schedule
+    part = steps / optim.steps
+    schedule = replace(
+        schedule,
+        warmup_steps=round(part * schedule.warmup_steps),
+        decay_steps=round(part * schedule.decay_steps),
+    )
+    interval = max(1, round(part * run.checkpoint.interval))
+    return replace(
+        run,
+        optim=replace(optim, steps=steps, schedule=schedule),
+        checkpoint=replace(run.checkpoint, interval=interval),
+    )
 
 
 def _planned(run: RunConfig, rate: float, seed: int, has_seeds: bool) -> PlannedRun:

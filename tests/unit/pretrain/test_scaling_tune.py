@@ -14,17 +14,18 @@ from data_pipeline.files import write_text
 from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts
 from tests.helpers.corpora import make_tiny_corpus
 
+WARMUP = 80
 BASE = RunConfig(
     model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
     data=DataConfig(segment_length=32, lanes=16),
-    optim=OptimConfig(steps=1000),
+    optim=OptimConfig(steps=1000, schedule=ScheduleConfig(warmup_steps=WARMUP)),
 )
 RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
 BEST, LOWEST, BEND = 1.2e-3, 3.0, 0.1
@@ -53,6 +54,8 @@ def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens():
     assert {item.run.optim.learning_rate for item in runs} == set(RATES)
     unchanged = [item.run.optim.schedule for item in runs if item.run.data.lanes == 16]
     assert all(schedule == BASE.optim.schedule for schedule in unchanged)
+    halved = [item.run.optim.schedule for item in runs if item.run.data.lanes == 32]
+    assert {schedule.warmup_steps for schedule in halved} == {WARMUP // 2}
 
 
 @pytest.mark.parametrize(
