@@ -70,8 +70,21 @@ class FragmentReader:
                         )
                     pieces = self._pieces.setdefault((parameter, kind), [])
                     pieces.append((start, piece))
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: piece[0])
+        for (parameter, kind), pieces in self._pieces.items():
+            pieces.sort(key=lambda piece: (piece[0], piece[1].get_shape()))
+            self._check_contiguous(f"{parameter} ({kind})", pieces)
+
+    def _check_contiguous(self, what: str, pieces: list[tuple[int, Any]]) -> None:
+        """Raise CheckpointError if elements are missing or there twice: counts may add up even so,
+        and what a piece does not fill is whatever was in memory."""
+        end = 0
+        for start, piece in pieces:
+            if start != end:
+                raise CheckpointError(
+                    f"{self._directory}: found a piece of {what} from element {start}, expected "
+                    f"{end}; use another checkpoint"
+                )
+            end += piece.get_shape()[0]
 
     def __enter__(self) -> FragmentReader:
         return self

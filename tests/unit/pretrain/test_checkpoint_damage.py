@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from data_pipeline.errors import CheckpointError, UnreadableError
 from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import FragmentReader
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
@@ -306,3 +309,22 @@ def found_step(root: Path, world: World) -> int:
     found = find_resume_point(root, world, run_id="")
     assert found is not None
     return found.step
+
+
+@pytest.mark.parametrize(
+    ("starts", "missing"),
+    [((0, 1, 7), "from element 1, expected 4"), ((0, 5, 8), "from element 5, expected 4")],
+)
+def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused(
+    tmp_path, starts, missing
+):
+    """12 elements: [0, 4) [1, 4) [7, 12) would leave [4, 7) as memory happened to be."""
+    ends = {1: 4, 5: 8}
+    pieces = {
+        f"w|{start}|weight": torch.ones((4 if start == 0 else ends.get(start, 12)) - start)
+        for start in starts
+    }
+    save_file(pieces, tmp_path / files.rank_file("engine", 0))
+    found = marker.Checkpoint(tmp_path, {"files": {files.rank_file("engine", 0): {}}})
+    with pytest.raises(CheckpointError, match=missing):
+        FragmentReader(found)
