@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     runs = "run directory (latest valid checkpoint) or export"
     add("runs", type=Path, nargs="+", metavar="RUN", help=runs)
-    add("--data", type=Path, help="directory or URL of a corpus (default: the run's)")
+    data = "directory or URL of a corpus (default: the run's; an export needs one)"
+    add("--data", type=Path, help=data)
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
     memory = "tokens of memory, one result for each (default: as in training)"
     add("--memory-length", type=size_of("tokens"), nargs="+", metavar="N", help=memory)
@@ -119,10 +120,7 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
-    data = trained.config.data
-    if arguments.data:
-        data = dataclasses.replace(data, path=arguments.data, manifest_hash="")
-    corpus = Corpus.open(data.directory() / arguments.split)
+    corpus = Corpus.open(trained.corpus_directory(arguments.data) / arguments.split)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus
 

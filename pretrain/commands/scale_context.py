@@ -163,7 +163,7 @@ def _evaluator(max_tokens: int) -> Evaluate:
             trained = load_trained(directory, world.device)
             config, corpus = (
                 trained.config,
-                Corpus.open(trained.config.data.directory() / "validation"),
+                Corpus.open(trained.corpus_directory() / "validation"),
             )
             found = [
                 evaluate(

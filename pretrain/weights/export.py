@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.config import CacheConfig
 from data_pipeline.config_loader import parse_config, to_tree
 from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.files import (
@@ -98,11 +99,14 @@ def load_export(
 ) -> tuple[TransformerXL, RunConfig, int]:
     """Return the model in evaluation mode, its settings with `model_settings`, and the step.
 
+    The cache of corpora is this user's, whichever directory the settings name.
+
     Raises CheckpointError, with the file's name, if something is missing or corrupted.
     """
     tree = checked_export(directory)
     config = parse_config(RunConfig, tree["run"], str(directory / CONFIG))
-    config = with_model_settings(config, model_settings)
+    data = dataclasses.replace(config.data, cache=CacheConfig())
+    config = with_model_settings(dataclasses.replace(config, data=data), model_settings)
     require_bytes(config, tree["files"][WEIGHTS]["bytes"], directory / WEIGHTS)
     module = TransformerXL(config.model)
     try:

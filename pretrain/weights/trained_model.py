@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,28 @@ class TrainedModel:
     step: int
     tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
     tokenizer: str = ""  # fingerprint of the one it was trained with; "" if that is unknown
+    is_export: bool = False  # which may be anybody's
 
     @property
     def segment_length(self) -> int:
         """The segment length of the last update, in whichever phase it was."""
         return run_at(self.config, max(0, self.step - 1)).data.segment_length
+
+
+    def corpus_directory(self, named: Path | None = None) -> Path:
+        """Where to read the corpus that the user named, by default the run's.
+
+        ConfigError for an export without one: files of others do not choose what is contacted.
+        """
+        data = self.config.data
+        if named:
+            data = replace(data, path=named, manifest_hash="")
+        elif self.is_export:
+            raise ConfigError(
+                f"{self.tokenizer_home} is an export, whose settings do not choose what is read; "
+                f"name a corpus with --data (it was trained on {path_text(data.path)})"
+            )
+        return data.directory()
 
 
 def load_trained(
@@ -70,7 +87,7 @@ def load_trained(
             )
         module, config, step = load_export(run, model_settings)
         own = tokenizer_of(run).fingerprint if (run / TOKENIZER_DIRECTORY).is_dir() else ""
-        return TrainedModel(module.to(device), config, step, run, own)
+        return TrainedModel(module.to(device), config, step, run, own, is_export=True)
     run_dir = RunDir.open(run)
     found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:

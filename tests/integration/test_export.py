@@ -113,8 +113,9 @@ def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     assert "give the output of 'pretrain export'" in capsys.readouterr().err
 
 
-def test_evaluate_answers_for_a_run_and_its_export_alike(exported, capsys):
-    command = ["evaluate", *map(str, exported), "--memory-length", "4", "8", "--json"]
+def test_evaluate_answers_for_a_run_and_its_export_alike(exported, tiny_corpus, capsys):
+    command = ["evaluate", *map(str, exported), "--data", str(tiny_corpus)]
+    command += ["--memory-length", "4", "8", "--json"]
     assert main([*command, "--same-length"]) == 0
     of_run, of_export = json.loads(capsys.readouterr().out)
     for mine, its in zip(of_run["results"], of_export["results"], strict=True):
@@ -250,6 +251,20 @@ def test_a_forged_export_is_refused_in_one_line_before_anything_is_drawn(
     assert len(error.splitlines()) == 1
 
 
+def test_an_export_chooses_neither_what_is_contacted_nor_where_a_cache_is_made(
+    exported, tmp_path, capsys
+):
+    out, cache = shutil.copytree(exported[1], tmp_path / "out"), tmp_path / "cache"
+    data = {"path": "http://127.0.0.1:9/corpus", "cache": {"directory": str(cache)}}
+    rewrite(out / "config.json", lambda tree: tree["run"]["data"].update(data))
+    assert main(["evaluate", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "is an export, whose settings do not choose what is read; name a corpus" in error
+    assert len(error.splitlines()) == 1
+    assert load_trained(out).config.data.cache.directory is None
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -261,5 +276,5 @@ def test_a_forged_export_is_refused_in_one_line_before_anything_is_drawn(
     ],
 )
 def test_options_that_would_do_nothing_are_refused(exported, capsys, options, reason):
-    assert main(["evaluate", str(exported[1]), *options]) == 2
+    assert main(["evaluate", str(exported[0]), *options]) == 2
     assert reason in capsys.readouterr().err

@@ -129,7 +129,8 @@ optim: {{steps: 1}}
         torch.equal(module.get_parameter(name), value)
         for name, value in expected.named_parameters()
     )
-    assert main(["evaluate", str(tmp_path / "out"), "--max-tokens", "200"]) == 0
+    evaluate = ["evaluate", str(tmp_path / "out"), "--data", str(tiny_corpus)]
+    assert main([*evaluate, "--max-tokens", "200"]) == 0
     assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
 
 
