@@ -4,14 +4,17 @@ all logs."""
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.files import open_regular
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path is None:
         raise ConfigError(f"{logs} contains no logs yet; the run is {state.description}")
     for line in _last_lines(path, arguments.lines):
-        print(line, end="")
+        print(printable(line), end="")
     return 0
 
 
@@ -148,7 +151,7 @@ def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLo
     found_any = False
     for name, lines in _sources(run_dir, chosen, arguments):
         for line in deque(error_lines(lines), maxlen=arguments.lines or None):
-            print(f"[{name}] {line.rstrip()}")
+            print(printable(f"[{name}] {line.rstrip()}"))
             found_any = True
     return found_any
 
@@ -205,12 +208,19 @@ def _print_ends(logs: Path, chosen: RankLogs | None) -> None:
     srun = logs / f"attempt-{chosen.attempt}-srun.log" if chosen else None
     for name, path in (("srun", srun), ("job", _job_log(logs))):
         for line in _last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ():
-            print(f"[{name}] {line.rstrip()}")
+            print(printable(f"[{name}] {line.rstrip()}"))
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a log; DataError if something else has its name, such as a pipe."""
+    try:
+        return open_regular(path)
+    except ValueError as error:
+        raise DataError(f"{path} is no log ({error}); remove it") from None
 
 
 def _lines(path: Path) -> list[str]:
-    with open(path, errors="replace") as file:
-        return list(file)
+    return list(_last_lines(path, 0))
 
 
 def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
@@ -251,18 +261,20 @@ class _Tail:
         self._offset = offset
 
     def print_new(self) -> None:
-        with open(self.path, "rb") as file:
+        with _open(self.path) as file:
             file.seek(self._offset)
             new = file.read()
         self._offset += len(new)
-        print(new.decode(errors="replace"), end="", flush=True)
+        text = new.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+        print(printable(text), end="", flush=True)
 
 
 def _last_lines(path: Path, count: int) -> deque[str]:
-    with open(path, errors="replace") as file:
+    with io.TextIOWrapper(_open(path), "utf-8", "replace") as file:
         return deque(file, maxlen=count or None)
 
 
 def _start_of_last_lines(path: Path, count: int) -> int:
-    lines = path.read_bytes().splitlines(keepends=True)
+    with _open(path) as file:
+        lines = file.read().splitlines(keepends=True)
     return sum(map(len, lines[:-count])) if count else 0

@@ -202,6 +202,25 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     assert follower.returncode == 0
 
 
+@pytest.mark.parametrize("name", ["attempt-10-rank-0.log", "attempt-10-srun.log", "slurm-17.log"])
+def test_a_pipe_in_place_of_a_log_makes_nobody_wait(run_dir, capsys, name):
+    (run_dir.logs / name).unlink(missing_ok=True)
+    os.mkfifo(run_dir.logs / name)
+    for arguments in ([] if "rank" in name else ["--errors"], ["--errors"]):
+        assert main(["logs", str(run_dir.path), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert f"{name} is no log (it is a pipe" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_escape_sequences_in_logs_are_shown_as_text(run_dir, capsys):
+    log = run_dir.logs / "attempt-10-rank-0.log"
+    log.write_text("error: \x1b]0;title\x07\x9b31m\tred\n")
+    for arguments in ([], ["--errors", "--rank=0"]):
+        assert main(["logs", str(run_dir.path), *arguments]) == 0
+        assert "error: \\x1b]0;title\\x07\\x9b31m\tred\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
