@@ -16,8 +16,17 @@ from typing import Any
 from data_pipeline.files import write_text
 
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
-# Also after blanks, and in the wide forms that some locales accept.
-_FORMULA = re.compile(r"'*\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+# Where a cell begins: at the start, and, for a spreadsheet whose locale separates by semicolons, at
+# each of these, quoted or not.
+_BEGIN = r"(?:^|(?<=[;\t\r\n]))"
+# Also after blanks and what shows nothing, such as a byte-order mark, and in the wide forms that
+# some locales accept.
+_FORMULA = (
+    r"(?=['\" \x00-\x08\x0b\x0c\x0e-\x1f\x7f-\xa0"
+    r"\u2000-\u200f\u2028-\u202f\u2060-\u206f\u3000\ufeff]*"
+    r"[=+\-@\t\r\uff1d\uff0b\uff0d\uff20])"
+)
+_UNMARKED, _MARKED = re.compile(_BEGIN + _FORMULA), re.compile(f"{_BEGIN}'{_FORMULA}")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -43,12 +52,12 @@ def read_csv(text: str) -> list[dict[str | None, Any]]:
 def marked(value: Any) -> Any:
     """The value, marked as text if a spreadsheet would run it as a formula."""
     is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
-    return f"'{value}" if is_text and _FORMULA.match(value) else value
+    return _UNMARKED.sub("'", value) if is_text else value
 
 
 def unmarked(cell: str) -> str:
     """The text that `marked` got."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+    return _MARKED.sub("", cell)
 
 
 def _row(header: Sequence[str], cells: Sequence[str]) -> dict[str | None, Any]:
