@@ -25,7 +25,7 @@ from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
-from data_pipeline.files import named_errors, write_json
+from data_pipeline.files import named_errors, parse_json, read_json, read_lines, write_json
 
 BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
@@ -65,9 +65,9 @@ class BuildJournal:
     def _resume(self) -> None:
         # A kill may have cut the last line: drop everything from the first incomplete line on.
         records, complete_bytes = [], 0
-        for line in self._path.read_bytes().splitlines(keepends=True):
+        for line in read_lines(self._path):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 break
             if not line.endswith(b"\n"):
@@ -185,7 +185,7 @@ def is_started(output: Path) -> bool:
 def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
     """Raise ConfigError unless the finished corpus in `output` was built by this recipe."""
     try:
-        found = json.loads((output / RECIPE_NAME).read_bytes())
+        found = read_json(output / RECIPE_NAME)
         del found["counts"]
     except (ValueError, KeyError, TypeError):
         found = None
@@ -198,4 +198,4 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
 
 def read_counts(output: Path) -> dict[str, Any]:
     """Return the counts that `finish` was given."""
-    return json.loads((output / RECIPE_NAME).read_bytes())["counts"]
+    return read_json(output / RECIPE_NAME)["counts"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import CheckpointError, ConfigError
+from data_pipeline.files import open_regular
 from pretrain.config.model import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters
@@ -184,7 +185,8 @@ def _head(remaining: _Remaining, config: ModelConfig) -> Named:
 def read_state(path: Path) -> dict[str, Tensor]:
     """Return the named tensors in the file; CheckpointError if it contains anything else."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a file written by torch.save") from None
     except Exception as error:  # a file of another kind may raise anything in the reader

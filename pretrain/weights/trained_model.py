@@ -49,7 +49,6 @@ class TrainedModel:
         """The segment length of the last update, in whichever phase it was."""
         return run_at(self.config, max(0, self.step - 1)).data.segment_length
 
-
     def corpus_directory(self, named: Path | None = None) -> Path:
         """Where to read the corpus that the user named, by default the run's.
 

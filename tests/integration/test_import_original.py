@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def test_a_pickled_model_is_not_executed(tmp_path: Path) -> None:
         read_state(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="does not exist"):
         read_state(tmp_path / "absent.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match="it is a pipe"):
+        read_state(tmp_path / "pipe.pt")
 
 
 def test_the_command_writes_an_export_that_can_be_evaluated(

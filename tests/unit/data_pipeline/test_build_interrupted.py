@@ -20,7 +20,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import sha256_of
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 from tests.helpers.small_disks import can_mount
@@ -102,6 +102,14 @@ def test_a_build_rejected_before_it_made_anything_leaves_nothing(tmp_path, exist
         build_corpus(config)
     assert config.output.exists() == existed
     assert not existed or not list(config.output.iterdir())
+
+
+def test_a_pipe_in_place_of_a_journal_makes_nobody_wait(tmp_path):
+    config = config_of(tmp_path, some_texts(20))
+    (config.output / ".build").mkdir(parents=True)
+    os.mkfifo(config.output / ".build" / "journal.jsonl")
+    with pytest.raises(DataError, match=r"journal\.jsonl cannot be read \(it is a pipe"):
+        build_corpus(config)
 
 
 def tear_last_line(journal: Path) -> None:
