@@ -92,8 +92,10 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
 
 
 def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
-    """Raise DataError for the first document with a token that the tokenizer does not have."""
+    """Raise DataError for the first document without an id that can be read, or with a token that
+    the tokenizer does not have."""
     for document in range(len(shard)):
+        shard.document_id(document)
         tokens = shard.tokens(document)
         if (largest := int(tokens.max())) >= manifest.vocab_size or tokens[-1] != manifest.end_id:
             raise DataError(

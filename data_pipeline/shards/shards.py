@@ -19,6 +19,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
+from data_pipeline.shards.tar import TarError
 
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
 FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}
@@ -82,13 +83,23 @@ class ShardReader:
         try:
             layout = _format_of(path).read_layout(self._memory, dtype)
         except InvalidShard as error:
-            raise DataError(
-                f"shard {path_text(path)} is corrupted: {error}; "
-                "restore it or build the corpus again"
-            ) from None
+            raise self._corrupted(error) from None
         self.token_offsets = layout.token_offsets
         self.lengths = layout.lengths  # tokens of each document
-        self.document_id = layout.document_id
+        self._layout = layout
+
+    def document_id(self, document: int) -> str:
+        """Return the id of one document; DataError if it cannot be read."""
+        try:
+            return self._layout.document_id(document)
+        except (InvalidShard, TarError, ValueError) as error:
+            raise self._corrupted(error) from None
+
+    def _corrupted(self, error: Exception) -> DataError:
+        return DataError(
+            f"shard {path_text(self.path)} is corrupted: {error}; "
+            "restore it or build the corpus again"
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

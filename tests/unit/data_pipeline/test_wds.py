@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.commands.verify import verify_split
+from data_pipeline.commands.verify import describe_split, verify_split
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.errors import DataError
+from data_pipeline.files import sha256_of
 from data_pipeline.shards.shards import ShardReader, write_shard
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
@@ -163,6 +167,24 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, kind, message):
     path.write_bytes(damaged(path.read_bytes(), kind))
     with pytest.raises(DataError, match=rf"shard .*shard\.00000\.tar .*{message}"):
         ShardReader(path, "uint16")
+
+
+def test_an_id_that_cannot_be_read_is_found_by_verify_and_named(tmp_path):
+    config = config_of(tmp_path, some_texts(20), shard_format="webdataset")
+    source = config.input[0]
+    source.write_text(source.read_text().replace('"id": "d', '"id": "' + "x" * 200))
+    build_corpus(config)
+    split = config.output / "train"
+    manifest = read_manifest(split)
+    path = split / manifest.shards[0].path
+    path.write_bytes(re.sub(rb"[0-9]+ path=", b"999 path=", path.read_bytes()))
+    first = replace(manifest.shards[0], sha256=sha256_of(path))
+    replace(manifest, shards=(first, *manifest.shards[1:])).write(split)
+    message = "shard.00000.tar is corrupted: a pax header is corrupted"
+    (problem,) = verify_split(split, lambda line: None)
+    assert message in problem
+    with pytest.raises(DataError, match=re.escape(message)):
+        list(describe_split(split, 0, seed=1))
 
 
 def test_a_shard_of_an_unknown_format_is_rejected(tmp_path):
