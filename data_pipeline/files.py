@@ -221,9 +221,16 @@ def parse_json(content: bytes | str, **options: Any) -> Any:
 def private_directory(path: Path) -> Path:
     """Create a directory that only this user can use, or check that an existing one is no trap.
 
-    DataError if it is a link, belongs to another user, or others may write into it: they could
-    replace what this process has checked.
+    DataError if it is a link, belongs to another user, or others may write into it, or rename it
+    from above: they could replace what this process has checked.
     """
+    for parent in filter(Path.exists, path.resolve().parents):
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise DataError(
+                f"{path} is below {parent}, where every user can replace it (mode "
+                f"{mode & 0o7777:o}); `chmod o-w {parent}`, or choose another directory"
+            )
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):

@@ -241,6 +241,16 @@ def test_a_cache_that_another_user_could_change_is_refused(tmp_path, trap, monke
     assert not any(tmp_path.rglob("shards"))
 
 
+def test_a_cache_whose_parent_lets_every_user_replace_it_is_refused(tmp_path):
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(DataError, match=f"is below {parent}, where every user can replace it"):
+        cache_of(parent / "deep" / "cache")
+    parent.chmod(0o1777)  # as /tmp: only its owner can
+    cache_of(parent / "deep" / "cache")
+
+
 def test_a_new_cache_is_private(tmp_path):
     cache_of(tmp_path / "deep" / "cache")
     for name in (".", "shards", "incoming", "locks"):
