@@ -11,7 +11,6 @@ import json
 import logging
 import mmap
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -46,7 +45,7 @@ _LARGEST = {
     **dict.fromkeys(("seconds", "data_wait", "save_stall", "stall"), 1e12),
 }
 _RANGES = {name: (0.0, most) for name, most in _LARGEST.items()}
-_ANY_NUMBER = (-sys.float_info.max, sys.float_info.max)
+_ANY_NUMBER = (-1e50, 1e50)  # more than float32 holds, less than sums and charts overflow at
 # NaN, which JSON does not have, is no measurement. One decoder for all lines: to make one takes
 # longer than to use it.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)

@@ -291,6 +291,15 @@ def test_a_report_leaves_out_a_damaged_line_of_the_metrics_and_names_it(run, tmp
     assert len(steps) > 10
 
 
+@pytest.mark.parametrize("value", [-1e308, 1e49])
+def test_a_report_draws_or_leaves_out_numbers_that_no_run_measures(run, tmp_path, value):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number in (3, *(i for i, line in enumerate(lines) if line["kind"] == "evaluation")):
+        lines[number]["loss"] = value
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
+
+
 def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):
     steps = [train_line(step, 9.0 - step) for step in range(1, 5)]
     steps += [{**steps[-1], "step": step, "loss": 4.0} for step in range(5, 400)]
