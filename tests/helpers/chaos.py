@@ -232,7 +232,11 @@ def kill_often(
 def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
     """Where losses, evaluations or a byte of the last checkpoint differ."""
     evaluations = [
-        [line for line in run.read_metrics() if line["kind"] == "evaluation"]
+        [
+            {name: value for name, value in line.items() if name != "seconds"}
+            for line in run.read_metrics()
+            if line["kind"] == "evaluation"
+        ]
         for run in (left, right)
     ]
     same = evaluations[0] == evaluations[1]

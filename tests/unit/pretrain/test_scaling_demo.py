@@ -62,9 +62,10 @@ def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands
     assert actions == ["plan", "collect", "fit", "predict", "report"]
     sweeping = next(words for words in commands if words[0] == "launcher")
     parser = argparse.ArgumentParser()
-    launcher_sweep.add_arguments(parser)
-    parsed = parser.parse_args(sweeping[2:])
-    assert (parsed.action, parsed.local, parsed.jobs) == ("submit", True, 2)
+    launcher_sweep.add_submit_arguments(parser)
+    parsed = parser.parse_args(sweeping[3:])
+    assert sweeping[1:3] == ["sweep", "submit"]
+    assert (parsed.local, parsed.jobs) == (True, 2)
     assert any("demonstrates the workflow" in " ".join(words) for words in commands)
     assert (
         load_config(RunConfig, REPOSITORY / "configs/experiments/scaling-demo.yaml").name
