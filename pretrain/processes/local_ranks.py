@@ -207,15 +207,15 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return {
-        # Their connections need no other interface, and nobody else should reach them.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads),
         **{
             key: value
             for key, value in environment.items()
             if not key.startswith(("SLURM_", VARIABLE, PORT_FILE_VARIABLE))
         },
+        # Their connections need no other interface, and nobody else should reach them.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",

@@ -66,6 +66,12 @@ def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
     assert rank_environment(1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
+def test_ranks_of_one_machine_listen_on_loopback_whatever_the_caller_uses():
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    found = rank_environment(2, dict.fromkeys(names, "eth0"))
+    assert [found[name] for name in names] == ["lo", "lo"]
+
+
 def test_one_bad_end_ends_the_others_after_the_grace(tmp_path):
     code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
     started = time.monotonic()
