@@ -70,7 +70,7 @@ def is_locked_by(pid: int, path: Path) -> bool | None:
     would find it taken.
     """
     if (owner := OwnerFile(path)).path.exists():
-        return owner.is_held()
+        return owner.is_held_by(pid)
     entry = re.compile(rf"FLOCK +ADVISORY +WRITE +{pid} \S+:{path.stat().st_ino} ")
     return entry.search(Path("/proc/locks").read_text()) is not None
 

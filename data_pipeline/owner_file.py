@@ -72,7 +72,12 @@ class OwnerFile:
             return None if self.path.exists() else False
         if owner.machine != _machine():
             return None
-        return _started(owner.pid) == owner.started
+        return _started(owner.pid) == owner.started != ""
+
+    def is_held_by(self, pid: int) -> bool | None:
+        """Whether the process `pid` of this machine is its holder; None as in `is_held`."""
+        owner = _read(self.path)
+        return self.is_held() if owner is None or owner.pid == pid else False
 
     def _create(self) -> bool:
         owner = Owner(

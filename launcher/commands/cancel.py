@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if holder is None:
         raise _nothing_to_cancel(arguments.run, state, locks)
     print(f"asking process {holder.pid} to save and stop", flush=True)
-    os.kill(holder.pid, signal.SIGTERM)
+    _ask_to_stop(run_dir, holder)
     _wait_for_end(run_dir)
     (state,) = read_states([arguments.run])
     print(f"{state.description}; {_way_back(arguments.run, state)}")
@@ -57,6 +57,28 @@ def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> Config
             f"{path} is run by process {lock.pid} on {lock.hostname}; cancel it there"
         )
     return ConfigError(f"{path} is not running ({state.description}); there is nothing to cancel")
+
+
+def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
+    """Send SIGTERM to the holder of a lock, and to no other process, whatever the files say."""
+    try:
+        process = os.pidfd_open(holder.pid)  # from here on its id means no other process
+    except OSError as error:  # it has ended, or the number is none
+        raise UserError(
+            f"process {holder.pid}, named in {run_dir.path}, cannot be reached "
+            f"({error.strerror}); see 'launcher status {run_dir.path}'"
+        ) from None
+    try:
+        still = [lock.pid for lock in run_dir.locks() if lock.is_held]
+        user = os.stat(f"/proc/{holder.pid}").st_uid
+        if holder.pid < 2 or holder.pid not in still or user != os.geteuid():
+            raise UserError(
+                f"process {holder.pid}, named in {run_dir.path}, belongs to user {user}, expected "
+                f"one of user {os.geteuid()} that holds the run's lock; cancel the run as its user"
+            )
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    finally:
+        os.close(process)
 
 
 def _wait_for_end(run_dir: RunDir) -> None:

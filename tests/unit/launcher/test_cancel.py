@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.owner_file import OwnerFile
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import Job, NodeRange, is_script_of, render
@@ -59,6 +61,32 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
     assert "stopped on request after step 40" in output
     assert f"launcher resume {run_dir.path}" in output
     assert holder.wait(10) == 0
+
+
+def test_a_process_that_does_not_hold_the_lock_is_not_signaled(run_dir, capsys):
+    """The lock's own file names a bystander, the owner file a process that lives."""
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        owner = OwnerFile(run_dir.path / "train.lock")
+        assert owner.try_acquire()
+        names = {"pid": bystander.pid, "holder": "train", "hostname": socket.gethostname()}
+        (run_dir.path / "train.lock").write_text(json.dumps(names))
+        assert main(["cancel", str(run_dir.path)]) == 2
+        assert "is not running" in capsys.readouterr().err
+        owner.release()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_an_owner_that_never_lived_holds_no_lock(run_dir):
+    owner = OwnerFile(run_dir.path / "train.lock")
+    assert owner.try_acquire()
+    written = json.loads(owner.path.read_text())
+    for pid in (-1, 0, 1 << 22):
+        owner.path.write_text(json.dumps({**written, "pid": pid, "started": ""}))
+        assert OwnerFile(run_dir.path / "train.lock").is_held() is False
 
 
 def test_what_is_not_running_is_not_cancelled(run_dir, capsys):
