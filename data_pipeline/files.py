@@ -35,10 +35,11 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` if the block succeeds; otherwise it is removed.
 
-    `mode` is who may read and write it, less the user's umask.
+    `mode` is who may read and write it, less the user's umask. Without `sync`, a power failure may
+    leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
@@ -53,13 +54,15 @@ def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             with open(temporary, "wb", opener=opener) as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if sync:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    fsync_directory(path.parent)
+    if sync:
+        fsync_directory(path.parent)
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:

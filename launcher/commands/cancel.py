@@ -15,6 +15,7 @@ from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import read_states
 from pretrain.rundir.launch_events import Canceled
 from pretrain.rundir.lock import Lock
+from pretrain.rundir.own_names import refuse_links
 from pretrain.rundir.run_dir import RunDir
 
 _WAIT_SECONDS = 600.0
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """0 when nothing of the run is running any more."""
     (state,) = read_states([arguments.run])
     run_dir = RunDir(arguments.run)
+    refuse_links(run_dir.path)
     if state.job and any(job.is_live for job in slurm.jobs([state.job])):
         # First the ledger, then Slurm: what the job's ranks write while they end comes after this
         # event.

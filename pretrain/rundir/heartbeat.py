@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Literal
 
 from data_pipeline.errors import UserError, os_error_text
-from data_pipeline.files import named_errors, read_json
+from data_pipeline.files import atomic_write, named_errors, read_json
 from data_pipeline.typed_json import from_json
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
@@ -147,12 +147,10 @@ class Heartbeat:
             hostname=socket.gethostname(),
             pid=os.getpid(),
         )
-        beside = self._path.with_suffix(".tmp")
         try:
             # Not synced: after a power cut nobody asks whether a rank is alive.
-            with named_errors(self._path):
-                beside.write_text(json.dumps(asdict(record)))
-                os.replace(beside, self._path)
+            with named_errors(self._path), atomic_write(self._path, sync=False) as file:
+                file.write(json.dumps(asdict(record)).encode())
         except OSError as error:
             # A full disk must not end a rank that still trains.
             if not is_known_to_fail:

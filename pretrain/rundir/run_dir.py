@@ -31,6 +31,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
+from pretrain.rundir.own_names import refuse_links
 from pretrain.rundir.training_events import SettingsChanged
 
 logger = logging.getLogger(__name__)
@@ -195,6 +196,7 @@ class RunDir:
         `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started
         holds the other.
         """
+        refuse_links(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         return exclusive_lock(self.path / f"{holder}.lock", holder, is_fenced)
 

@@ -50,6 +50,16 @@ def read_when_step(path: Path, step: int) -> dict[str, object]:
     raise AssertionError(f"{path} never said step {step}")
 
 
+def test_a_heartbeat_overwrites_no_file_that_a_link_leads_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "rank-00000.tmp").symlink_to(precious)
+    (tmp_path / "rank-00000.json").symlink_to(precious)
+    with Heartbeat(tmp_path, rank=0, watchdog_timeout_seconds=0):
+        pass
+    assert precious.read_text() == "mine"
+
+
 def test_a_heartbeat_says_where_the_rank_is_and_is_removed_when_it_exits_cleanly(tmp_path):
     begin = time.time()
     with Heartbeat(tmp_path / "heartbeats", rank=12, watchdog_timeout_seconds=0) as heartbeat:
