@@ -1,12 +1,13 @@
 """Settings: YAML files and overrides to frozen dataclasses. The only module that imports pydantic.
 
 A file may contain `extends: other.yaml` (or a list; paths are relative to the file). Later sources
-win key by key, and `a.b=value` overrides win over all files. Every mistake is reported, not only
-the first. pydantic is imported late because commands that read no settings should start fast.
+win key by key, and `a.b=value` overrides win over all files. Mistakes are reported together, up to
+MOST_PROBLEMS. pydantic is imported late because commands that read no settings should start fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -21,13 +22,15 @@ from data_pipeline.sizes import parse_size
 from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, read_tree
 
 T = TypeVar("T")
+MOST_PROBLEMS = 20  # in one message
+_LONGEST_NAME = 60  # characters of an unknown setting's name in a message
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
 def load_config(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """Return `path`, what it extends, and `a.b=value` overrides as a `schema` instance.
 
-    ConfigError lists every invalid setting.
+    ConfigError lists the invalid settings.
     """
     tree = read_tree(Path(path))
     for override in overrides:
@@ -36,12 +39,27 @@ def load_config(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T
 
 
 def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
-    """Return `tree` as a `schema` instance; ConfigError lists every invalid setting of `source`."""
-    problems: list[str] = []
-    value = _build(schema, tree, (), problems, schema)
+    """Return `tree` as a `schema` instance; ConfigError lists the invalid settings of `source`."""
+    problems = _Problems()
+    value: Any = None
+    with contextlib.suppress(_TooManyError):
+        value = _build(schema, tree, (), problems, schema)
     if problems:
         raise ConfigError(_report(source, problems))
     return value
+
+
+class _TooManyError(Exception):
+    """A message has room for no more problems."""
+
+
+class _Problems(list[str]):
+    """What is wrong with settings. Adding the last that is reported raises _TooManyError."""
+
+    def append(self, problem: str) -> None:
+        super().append(problem)
+        if len(self) == MOST_PROBLEMS:
+            raise _TooManyError
 
 
 def to_tree(config: Any) -> Any:
@@ -69,7 +87,7 @@ def differences(
     return found
 
 
-def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
+def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: _Problems, root: Any) -> Any:
     """Return a `schema` instance, or _WRONG with the reasons added to `problems`."""
     tree = {} if tree is None else tree  # `model:` with nothing under it
     if not isinstance(tree, Mapping):
@@ -106,7 +124,7 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str], 
         return _WRONG
 
 
-def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
+def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems, root: Any) -> Any:
     if is_dataclass(hint):
         return _build(hint, value, where, problems, root)
     section = section_of_list(hint)
@@ -151,9 +169,12 @@ def _adapter(hint: Any) -> Any:
 def _report(source: str, problems: list[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
-    lines = [f"{source}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
+    more = " or more" if len(problems) == MOST_PROBLEMS else ""
+    lines = [f"{source}: {len(problems)} problems{more}", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines)
 
 
 def _dotted(where: Sequence[Any], *names: Any) -> str:
-    return ".".join(map(str, (*where, *names)))
+    """Return the name of a setting; parts that no setting has may be long, and are cut."""
+    parts = map(str, (*where, *names))
+    return ".".join(f"{x[:_LONGEST_NAME]}..." if len(x) > _LONGEST_NAME else x for x in parts)

@@ -34,7 +34,8 @@ _FLOAT_TAG = "tag:yaml.org,2002:float"
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
 # 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
-_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+# Each matches in one way only: others would take the square of the time.
+_EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
     r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
@@ -75,7 +76,7 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
     parents = [parents] if isinstance(parents, str) else parents
     if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
         raise ConfigError(
-            f"{path}: extends={parents!r} must be a file name or a list of file names"
+            f"{path}: extends={abbreviated(parents)} must be a file name or a list of file names"
         )
     merged: Tree = {}
     for parent in parents:
@@ -233,7 +234,7 @@ def _loader() -> Any:
             name = str(key.value)
             if name in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{name!r} is given twice", key.start_mark
+                    None, None, f"{abbreviated(name)} is given twice", key.start_mark
                 )
             seen.add(name)
         loader.flatten_mapping(node)
@@ -254,7 +255,8 @@ def parse_override(override: str) -> Tree:
     names = dotted.split(".")
     if not equals or not all(names):
         raise ConfigError(
-            f"found the override {override!r}, expected section.name=value such as optim.steps=100"
+            f"found the override {abbreviated(override)}, "
+            "expected section.name=value such as optim.steps=100"
         )
     try:
         value = _load(text)

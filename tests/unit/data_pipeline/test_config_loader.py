@@ -320,12 +320,17 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         ('name: "\\0"', "expected text"),
         ('name: "\\ud800"', "expected text"),
         ('name: "\\ud907\\ude06"', "expected text"),
+        (f"name: {'1' * 200_000}.5\ncount: x", "count: found"),
+        ("".join(f"key{n}: 1\n" for n in range(4_000)), "20 problems or more"),
+        ("".join(f"{'k' * 900}{n}: 1\n" for n in range(19)), r"k\.\.\.: unknown setting"),
+        (f"extends: ['{'a' * 200_000} :/', 5]", "must be a file name"),
     ],
 )
 def test_a_yaml_file_that_no_parser_should_meet_is_refused_at_once(tmp_path, text, reason):
     path = tmp_path / "hostile.yaml"
     path.write_text(text)
     start = time.process_time()
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as error:
         load_config(Outer, path)
     assert time.process_time() - start < 1
+    assert len(str(error.value)) < 3000
