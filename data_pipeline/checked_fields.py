@@ -8,6 +8,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data_pipeline.credentials import redacted
+
 LARGEST_INTEGER = 1 << 53  # what every reader of JSON can hold
 LONGEST_NAME_BYTES = 255
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -142,9 +144,12 @@ def _is_one_line(text: str) -> bool:
 
 
 def represented(value: object) -> str:
-    """Return `repr` of a value, or its type if it has none."""
+    """Return `repr` of a value without secrets, or its type if it has none.
+
+    They are hidden here, because a URL that is cut short no longer shows where its password ends.
+    """
     try:
-        return repr(value)
+        return redacted(repr(value))
     except (ValueError, RecursionError):  # an integer of 5,000 digits, a list in lists in lists
         return f"of type {type(value).__name__}"
 

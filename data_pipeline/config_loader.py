@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
 from data_pipeline.setting_fields import UNIT
@@ -136,6 +137,9 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
         return _WRONG if any(each is _WRONG for each in built) else tuple(built)
     from pydantic import ValidationError
 
+    if problem := next(filter(None, map(problem_of, _texts_in(value))), None):
+        problems.append(f"{_dotted(where)}: {problem}")
+        return _WRONG
     if isinstance(value, bool) and hint in (int, float):  # pydantic would accept yes as 1
         problems.append(f"{_dotted(where)}: found {abbreviated(value)}, expected a number")
         return _WRONG
@@ -149,6 +153,17 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
             expected = item["msg"].replace("Input should be", "expected", 1)
             problems.append(f"{name}: found {found}, {expected}")
     return _WRONG
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in a value of a setting, also names of its keys."""
+    if isinstance(value, (str, Path)):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts_in(each)
 
 
 def _with_sizes(value: Any, unit: str) -> Any:

@@ -17,13 +17,20 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 HIDDEN = "***"
+_LONGEST_SHOWN = 200  # characters in a message
 _REFERENCE = "env:"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_START = r"[A-Za-z][A-Za-z0-9+.-]+:/+"  # pathlib makes one slash of two
+# pathlib makes one slash of two. The limit keeps the search linear in the length of the text.
+_START = r"[A-Za-z][A-Za-z0-9+.-]{1,30}:/+"
 # What a URL has before `@`. A password may, wrongly, have any character, but 8080/ is a port.
 _USER = re.compile(rf"({_START})([^\s/?#]*|[^\s/?#:@]*:(?!\d+/)[^\s@]*)@")
-# Signatures and tokens: everything after `?`, up to what cannot be in a URL.
-_QUERY = re.compile(rf"({_START}[^\s?#]*\?)[^\s\"'<>]+")
+# Signatures and tokens: everything after `?` or `#`, up to what cannot be in a URL.
+_SCHEME = re.compile(_START)
+_MARK = re.compile(r"[?#]")
+_QUERY = re.compile(r"[^\"'<>]*")
+_WORD = re.compile(r"\S+")
+# Images of containers: docker://USER@REGISTRY#IMAGE:TAG@sha256:DIGEST has no secret.
+_IMAGES = ("docker", "dockerd", "podman")
 
 
 def referenced_variable(value: str) -> str | None:
@@ -37,18 +44,50 @@ def is_variable_name(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text, with `***` for users, passwords and queries of the URLs in it.
+    """The text, with `***` for users, passwords, queries and fragments of the URLs in it.
 
-    References stay: they are no secret.
+    References stay: they are no secret. It takes time in proportion to the text, which may be
+    anything.
     """
     if ":/" not in text:
         return text
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(_without_user, text))
+    return _WORD.sub(lambda word: _without_queries(_without_users(word[0])), text)
 
 
-def _without_user(match: re.Match[str]) -> str:
-    kept = match[2] if _is_reference(match[2]) else HIDDEN
-    return f"{match[1]}{kept}@"
+def _without_users(word: str) -> str:
+    kept, position = [], 0
+    for match in _users_in(word):
+        if not _is_reference(match[2]):
+            kept += [word[position : match.start(2)], HIDDEN]
+            position = match.end(2)
+    return "".join(kept) + word[position:]
+
+
+def _users_in(word: str) -> list[re.Match[str]]:
+    """What URLs in the word have before `@`, but for parts of an image's name."""
+    found = _USER.finditer(word, 0, word.rfind("@") + 1)
+    return [match for match in found if not _is_of_image(match)]
+
+
+def _is_of_image(match: re.Match[str]) -> bool:
+    digest = match.string.startswith("sha256:", match.end())
+    return _scheme_of(match[1]) in _IMAGES and (digest or ":" not in match[2])
+
+
+def _scheme_of(start: str) -> str:
+    return start.partition(":")[0].lower()
+
+
+def _without_queries(word: str) -> str:
+    kept, position = [], 0
+    while (start := _SCHEME.search(word, position)) and (mark := _MARK.search(word, start.end())):
+        kept.append(word[position : mark.end()])
+        position = mark.end()
+        query = _QUERY.match(word, position)
+        if query and query[0] and not (mark[0] == "#" and _scheme_of(start[0]) in _IMAGES):
+            kept.append(HIDDEN)
+            position = query.end()
+    return "".join(kept) + word[position:]
 
 
 def _is_reference(user: str) -> bool:
@@ -57,21 +96,28 @@ def _is_reference(user: str) -> bool:
     return bool(name) and wanted is not None and is_variable_name(wanted)
 
 
-def problem_of(url: str) -> str | None:
-    """Return why the URL may not be in settings or on a command line; None if it may be."""
-    if (user := _USER.match(url)) and not (url.startswith("http") and _is_reference(user[2])):
+def problem_of(text: str) -> str | None:
+    """Return why a URL in it may not be in settings or on a command line; None if all may be."""
+    words = [word for word in text.split() if ":/" in word]
+    users = [match for word in words for match in _users_in(word)]
+    if not all(each[1].startswith("http") and _is_reference(each[2]) for each in users):
         return (
-            f"found a user or password in {redacted(url)}, which files and logs would show; "
+            f"found a user or password in {_shown(text)}, which files and logs would show; "
             "name a variable that has PASSWORD@HOST: https://USER:env:NAME@HOST/... "
             "(object stores: the variables of their SDK)"
         )
-    if url.startswith("http") and _QUERY.match(url):
+    if any(_without_queries(word) != word for word in words):
         return (
-            f"found a query in {redacted(url)}, expected the URL of a directory: a signature or "
+            f"found a query in {_shown(text)}, expected the URL of a directory: a signature or "
             "token in it is valid for one file, and files and logs would show it; "
             "use https://USER:env:NAME@HOST/..."
         )
     return None
+
+
+def _shown(text: str) -> str:
+    found = redacted(text)
+    return found if len(found) <= _LONGEST_SHOWN else f"{found[:_LONGEST_SHOWN]}..."
 
 
 def user_and_password(url: str, variables: Mapping[str, str] = os.environ) -> tuple[str, str, str]:

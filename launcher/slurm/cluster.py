@@ -22,7 +22,12 @@ from pretrain.costs.devices import NodeConfig
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _LARGEST_SIGNAL_FRACTION = 0.5
 _OPTION = re.compile(r"[a-z][a-z0-9-]+")
-_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)(_ID)?$", re.IGNORECASE)
+# Names of secrets, such as HF_PAT, WANDB_APIKEY, DB_CONNECTION_STRING, AUTH_HEADER.
+_SECRET = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CONNECTION_?STRING|AUTH_?HEADER)"
+    r"(_ID|_?B64|_?BASE64)?$|AUTHORIZATION|(^|_)(PAT|PWD|PASS|PW|AUTH|DSN|COOKIE)$",
+    re.IGNORECASE,
+)
 _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
     "gpus_per_node": "gpus num_gpus gres",
     "gpu": "gpu_type device accelerator",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.checked_fields import shown
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, MixturePart
 from data_pipeline.config_loader import parse_config
@@ -13,8 +15,10 @@ from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.corpora.web_requests import redirect_problem
-from data_pipeline.credentials import redacted
+from data_pipeline.credentials import problem_of, redacted
 from data_pipeline.errors import ConfigError, DataError, UserError
+from data_pipeline.yaml_files import abbreviated
+from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.data import DataConfig
 from tests.helpers.stores import QUICK, FileServer
 
@@ -32,12 +36,37 @@ from tests.helpers.stores import QUICK, FileServer
         ("https://me:env:secret-1@host", "https://***@host"),
         ("s3://bucket/data@2024 http://h:80/a@b/c", "s3://bucket/data@2024 http://h:80/a@b/c"),
         ("me@host: /a/b@c", "me@host: /a/b@c"),
+        ("gs://b/c?sig=secret and hf://d/e#secret", "gs://b/c?*** and hf://d/e#***"),
+        ("https://h/o'brien?sig=secret", "https://h/o'brien?***"),
+        ("docker://me:secret@r.io#a/b", "docker://***@r.io#a/b"),
+        (
+            "docker://$oauthtoken@nvcr.io#a/b:1@sha256:0",
+            "docker://$oauthtoken@nvcr.io#a/b:1@sha256:0",
+        ),
     ],
 )
 def test_users_passwords_and_queries_of_urls_are_hidden_and_nothing_else(text, shown):
     assert redacted(text) == shown
     assert str(UserError(text)) == shown
     assert str(DataError(text)) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 200_000 + " :/", "a" * 200_000 + ":/", "a:/" * 100_000, "@" + "a:/" * 100_000]
+    + ["a:/" * 100_000 + end for end in ("@", "?", '?"', "#'x", ":80/@")]
+    + ["a:" + "/" * 200_000 + "@", "a://b@" * 40_000, "a://b?'" * 40_000, "a:/b:" + "1" * 200_000],
+)
+def test_hiding_takes_time_in_proportion_to_the_text(text):
+    start = time.process_time()
+    redacted(text)
+    problem_of(text)
+    assert time.process_time() - start < 2
+
+
+def test_a_url_that_is_cut_short_in_a_message_shows_no_password():
+    url = f"https://me:{'secret' * 20}@host"
+    assert "secret" not in shown(url) + abbreviated(url)
 
 
 SECRET_URLS = [
@@ -47,6 +76,9 @@ SECRET_URLS = [
     "s3://key:env:NAME@bucket/corpus",
     "https://host/corpus?X-Amz-Signature=secret",
     "https://host/corpus?token=secret",
+    "https://host/corpus#token=secret",
+    "gs://host/corpus?token=secret",
+    "s3://host/corpus#secret",
 ]
 
 
@@ -65,6 +97,36 @@ def test_settings_and_commands_refuse_a_secret_in_a_url_without_showing_it(url, 
         shown = capsys.readouterr()
         assert "secret" not in shown.out + shown.err
         assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"environment": {"https_proxy": "http://me:secret@proxy:80"}},
+        {"environment": {"A": "--a --url=http://me:secret@proxy:80"}},
+        {"container_image": "docker://me:secret@host/image", "container_runtime": "pyxis"},
+        {"setup": ["curl https://host/x?sig=secret"]},
+        {"options": {"comment": "s3://me:secret@bucket"}},
+        *(
+            {"environment": {name: "secret"}}
+            for name in ("HF_PAT", "WANDB_APIKEY", "SECRETKEY", "MY_PASSPHRASE", "AUTH_HEADER")
+            + ("AZURE_STORAGE_CONNECTION_STRING", "AWS_ACCESS_KEY_ID", "DB_PWD", "SENTRY_DSN")
+        ),
+    ],
+)
+def test_no_setting_of_a_cluster_holds_a_secret(tree):
+    with pytest.raises(ConfigError, match="found a") as error:
+        parse_config(ClusterConfig, {**tree, "ranks_per_node": 1}, "c.yaml")
+    assert "secret@" not in str(error.value)
+    assert "=secret" not in str(error.value)
+
+
+def test_a_cluster_may_name_plain_images_and_variables():
+    environment = {"NCCL_DEBUG": "INFO", "PATH": "/a", "http_proxy": "http://proxy:80"}
+    image = "docker://$oauthtoken@nvcr.io#nvidia/pytorch:24.01-py3"
+    tree = {"environment": environment, "container_image": image, "container_runtime": "pyxis"}
+    tree = {**tree, "ranks_per_node": 1}
+    assert parse_config(ClusterConfig, tree, "c.yaml").container_image == image
 
 
 def test_a_reference_is_a_plain_setting():
