@@ -150,10 +150,16 @@ def fsync_file(path: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's contents as hexadecimal text."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
+        return sha256_of_file(file)
+
+
+def sha256_of_file(file: BinaryIO) -> str:
+    """Return the SHA-256 of an opened file, whatever has its name by now."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while block := file.read(HASH_BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -19,8 +19,9 @@ from data_pipeline.corpora.manifest import (
     FileState,
     Manifest,
     ShardInfo,
-    check_shard,
+    check_opened,
     file_state,
+    open_shard,
     read_manifest,
 )
 from data_pipeline.errors import DataError
@@ -62,11 +63,10 @@ class LocalShards:
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         path = path_below(self._directory, info.path)
-        check_shard(path, info, with_hash=False)
-        with open(path, "rb") as file:
+        with open_shard(path) as file:
             state = file_state(file)
-            if self._check_hashes and self._verified.get(info.path) != state:
-                check_shard(path, info)
+            is_new = self._verified.get(info.path) != state
+            check_opened(path, file, info, with_hash=self._check_hashes and is_new)
             self._verified[info.path] = state
             return ShardReader(path, dtype, file)
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import DataError
-from data_pipeline.files import read_json, sha256_of, write_json
+from data_pipeline.files import open_regular, read_json, sha256_of_file, write_json
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -215,9 +215,25 @@ def splits_of(path: Path) -> list[Path]:
 
 def check_shard(path: Path, info: ShardInfo, with_hash: bool = True) -> None:
     """Raise DataError unless the file is the one that the manifest describes."""
-    if not path.exists():
-        raise DataError(f"shard {path} is missing; restore it or build the corpus again")
-    if problem := mismatch(path, info, with_hash):
+    with open_shard(path) as file:
+        check_opened(path, file, info, with_hash)
+
+
+def open_shard(path: Path) -> BinaryIO:
+    """Open a shard; DataError if it is missing, or is no regular file."""
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise DataError(f"shard {path} is missing; restore it or build the corpus again") from None
+    except ValueError as error:
+        raise DataError(
+            f"shard {path} cannot be read ({error}); restore it or build the corpus again"
+        ) from None
+
+
+def check_opened(path: Path, file: BinaryIO, info: ShardInfo, with_hash: bool = True) -> None:
+    """Raise DataError unless the opened file is the manifest's shard, whatever is at `path` now."""
+    if problem := mismatch_of(file, info, with_hash):
         raise DataError(
             f"shard {path} is corrupted: {problem}; restore it or build the corpus again"
         )
@@ -231,8 +247,14 @@ def file_state(file: BinaryIO) -> FileState:
 
 def mismatch(path: Path, info: ShardInfo, with_hash: bool = True) -> str | None:
     """Return how an existing file differs from the manifest's entry, or None if it does not."""
-    if (size := path.stat().st_size) != info.size:
+    with open(path, "rb") as file:
+        return mismatch_of(file, info, with_hash)
+
+
+def mismatch_of(file: BinaryIO, info: ShardInfo, with_hash: bool = True) -> str | None:
+    """Return how an opened file differs from the manifest's entry, or None if it does not."""
+    if (size := os.fstat(file.fileno()).st_size) != info.size:
         return f"it has {size} bytes, the manifest expects {info.size}"
-    if with_hash and (found := sha256_of(path)) != info.sha256:
+    if with_hash and (found := sha256_of_file(file)) != info.sha256:
         return f"its SHA-256 is {found[:16]}, the manifest expects {info.sha256[:16]}"
     return None

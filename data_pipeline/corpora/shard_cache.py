@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import fetch_shard
-from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch
+from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch_of
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock, held_lock, open_shared, try_lock
@@ -94,9 +94,10 @@ class ShardCache:
             return None
         # No link left: it was evicted between the opening and the locking.
         is_linked = os.fstat(file.fileno()).st_nlink > 0
-        is_checked = self._verified.get(info.sha256) == file_state(file)
-        if is_linked and mismatch(path, info, with_hash=not is_checked) is None:
-            self._verified[info.sha256] = file_state(file)
+        state = file_state(file)
+        is_checked = self._verified.get(info.sha256) == state
+        if is_linked and mismatch_of(file, info, with_hash=not is_checked) is None:
+            self._verified[info.sha256] = state
             # The time of the last use; the one of the last change tells whether it was changed.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return file

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import BinaryIO
 
 import pytest
 
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus, split_directory
-from data_pipeline.corpora.manifest import Manifest
+from data_pipeline.corpora.manifest import FileState, Manifest, file_state
 from data_pipeline.errors import DataError
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
@@ -45,6 +46,24 @@ def test_reading_names_a_truncated_shard(corpus):
         DataError, match=r"shard\.00001\.mds is corrupted: it has \d+ bytes, the manifest expects"
     ):
         read_an_epoch(corpus)
+
+
+def test_a_shard_that_is_replaced_while_it_is_opened_is_checked_as_opened(corpus, monkeypatch):
+    path = corpus.directory / "shard.00001.mds"
+    valid = corpus.directory / "valid"
+    content = bytearray(path.read_bytes())
+    valid.write_bytes(content)
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+    def and_replace(file: BinaryIO) -> FileState:
+        state = file_state(file)
+        valid.replace(path)
+        return state
+
+    monkeypatch.setattr("data_pipeline.corpora.corpus.file_state", and_replace)
+    with pytest.raises(DataError, match=r"shard\.00001\.mds is corrupted: its SHA-256"):
+        Corpus.open(corpus.directory).shard(1)
 
 
 def test_opening_names_a_missing_shard(corpus):
