@@ -153,6 +153,13 @@ def test_what_is_no_state_dict_is_refused(state: Any, tmp_path: Path) -> None:
         read_state(tmp_path / "state.pt")
 
 
+def test_a_tensor_of_more_elements_than_its_file_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"r_w_bias": torch.zeros(1).as_strided((10**12,), (0,))}, path)
+    with pytest.raises(CheckpointError, match="no more elements than the file has"):
+        read_state(path)
+
+
 def test_a_text_is_no_state_dict_and_too_few_layers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello world")
     with pytest.raises(CheckpointError, match="is not a file of plain tensors"):
