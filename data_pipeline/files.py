@@ -276,6 +276,13 @@ def path_below(root: Path, name: str) -> Path:
     return path / parts[-1]
 
 
+def folder_below(root: Path, name: str) -> Path:
+    """Create the folder `name` below `root` unless it exists; DataError if a link leads there."""
+    folder = path_below(root, f"{name}/any").parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def url_of(path: Path | str) -> str | None:
     """Return the URL that `path` holds, or None if it is a plain path.
 

@@ -46,7 +46,7 @@ from data_pipeline.corpora.stores import (
 )
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import path_below
+from data_pipeline.files import folder_below, path_below
 from data_pipeline.shards.mds import INDEX_NAME
 
 THREADS = 8
@@ -69,8 +69,7 @@ def fetch_corpus(
     with exclusive_scratch(directory) as scratch:
         for split, store in zip(splits, stores, strict=True):
             manifest = fetch_manifest(store, scratch)
-            target = directory / split
-            target.mkdir(exist_ok=True)
+            target = folder_below(directory, split)
 
             def fetch(info: ShardInfo, store: Store = store, target: Path = target) -> None:
                 path = path_below(target, info.path)
@@ -78,7 +77,8 @@ def fetch_corpus(
                     fetch_shard(store, info, path, scratch)
 
             in_parallel(fetch, manifest.shards, split, report)
-            fetch_tokenizer(tokenizers, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
+            tokenizer = folder_below(directory, TOKENIZER_DIRECTORY)
+            fetch_tokenizer(tokenizers, tokenizer, manifest.tokenizer)
             manifest.write(target)
 
 

@@ -72,6 +72,16 @@ def test_fetch_resumes_where_it_was_interrupted(built, tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["train", "tokenizer"])
+def test_fetch_writes_nothing_where_a_link_in_its_directory_leads(built, tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / name).symlink_to(tmp_path / "elsewhere")
+    with FileServer(built) as server, pytest.raises(DataError, match=f"{name} is a link"):
+        fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_corrupted_shard_is_not_uploaded(built, tmp_path, bucket, s3_endpoint):
     import shutil
 
