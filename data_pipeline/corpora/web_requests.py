@@ -1,8 +1,9 @@
 """GET requests of corpora: with credentials by reference, and redirects that stay on the web.
 
 A server may redirect to another (stores do, to signed URLs), but neither to files or other
-protocols, nor from https to http, nor to addresses that only this machine can reach: its own
-services, and a cloud's metadata service, which hands out credentials.
+protocols, nor from https to http, nor, from a server of the open internet, to addresses that only
+this machine or its network can reach: their services, and a cloud's metadata service, which hands
+out credentials.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from urllib.parse import urlsplit
 from data_pipeline.credentials import redacted, user_and_password
 from data_pipeline.errors import DataError
 
+# Mapped and translated (NAT64) addresses: the last four bytes are one of version 4.
+_LAST_BYTES = tuple(map(ipaddress.IPv6Network, ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")))
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -68,18 +71,26 @@ def redirect_problem(before: str, after: str) -> str | None:
     if new.scheme not in ("http", "https") or new.scheme < old.scheme:
         return f"{redacted(after)}, expected {old.scheme}"
     if _is_internal(new.hostname or "") and not _is_internal(old.hostname or ""):
-        return f"{redacted(after)}, an address that only this machine can reach"
+        return f"{redacted(after)}, an address that only this machine or its network can reach"
     return None
 
 
 def _is_internal(host: str) -> bool:
-    """Whether the name, however it is written, stands for this machine or its own link."""
+    """Whether the name, however it is written, stands for an address that is not global."""
     with contextlib.suppress(OSError, UnicodeError):
         found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
-        return any(_is_own(ipaddress.ip_address(address)) for address in found)
+        return not all(_is_global(ipaddress.ip_address(address)) for address in found)
     return False  # unknown here: the request itself will say so, or a proxy knows it
 
 
-def _is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    address = getattr(address, "ipv4_mapped", None) or address
-    return address.is_loopback or address.is_link_local or address.is_unspecified
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and (inner := _inner(address)):
+        address = inner
+    return address.is_global and not address.is_multicast
+
+
+def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """Return the address of version 4 that the one of version 6 stands for, if it does."""
+    if any(address in network for network in _LAST_BYTES):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour

@@ -188,9 +188,20 @@ def test_a_redirect_that_leaves_the_web_is_refused_in_one_line(corpus, tmp_path,
         ("http://8.8.8.8/a", "http://localhost:8000/", True),
         ("http://127.0.0.1:1/a", "http://127.0.0.1:2/b", False),
         ("http://8.8.8.8/a", "file:///etc/passwd", True),
+        ("http://8.8.8.8/a", "http://10.0.0.1/", True),
+        ("http://8.8.8.8/a", "http://100.100.100.200/", True),
+        ("http://8.8.8.8/a", "http://[::10.0.0.1]/", True),
+        ("http://8.8.8.8/a", "http://[fd00:ec2::254]/", True),
+        ("http://8.8.8.8/a", "http://[2002:a9fe:a9fe::]/", True),
+        ("http://8.8.8.8/a", "http://[64:ff9b::169.254.169.254]/", True),
+        ("http://8.8.8.8/a", "http://[64:ff9b::9.9.9.9]/", False),
+        ("http://8.8.8.8/a", "http://[2002:909:909::]/", False),
+        ("http://10.0.0.1/a", "http://10.0.0.2/", False),
     ],
 )
-def test_a_redirect_may_not_lead_to_what_only_this_machine_can_reach(before, after, is_refused):
+def test_a_redirect_may_not_lead_to_what_only_this_machine_or_its_network_can_reach(
+    before, after, is_refused
+):
     assert (redirect_problem(before, after) is not None) == is_refused
 
 
