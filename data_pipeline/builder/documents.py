@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
 Tell = Callable[[], int]
 Records = Iterator[Document | Reject]
 
@@ -173,11 +173,15 @@ def _read_parquet(
         ) from None
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
+        schema = pyarrow.parquet.read_metadata(source.path).schema
+        flat = [schema.column(number).path for number in range(len(schema))]
+        # One long text may stand for a thousand rows: it stays one while it is read.
+        shared = [name for name in (config.text_field, config.id_field) if name in flat]
+        with pyarrow.parquet.ParquetFile(source.path, read_dictionary=shared) as file:
             num_rows = max(file.metadata.num_rows, 1)
             follow(lambda: row * source.size // num_rows)
             columns = _columns(file.schema_arrow.names, source, config)
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+            for batch in file.iter_batches(_rows_at_once(file.metadata), columns=columns):
                 texts = _texts(batch.column(config.text_field), source, config)
                 has_ids = config.id_field in batch.schema.names
                 ids = _values(batch.column(config.id_field)) if has_ids else [None] * len(texts)
@@ -191,6 +195,13 @@ def _read_parquet(
                         yield document_of_bytes(text, name, location, config)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(_corrupted(source, str(error).splitlines()[0])) from None
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """Return how many rows are read at a time: fewer where they are long."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(longest, 1)))
 
 
 def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list[str]:
@@ -218,7 +229,8 @@ def _values(column: Any) -> list[Any]:
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        values = _values(column.dictionary)
+        return [None if index is None else values[index] for index in column.indices.to_pylist()]
     if pyarrow.types.is_string_view(column.type):
         column = column.cast(pyarrow.large_string())
     is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)

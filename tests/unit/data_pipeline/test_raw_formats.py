@@ -154,6 +154,26 @@ def test_parquet_gives_a_document_for_each_row(tmp_path):
         assert [record.text for record in read_all(tmp_path / "x.parquet")] == texts
 
 
+def test_a_long_text_of_many_rows_of_parquet_is_in_memory_once(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    words = pyarrow.array(["a " * (1 << 16)])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), words)
+    for text in (column, column.cast(pyarrow.string())):
+        table = pyarrow.table({"text": text})
+        parquet.write_table(table, tmp_path / "x.parquet", compression="zstd")
+        del table
+        pyarrow.default_memory_pool().release_unused()
+        before = pyarrow.total_allocated_bytes()
+        config = CorpusConfig(input=(tmp_path / "x.parquet",), output=tmp_path)
+        source = next(iter(list_sources(config.input, config)))
+        records = read_documents(source, config)
+        first = next(records)
+        assert isinstance(first, Document)
+        assert first.id == "x.parquet:1"
+        assert pyarrow.total_allocated_bytes() - before < 20 << 20
+        assert sum(1 for _ in records) == 999
+
+
 def test_bad_rows_of_parquet_are_rejected_with_location_and_reason(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     raw = [b"good", None, b"caf\xe9", b" ", b"x" * 101]
