@@ -18,6 +18,7 @@ from data_pipeline.errors import ConfigError, DataError
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
+LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a corpus
 LARGEST_LOG_BYTES = 1 << 36  # of one that a run appends to
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
@@ -195,12 +196,13 @@ def open_regular(path: Path) -> BinaryIO:
     raise ValueError("it is a pipe, socket or device")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
     """Return the value in a JSON file that others may have written.
 
-    ValueError, with the reason, if it is anything else.
+    ValueError, with the reason, if it is anything else or has more bytes than `limit`: in memory it
+    may take 30 times as many.
     """
-    return parse_json(read_regular(path))
+    return parse_json(read_regular(path, limit))
 
 
 def read_lines(path: Path) -> list[bytes]:

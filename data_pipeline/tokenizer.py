@@ -13,7 +13,13 @@ import numpy as np
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config import TokenizerKind
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, read_json, read_regular, write_json
+from data_pipeline.files import (
+    LARGEST_DESCRIPTION_BYTES,
+    atomic_write,
+    read_json,
+    read_regular,
+    write_json,
+)
 from data_pipeline.setting_fields import assert_never
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -153,7 +159,7 @@ def fingerprint_of(kind: str, model: bytes) -> str:
 def _read(path: Path) -> tuple[TokenizerKind, bytes]:
     """Return kind and model of what `save` wrote; DataError unless they match the description."""
     try:
-        description = Fields(read_json(path / DESCRIPTION_NAME))
+        description = Fields(read_json(path / DESCRIPTION_NAME, LARGEST_DESCRIPTION_BYTES))
         kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
         expected = description.sha256("fingerprint")
         has_model = tokenizer_traits(kind).has_model

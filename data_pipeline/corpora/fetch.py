@@ -13,6 +13,7 @@ from typing import get_args
 
 from data_pipeline.config import TokenizerKind
 from data_pipeline.corpora.manifest import (
+    LARGEST_MANIFEST_BYTES,
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
@@ -21,7 +22,14 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
 from data_pipeline.errors import DataError
-from data_pipeline.files import fsync_directory, fsync_file, named_errors, path_below, read_json
+from data_pipeline.files import (
+    LARGEST_DESCRIPTION_BYTES,
+    fsync_directory,
+    fsync_file,
+    named_errors,
+    path_below,
+    read_json,
+)
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -30,8 +38,7 @@ from data_pipeline.tokenizer import (
     tokenizer_traits,
 )
 
-# Most bytes of a manifest or tokenizer, for the timeout: a manifest has 300 for each shard.
-LARGEST_BYTES = 1 << 30
+LARGEST_BYTES = 1 << 30  # of a tokenizer's model
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
 
 
@@ -108,7 +115,8 @@ def fetch_manifest(store: Store, directory: Path) -> Manifest:
             return f"what arrived is not a manifest ({error})"
         return None
 
-    fetch_file(store, MANIFEST_NAME, directory / MANIFEST_NAME, directory, check)
+    path = directory / MANIFEST_NAME
+    fetch_file(store, MANIFEST_NAME, path, directory, check, LARGEST_MANIFEST_BYTES)
     return read_manifest(directory)
 
 
@@ -127,7 +135,8 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         scratch = Path(name)
         description, model = scratch / DESCRIPTION_NAME, scratch / MODEL_NAME
         check = partial(_description_problem, fingerprint=fingerprint)
-        fetch_file(store, DESCRIPTION_NAME, description, scratch, check)
+        most = LARGEST_DESCRIPTION_BYTES
+        fetch_file(store, DESCRIPTION_NAME, description, scratch, check, most)
         kind = read_json(description)["kind"]
         if tokenizer_traits(kind).has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model)
@@ -137,7 +146,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
-        tree = read_json(path)
+        tree = read_json(path, LARGEST_DESCRIPTION_BYTES)
         found, kind = (tree[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"

@@ -23,6 +23,7 @@ TOKENIZER_DIRECTORY = "tokenizer"
 FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
+LARGEST_MANIFEST_BYTES = 1 << 26  # with 300 for each shard: 200,000 of them
 LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
@@ -122,7 +123,7 @@ def read_vocab_size(path: Path) -> int:
 
 def _tree_of(path: Path) -> Any:
     try:
-        return read_json(path)
+        return read_json(path, LARGEST_MANIFEST_BYTES)
     except ValueError as error:
         raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
 

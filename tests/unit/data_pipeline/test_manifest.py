@@ -30,6 +30,13 @@ def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
     assert MANIFEST.longest_document == 15
 
 
+def test_a_manifest_too_large_for_memory_is_refused_by_its_size(tmp_path):
+    with open(tmp_path / MANIFEST_NAME, "wb") as file:
+        file.truncate((1 << 26) + 1)  # a hole: it takes no space
+    with pytest.raises(DataError, match=r"has 67,108,865 bytes, expected at most 67,108,864"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize(
     "other",
     [
