@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, printable
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
@@ -81,12 +82,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--prompt contains bytes that are not UTF-8; give text")
 
 
+def _shown(text: str) -> str:
+    """The text as it is for a file or pipe, with escape sequences as text for a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def _print_streaming(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
     stream = TextStream(tokenizer)
-    print(prompt, end="", flush=True)
+    print(_shown(prompt), end="", flush=True)
     for tokens_B in tokens:
-        print(stream.add(int(tokens_B[0])), end="", flush=True)
-    print(stream.rest(), flush=True)
+        print(_shown(stream.add(int(tokens_B[0]))), end="", flush=True)
+    print(_shown(stream.rest()), flush=True)
 
 
 def _print_at_end(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
@@ -98,4 +104,4 @@ def _print_at_end(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -
         for number, sample in enumerate(samples_BT, start=1):
             stream = TextStream(tokenizer)
             text = "".join(map(stream.add, sample)) + stream.rest()
-            print(f"==== sample {number} of {len(samples_BT)}\n{prompt}{text}")
+            print(_shown(f"==== sample {number} of {len(samples_BT)}\n{prompt}{text}"))
