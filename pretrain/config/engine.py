@@ -53,7 +53,7 @@ class EngineConfig:
     offload_memories: bool = False
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    """auto: fastest that repeats its bits; atomic: faster, not bitwise; plain: to compare with."""
+    """auto: fastest that repeats its bits; atomic: sums in any order; plain: to compare with."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
