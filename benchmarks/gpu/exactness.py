@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import UserError
 from pretrain.commands.verify_resume import settings_of_check, train_and_compare
+from pretrain.config.choices import kernel_traits, precision_traits
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
@@ -56,7 +58,7 @@ def determinism(context: Context) -> None:
                 forget(context.device)
             same = found[0] == found[1]
             words = {"steps": count, "repeats": same, "last_loss": found[0][0][-1]}
-            if kernel == "auto":
+            if kernel_traits(kernel).is_bitwise:
                 context.report.check("two runs", same, **words)
             else:  # sums by atomics need not repeat; how they differ is of interest
                 context.report.add(f"two runs, {kernel}", **words)
@@ -79,9 +81,10 @@ def resumed_differences(
     name: str, settings: dict[str, object], context: Context, world: World
 ) -> list[str]:
     """Return how a restored run differs from one that went on, nothing if it does not."""
-    if context.is_dry and settings.get("precision") == "fp16":
-        settings = {**settings, "precision": "fp32"}  # DeepSpeed has no fp16 on a CPU
-    run = small_run(context, EngineConfig(**settings))  # type: ignore[arg-type]
+    engine = EngineConfig(**settings)  # type: ignore[arg-type]
+    if context.is_dry and precision_traits(engine.number_format).scales_loss:
+        engine = replace(engine, precision="fp32")  # DeepSpeed has no fp16 on a CPU
+    run = small_run(context, engine)
     directory, half = context.work / name.replace(" ", "-"), context.size(4, 2)
     trainer = Trainer(run, context.corpus, world, directory)
     first = trainer.steps(half)

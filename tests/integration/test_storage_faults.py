@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,10 +26,10 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 SMALL_DISK = """
 set -u
 mount -t tmpfs -o size=2m tmpfs "$RUN"
-$TRAIN checkpoint.storage_patience_seconds=0 2> "$LOGS/full"; echo "full: $?"
+bash $TRAIN checkpoint.storage_patience_seconds=0 2> "$LOGS/full"; echo "full: $?"
 $VERIFY; echo "verified: $?"
 # Not a byte is left from the first steps on, until the run has nothing more to train.
-PRETRAIN_FAULT=slow:0.2@1 $TRAIN 2> "$LOGS/room" & training=$!
+PRETRAIN_FAULT=slow:0.2@1 bash $TRAIN 2> "$LOGS/room" & training=$!
 seen() { for _ in $(seq 600); do grep -q "$1" "$LOGS/room" && return; sleep 0.1; done; }
 seen "MFU ="; cat /dev/zero > "$RUN/filler"
 seen "step 20 not saved"
@@ -37,7 +38,7 @@ mount -o remount,size=32m "$RUN"
 wait $training; echo "room: $?"
 cp "$RUN/metrics.jsonl" "$LOGS"
 mount -o remount,ro "$RUN"
-$TRAIN optim.steps=30 checkpoint.storage_patience_seconds=0 2> "$LOGS/read-only"
+bash $TRAIN optim.steps=30 checkpoint.storage_patience_seconds=0 2> "$LOGS/read-only"
 echo "read-only: $?"
 cmp "$RUN/metrics.jsonl" "$LOGS/metrics.jsonl"; echo "untouched: $?"
 """
@@ -61,10 +62,12 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_outlasts_a_disk_that_is
 ):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
+    script = tmp_path / "train.sh"
+    script.write_text(f'exec {shlex.join(command(experiment, run_dir))} "$@"\n')
     environment = {
         "RUN": str(run_dir),
         "LOGS": str(tmp_path),
-        "TRAIN": " ".join(command(experiment, run_dir)),
+        "TRAIN": str(script),
         "VERIFY": f"{sys.executable} -m pretrain checkpoint verify {run_dir}",
     }
     namespace = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK]
