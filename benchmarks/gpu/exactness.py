@@ -50,18 +50,26 @@ def determinism(context: Context) -> None:
     with one_rank() as world:
         for kernel in context.size(("auto", "atomic"), ("auto",)):
             run = small_run(context, EngineConfig(attention_kernel=kernel))
-            found = []
-            for attempt in range(2):
-                trainer = Trainer(run, context.corpus, world, context.work / f"{kernel}{attempt}")
-                found.append((trainer.steps(count), trainer.bits()))
-                del trainer
-                forget(context.device)
-            same = found[0] == found[1]
-            words = {"steps": count, "repeats": same, "last_loss": found[0][0][-1]}
+            first, second = trained_twice(run, context, world, count)
+            same = first == second
+            words = {"steps": count, "repeats": same, "last_loss": first[0][-1]}
             if kernel_traits(kernel).is_bitwise:
                 context.report.check("two runs", same, **words)
             else:  # sums by atomics need not repeat; how they differ is of interest
                 context.report.add(f"two runs, {kernel}", **words)
+
+
+def trained_twice(
+    run: RunConfig, context: Context, world: World, steps: int
+) -> list[tuple[list[str], str]]:
+    """Return the losses and the hash of the state of two trainings from one seed."""
+    found = []
+    for _ in range(2):
+        trainer = Trainer(run, context.corpus, world, context.work)
+        found.append((trainer.steps(steps), trainer.bits()))
+        del trainer
+        forget(context.device)
+    return found
 
 
 def stages(context: Context) -> None:

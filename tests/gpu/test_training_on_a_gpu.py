@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from benchmarks.gpu.attention import errors
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.exactness import CELLS, resumed_differences
+from benchmarks.gpu.exactness import CELLS, resumed_differences, trained_twice
 from benchmarks.gpu.kernels import CASES, repeats_its_bits
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import TorchEngine
+from benchmarks.gpu.training import Trainer, one_rank, small_run
+from pretrain.config.choices import EngineKind
+from pretrain.config.engine import EngineConfig
 from pretrain.engines.memory_offload import MemoryOffload
-from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.determinism import set_determinism
 from tests.helpers.corpora import make_tiny_corpus
 
 pytestmark = pytest.mark.gpu
@@ -42,16 +39,17 @@ def test_the_fused_path_is_as_exact_as_plain_operations_and_repeats_its_bits(
     assert repeats_its_bits(CASES[name], torch.device("cuda"), dtype)
 
 
+@pytest.fixture
+def context(corpus: Path, tmp_path: Path) -> Context:
+    return Context(tmp_path, corpus, is_dry=False, step="test")
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_deepspeed_saved_beside_training_and_restored_repeats_its_bits(
-    name: str, corpus: Path, tmp_path: Path
+    name: str, context: Context
 ) -> None:
-    context = Context(tmp_path, corpus, is_dry=False, step="stages")
-    world = init_world()
-    try:
+    with one_rank() as world:
         assert resumed_differences(name, CELLS[name], context, world) == []
-    finally:
-        destroy_process_group()
 
 
 def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None:
@@ -83,72 +81,26 @@ def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None
 
 
 def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
-    corpus: Path,
+    context: Context,
 ) -> None:
-    training = Corpus.open(corpus / "train")
-    model = ModelConfig(
-        vocab_size=training.manifest.vocab_size,
-        num_layers=2,
-        d_model=64,
-        num_heads=2,
-        memory_length=16,
-        dropout=0.1,
-    )
-    run = RunConfig(
-        model=model,
-        data=DataConfig(lanes=4, segment_length=16),
-        optim=OptimConfig(clip_norm=1.0),
-        engine=EngineConfig(kind="torch", precision="bf16"),
-    )
-    world = init_world()
-    try:
-        engine = TorchEngine(run, TransformerXL(model), world, accumulation_steps=1)
-        stream = LaneStream(training, 4, 1, 16, range(4))
-        memory = None
-        for step in range(1, 9):
-            if step >= 4:  # by then kernels are compiled, tables made and the memory is full
-                torch.cuda.set_sync_debug_mode("error")
-            _, memory = engine.forward_backward(next(stream), memory, step)
+    run = small_run(context, EngineConfig(kind="torch", precision="bf16"))
+    with one_rank() as world:
+        trainer, memory = Trainer(run, context.corpus, world, context.work), None
+        try:
+            for step in range(1, 9):
+                if step >= 4:  # by then kernels are compiled, tables made and the memory is full
+                    torch.cuda.set_sync_debug_mode("error")
+                _, memory = trainer.engine.forward_backward(next(trainer.batches), memory, step)
+                torch.cuda.set_sync_debug_mode("default")
+                # It asks whether the gradients' norm may be applied: memories depend on it.
+                trainer.engine.step(1e-3)
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-            engine.step(
-                1e-3
-            )  # asks whether the gradients' norm may be applied: memories depend on it
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        destroy_process_group()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_training_twice_gives_the_same_bits(corpus: Path, dropout: float) -> None:
-    training = Corpus.open(corpus / "train")
-    model = ModelConfig(
-        vocab_size=training.manifest.vocab_size,
-        num_layers=2,
-        d_model=256,
-        num_heads=4,
-        memory_length=96,
-        dropout=dropout,
-        attention_dropout=dropout,
-    )
-    run = RunConfig(
-        model=model,
-        data=DataConfig(lanes=4, segment_length=96),
-        engine=EngineConfig(kind="torch", precision="bf16"),
-    )
-    world = init_world()
-    set_determinism(run, world.device)
-
-    def trained() -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        engine = TorchEngine(run, TransformerXL(model), world, accumulation_steps=1)
-        stream, memory = LaneStream(training, 4, 1, 96, range(4)), None
-        for step in range(1, 21):
-            _, memory = engine.forward_backward(next(stream), memory, step)
-            engine.step(1e-3)
-        return [weight.detach().cpu() for weight in engine.module.parameters()]
-
-    try:
-        first, second = trained(), trained()
-    finally:
-        destroy_process_group()
-    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+@pytest.mark.parametrize("kind", get_args(EngineKind))
+def test_training_twice_gives_the_same_bits(context: Context, kind: EngineKind) -> None:
+    run = small_run(context, EngineConfig(kind=kind, precision="bf16"))
+    with one_rank() as world:
+        first, second = trained_twice(run, context, world, steps=20)
+    assert first == second
