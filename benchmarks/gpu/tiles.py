@@ -3,7 +3,7 @@
 Format of OUT/tiles.json: {"format": 1, "tiles": [row, ...], "tried": [row, ...]}. A row is
 {"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
 "warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles` in
-pretrain/kernels/triton/settings.py, and "tiles" has the fastest row of each kernel and head width.
+pretrain/kernels/triton/tiling.py, and "tiles" has the fastest row of each kernel and head width.
 `seconds` is the time of the forward pass for "forward", else of the whole backward pass with the
 other kernels' tiles as configured. In "tried" a row that could not run says why in "refused".
 """
@@ -30,7 +30,7 @@ from benchmarks.gpu.processes import INTERPRETER
 from benchmarks.gpu.speed import SHAPES
 from benchmarks.measure import timed
 from data_pipeline.files import write_json
-from pretrain.kernels.triton.settings import Tile, Tiles, tiles_for
+from pretrain.kernels.triton.tiling import Tile, Tiles, tiles_for
 
 TILES_NAME, FORMAT = "tiles.json", 1
 KERNELS = ("forward", "query_gradient", "key_gradient", "position_gradient")

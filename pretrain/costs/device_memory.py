@@ -26,11 +26,14 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
+from pretrain.kernels.triton.tiling import tiles_for
+from pretrain.kernels.triton.workspace import workspace_of
 
 MASTER_BYTES = 4
 MOMENT_BYTES = 8  # two of float32
 EMA_BYTES = 4
 LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
+TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of other GPUs are as wide
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 
 
@@ -164,6 +167,7 @@ def _activations(
     lanes = lanes_of_pass(run, world_size)
     layer = LayerActivations(run, lanes, width, on_gpu)
     formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
+    scores = f", {layer.workspace / 2**20:,.0f} MiB of score gradients" if layer.workspace else ""
     checkpointed = -(-layers // every)
     freed = kept = layers * layer.kept
     working = layer.working
@@ -188,7 +192,7 @@ def _activations(
         # together.
         kept -= min(gradients, freed)
         formula += ", less what is freed when the gradients exist"
-    return Part("activations", kept + working, formula)
+    return Part("activations", kept + working, formula + scores)
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,24 @@ class LayerActivations:
     @property
     def working(self) -> float:
         """During its backward pass only: about the gradients of what was kept."""
-        return self._rows + self._pairs * self._is_plain
+        return self._rows + self._pairs * self._is_plain + self.workspace
+
+    @property
+    def workspace(self) -> float:
+        """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
+        if not self.on_gpu or self._is_plain:
+            return 0.0
+        model, T = self.run.model, self.run.data.segment_length
+        needed = workspace_of(
+            lanes=self.lanes,
+            queries=T,
+            keys=T + _memory_length(self.run),
+            heads=model.num_heads,
+            groups=model.key_heads,
+            tiles=tiles_for(model.head_width, TILE_CAPABILITY),
+            element_bytes=self.width,
+        )
+        return float(self.width * needed.elements)
 
     @property
     def _rows(self) -> float:

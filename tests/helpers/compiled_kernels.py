@@ -14,7 +14,9 @@ import re
 import sys
 from typing import Any
 
-from pretrain.kernels.triton.settings import CHUNK, Tile, Variant, tiles_for
+from pretrain.kernels.triton.settings import Variant
+from pretrain.kernels.triton.tiling import Tile, tiles_for
+from pretrain.kernels.triton.workspace import CHUNK
 from tests.helpers.kernel_work import (
     Resources,
     executed_work,

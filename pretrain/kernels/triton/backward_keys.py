@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from pretrain.kernels.triton.forward import biased_scores
-from pretrain.kernels.triton.settings import CHUNK
 from pretrain.kernels.triton.tiles import (
     kept_pairs,
     load_positions,
@@ -25,6 +24,7 @@ from pretrain.kernels.triton.tiles import (
     visible_keys,
     window_of_rows,
 )
+from pretrain.kernels.triton.workspace import CHUNK
 
 
 @triton.jit(do_not_specialize=CHUNK)

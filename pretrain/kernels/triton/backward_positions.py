@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pretrain.kernels.triton.settings import CHUNK
 from pretrain.kernels.triton.tiles import load_rows, load_shifted, score_matrix, visible_keys
+from pretrain.kernels.triton.workspace import CHUNK
 
 
 @triton.jit(do_not_specialize=CHUNK)

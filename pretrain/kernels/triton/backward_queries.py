@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pretrain.kernels.triton.settings import CHUNK
 from pretrain.kernels.triton.tiles import (
     load_positions,
     load_rows,
@@ -20,6 +19,7 @@ from pretrain.kernels.triton.tiles import (
     store_rows,
     visible_keys,
 )
+from pretrain.kernels.triton.workspace import CHUNK
 
 
 @triton.jit

@@ -16,7 +16,9 @@ from pretrain.kernels.triton.backward_keys import content_bias_kernel, key_gradi
 from pretrain.kernels.triton.backward_positions import position_gradient_kernel
 from pretrain.kernels.triton.backward_queries import delta_kernel, query_gradient_kernel
 from pretrain.kernels.triton.forward import forward_kernel
-from pretrain.kernels.triton.settings import Chunk, Tile, Tiles, Variant, chunks_of
+from pretrain.kernels.triton.settings import Variant
+from pretrain.kernels.triton.tiling import Tile, Tiles
+from pretrain.kernels.triton.workspace import Chunk, workspace_of
 
 SUM_TILE = Tile(16, 64)  # of the kernels that only sum
 
@@ -237,13 +239,18 @@ class Backward:
         self.score_sums_BNC = call.float32(call.B, call.N, call.C)
         self.position_CNH = call.float32(call.C, call.N, call.H).zero_()
         self.distance_bias_NC = call.float32(call.N, call.C).zero_()
-        widest = max(tiles.query_gradient.columns, tiles.key_gradient.columns)
-        self.score_row = cdiv(call.C, widest) * widest  # so that loads and stores are whole tiles
-        group_scores = call.N // call.G * call.L * self.score_row
-        fitting = call.options.workspace_bytes // (group_scores * inputs.query_BLNH.element_size())
-        self.chunks = chunks_of(call.B, call.G, max(1, fitting))
-        largest = max(chunk.lanes * chunk.groups for chunk in self.chunks)
-        self.workspace = inputs.query_BLNH.new_empty(largest * group_scores)
+        needed = workspace_of(
+            lanes=call.B,
+            queries=call.L,
+            keys=call.C,
+            heads=call.N,
+            groups=call.G,
+            tiles=tiles,
+            element_bytes=inputs.query_BLNH.element_size(),
+            limit=call.options.workspace_bytes,
+        )
+        self.chunks, self.score_row = needed.chunks, needed.score_row
+        self.workspace = inputs.query_BLNH.new_empty(needed.elements)
 
     def launch_keys(self, chunk: Chunk) -> None:
         tile = self.call.options.tiles.key_gradient

@@ -1,4 +1,4 @@
-"""What the fused kernels support, and what they are compiled for: variants of the code and tiles.
+"""What the fused kernels support, and the variants of their code.
 
 This module does not import triton, so that a caller can ask before it imports the kernels.
 """
@@ -9,7 +9,6 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,12 +17,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # GPUs whose shared memory holds the tiles; the kernels are compiled offline for the first two.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 DROPOUT_LEVELS = 1 << 16  # probabilities are multiples of 1/65536, as in pretrain.model.dropout
-
-# 8 heads of 2,048 queries and 4,096 keys in bf16: 512 programs, enough for the largest GPU.
-WORKSPACE_BYTES = 128 << 20
-# Arguments of the backward kernels that name the lanes and groups of a launch. The compiler must
-# not make a variant for each value.
-CHUNK = ("first_lane", "first_group", "chunk_groups", "chunk_lanes")
 
 
 def interprets_kernels() -> bool:
@@ -50,60 +43,6 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int
         major, minor = capability
         return f"the GPU has compute capability {major}.{minor}; the kernel supports {known}"
     return None
-
-
-@dataclass(frozen=True)
-class Tile:
-    """`rows` queries and `columns` keys, or position rows in the kernel of their gradient."""
-
-    rows: int
-    columns: int
-    warps: int = 4
-    stages: int = 1
-
-    def __post_init__(self) -> None:
-        for size in (self.rows, self.columns):
-            assert size >= 16, self
-            assert size & (size - 1) == 0, self
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """One `Tile` per kernel."""
-
-    forward: Tile
-    query_gradient: Tile
-    key_gradient: Tile
-    position_gradient: Tile
-
-    def __post_init__(self) -> None:
-        # A warp of the tensor cores takes 16 rows of a product, or a group of four takes 64. With
-        # fewer rows than that, warps would repeat each other's work.
-        for tile in (self.forward, self.query_gradient):
-            assert 16 * tile.warps <= tile.rows, tile
-        for tile in (self.key_gradient, self.position_gradient):  # their products are transposed
-            assert 16 * tile.warps <= tile.columns, tile
-        assert self.forward.rows in (self.forward.columns, 2 * self.forward.columns), self.forward
-        assert self.key_gradient.rows <= self.key_gradient.columns, self.key_gradient
-
-
-class Chunk(NamedTuple):
-    """Lanes and groups of heads whose backward pass shares the workspace."""
-
-    first_lane: int
-    lanes: int
-    first_group: int
-    groups: int
-
-
-def chunks_of(num_lanes: int, num_groups: int, fitting: int) -> list[Chunk]:
-    """Return whole lanes if the `fitting` groups include any, or else some groups of one lane."""
-    lanes, groups = max(1, fitting // num_groups), min(fitting, num_groups)
-    return [
-        Chunk(lane, min(lanes, num_lanes - lane), group, min(groups, num_groups - group))
-        for lane in range(0, num_lanes, lanes)
-        for group in range(0, num_groups, groups)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,39 +86,3 @@ class Variant:
     @property
     def keep_scale(self) -> float:
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.drop_threshold)
-
-
-# By compute capability and padded head width. Found by compiling all shapes offline
-# (`python -m benchmarks kernels`): no warp repeats work, two programs share a multiprocessor where
-# possible, and few registers spill. Heads narrower than 64 use the tiles of 64.
-_TILES = {
-    (8, 64): Tiles(
-        forward=Tile(64, 64, 4, 2),
-        query_gradient=Tile(64, 64, 4, 2),
-        key_gradient=Tile(32, 64, 4, 2),
-        position_gradient=Tile(64, 64, 4, 2),
-    ),
-    (8, 128): Tiles(
-        forward=Tile(64, 32, 4, 2),
-        query_gradient=Tile(64, 32, 4, 2),
-        key_gradient=Tile(32, 64, 4, 2),
-        position_gradient=Tile(64, 64, 4, 2),
-    ),
-    (9, 64): Tiles(
-        forward=Tile(64, 64, 4, 2),
-        query_gradient=Tile(64, 64, 4, 2),
-        key_gradient=Tile(32, 64, 4, 2),
-        position_gradient=Tile(64, 64, 4, 2),
-    ),
-    (9, 128): Tiles(
-        forward=Tile(64, 32, 4, 2),
-        query_gradient=Tile(64, 32, 4, 2),
-        key_gradient=Tile(32, 64, 4, 1),
-        position_gradient=Tile(64, 64, 4, 2),
-    ),
-}
-
-
-def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles for a head width and compute capability; newer GPUs use the tiles of 9."""
-    return _TILES[min(capability[0], 9), 64 if head_width <= 64 else 128]

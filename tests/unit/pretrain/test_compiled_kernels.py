@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from pretrain.kernels.triton.settings import Chunk, Tile, Tiles, chunks_of
+from pretrain.kernels.triton.tiling import Tile, Tiles
+from pretrain.kernels.triton.workspace import Chunk, chunks_of
 from tests.helpers.kernel_work import (
     Resources,
     executed_work,

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from data_pipeline.config_loader import to_tree
 from pretrain.cli import main
@@ -16,7 +18,10 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import memory_parts, total_bytes
+from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
+from pretrain.kernels.triton.settings import CAPABILITIES
+from pretrain.kernels.triton.tiling import tiles_for
+from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
 
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}
@@ -80,6 +85,82 @@ def measured() -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_of_a_steps_peak_memory_is_within_15_per_cent(measured, name):
     assert total_bytes(memory_parts(run_of(name), 1)) == pytest.approx(measured[name], rel=0.15)
+
+
+LARGE = {
+    "vocab_size": 500,
+    "num_layers": 1,
+    "d_model": 2048,
+    "num_heads": 16,
+    "memory_length": 2048,
+}
+WORKSPACES = {
+    "some heads of a lane": (LARGE, (4, 2048)),
+    "whole lanes": ({**LARGE, "memory_length": 100}, (6, 130)),
+    "one group that exceeds the limit": (
+        {**LARGE, "num_key_heads": 2, "memory_length": 16384, "compressed_length": 7},
+        (2, 4096),
+    ),
+    "wide and odd heads": ({**LARGE, "d_head": 80, "memory_length": 333}, (3, 1000)),
+}
+
+
+def fused_run(name: str) -> RunConfig:
+    model, (lanes, segment_length) = WORKSPACES[name]
+    return RunConfig(
+        model=ModelConfig(**model),
+        data=DataConfig(lanes=lanes, segment_length=segment_length),
+        engine=EngineConfig(precision="bf16"),
+    )
+
+
+def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int:
+    """Return what the launcher allocates for a layer's backward pass, on a device without data."""
+    from pretrain.kernels.triton.launch import Backward, Call, Inputs, Options
+
+    model, B, L = run.model, run.data.lanes, run.data.segment_length
+    C = L + model.memory_length + model.compressed_length
+    N, G, H = model.num_heads, model.key_heads, model.head_width
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    key_BCGH, value_BCGH = empty(B, C, 2, G, H).unbind(2)
+    relative = (empty(C, N, H), empty(N, H), empty(N, H))
+    options = Options(
+        window=C,
+        first_keys_BL=None,
+        query_ends_BC=None,
+        dropout_keys_B=None,
+        drop_threshold=0,
+        deterministic=True,
+        tiles=tiles_for(H, capability),
+        workspace_bytes=WORKSPACE_BYTES,
+    )
+    call = Call(Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None), options)
+    call.arguments["output_gradients"] = empty(B, L, N, H)
+    return Backward(call, adds_positions=False).workspace.nbytes
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_the_fused_kernels_workspace_is_counted_as_the_launcher_allocates_it(name):
+    run = fused_run(name)
+    counted = LayerActivations(run, run.data.lanes, width=2, on_gpu=True).workspace
+    for capability in CAPABILITIES:
+        assert counted == launched_workspace_bytes(run, capability) > 0
+    assert (counted > WORKSPACE_BYTES) == (name == "one group that exceeds the limit")
+    described = {part.name: part for part in memory_parts(run, 1, on_gpu=True)}["activations"]
+    assert described.bytes > counted
+    assert f"{counted / 2**20:,.0f} MiB of score gradients" in described.formula
+
+
+def test_only_the_fused_kernel_of_a_gpu_has_a_workspace():
+    run = fused_run("whole lanes")
+    plain = replace(run, engine=replace(run.engine, attention_kernel="plain"))
+    for settings, on_gpu in ((run, False), (plain, True)):
+        assert LayerActivations(settings, 6, width=2, on_gpu=on_gpu).workspace == 0
+        parts = memory_parts(settings, 1, on_gpu)
+        assert not any("score gradients" in part.formula for part in parts)
 
 
 def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, tmp_path, capsys):

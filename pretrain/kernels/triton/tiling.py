@@ -1,0 +1,76 @@
+"""The tile of each fused kernel, by compute capability and head width. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` queries and `columns` keys, or position rows in the kernel of their gradient."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        for size in (self.rows, self.columns):
+            assert size >= 16, self
+            assert size & (size - 1) == 0, self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One `Tile` per kernel."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+    position_gradient: Tile
+
+    def __post_init__(self) -> None:
+        # A warp of the tensor cores takes 16 rows of a product, or a group of four takes 64. With
+        # fewer rows than that, warps would repeat each other's work.
+        for tile in (self.forward, self.query_gradient):
+            assert 16 * tile.warps <= tile.rows, tile
+        for tile in (self.key_gradient, self.position_gradient):  # their products are transposed
+            assert 16 * tile.warps <= tile.columns, tile
+        assert self.forward.rows in (self.forward.columns, 2 * self.forward.columns), self.forward
+        assert self.key_gradient.rows <= self.key_gradient.columns, self.key_gradient
+
+
+# By compute capability and padded head width. Found by compiling all shapes offline
+# (`python -m benchmarks kernels`): no warp repeats work, two programs share a multiprocessor where
+# possible, and few registers spill. Heads narrower than 64 use the tiles of 64.
+_TILES = {
+    (8, 64): Tiles(
+        forward=Tile(64, 64, 4, 2),
+        query_gradient=Tile(64, 64, 4, 2),
+        key_gradient=Tile(32, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
+    ),
+    (8, 128): Tiles(
+        forward=Tile(64, 32, 4, 2),
+        query_gradient=Tile(64, 32, 4, 2),
+        key_gradient=Tile(32, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
+    ),
+    (9, 64): Tiles(
+        forward=Tile(64, 64, 4, 2),
+        query_gradient=Tile(64, 64, 4, 2),
+        key_gradient=Tile(32, 64, 4, 2),
+        position_gradient=Tile(64, 64, 4, 2),
+    ),
+    (9, 128): Tiles(
+        forward=Tile(64, 32, 4, 2),
+        query_gradient=Tile(64, 32, 4, 2),
+        key_gradient=Tile(32, 64, 4, 1),
+        position_gradient=Tile(64, 64, 4, 2),
+    ),
+}
+
+
+def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles for a head width and compute capability; newer GPUs use the tiles of 9."""
+    return _TILES[min(capability[0], 9), 64 if head_width <= 64 else 128]
