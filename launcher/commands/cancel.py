@@ -17,13 +17,14 @@ from pretrain.rundir.launch_events import Canceled
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.own_names import refuse_links
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 _WAIT_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher cancel`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
 def run(arguments: argparse.Namespace) -> int:

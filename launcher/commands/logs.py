@@ -21,6 +21,7 @@ from launcher.status.slurm_queue import read_states
 from pretrain.rundir.launch_events import AttemptEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
@@ -51,7 +52,7 @@ class RankLogs:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher logs`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
     parser.add_argument("--rank", type=int, help="which rank (default 0; with --errors all)")
     parser.add_argument(
         "--attempt", type=int, metavar="N", help="which attempt (default: the latest)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from launcher.commands import local
@@ -17,11 +16,12 @@ from launcher.sweep_runs import was_array_task
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher resume`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
 def run(arguments: argparse.Namespace) -> int:

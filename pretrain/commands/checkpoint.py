@@ -12,6 +12,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.recovery.spike_detector import suspected_since
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import text_table
 
 EXIT_CORRUPTED = 1
@@ -28,7 +29,7 @@ PROGRAM = Program(
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,14 +12,20 @@ from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
-from pretrain.reporting.run_history import History, read_history
+from pretrain.reporting.run_history import History, read_histories
+from pretrain.rundir.run_paths import run_path
+from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import number, si, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain compare`."""
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="directories of two runs or more"
+        "runs",
+        type=run_path,
+        nargs="+",
+        metavar="RUN",
+        help="two runs or more, their names in runs/, a sweep file, or a folder of runs",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="also write compare.html and compare.png there"
@@ -28,21 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a column per run: its numbers, and the settings in which the runs differ."""
-    if len(arguments.runs) < 2:
+    paths = runs_of(arguments.runs)
+    if len(paths) < 2:
         raise ConfigError(
             "'pretrain compare' needs two runs or more; 'pretrain report' shows a single one"
         )
-    histories = [read_history(path) for path in arguments.runs]
+    return compare(read_histories(paths, at_least=2), arguments.output)
+
+
+def compare(histories: Sequence[History], output: Path | None) -> int:
+    """Print the tables, and write page and picture to the directory `output`; 0."""
     rows, changed = numbers_of(histories), _differing_settings(histories)
     print(text_table([heads_of(histories), *rows]))
     if changed:
         print("\n" + text_table([("setting", *heads_of(histories)[1:]), *changed]))
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        write_text(arguments.output / "compare.html", render(histories, rows, changed))
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+        write_text(output / "compare.html", render(histories, rows, changed))
         title = " / ".join(history.name for history in histories)
-        save_panels(arguments.output / "compare.png", title, comparison_panels(histories))
-        print(printable(f"\n{arguments.output / 'compare.html'} and compare.png"))
+        save_panels(output / "compare.png", title, comparison_panels(histories))
+        print(printable(f"\n{output / 'compare.html'} and compare.png"))
     return 0
 
 

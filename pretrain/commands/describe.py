@@ -35,6 +35,7 @@ from pretrain.costs.flops import (
 )
 from pretrain.costs.run_time import RunTime, run_time
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
 
 NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
@@ -42,7 +43,7 @@ NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
-    add_experiment(parser, "experiment or model file (YAML), or a run directory")
+    add_experiment(parser, "experiment or model file (YAML), or a run")
     add_hardware_arguments(parser)
     parser.add_argument(
         "--mfu",
@@ -55,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the description of the run."""
     hardware = hardware_of(arguments)
-    path = arguments.experiment
-    if path.is_dir():
+    path = run_path(arguments.experiment)
+    if is_run := path.is_dir():
         path = RunDir.open(path).config_file
     config = resolve_if_built(load_config(RunConfig, path, arguments.overrides))
-    if config.initial_weights is not None and not arguments.experiment.is_dir():
+    if config.initial_weights is not None and not is_run:
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.
         from pretrain.weights.initial_weights import check_initial_weights
 

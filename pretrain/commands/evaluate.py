@@ -16,6 +16,7 @@ from data_pipeline.sizes import size_of
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, text_table
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
@@ -35,8 +36,8 @@ class EvaluationOutput:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    runs = "run directory (latest valid checkpoint) or export"
-    add("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    runs = "run (latest valid checkpoint), its name in runs/, or export"
+    add("runs", type=run_path, nargs="+", metavar="RUN", help=runs)
     data = "directory or URL of a corpus (default: the run's; an export needs one)"
     add("--data", type=Path, help=data)
     add("--split", default="validation", help="split of the corpus (default %(default)s)")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from pretrain.rundir.run_paths import run_path
 from pretrain.weights.export import refuse_existing, write_export
 from pretrain.weights.trained_model import load_tokenizer, load_trained
 
@@ -14,7 +15,8 @@ from pretrain.weights.trained_model import load_tokenizer, load_trained
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory; its latest valid checkpoint is used")
+    run = "run, or its name in runs/; its latest valid checkpoint is used"
+    add("run", type=run_path, metavar="RUN", help=run)
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("--ema", action="store_true", help="export the weight EMA, if the run has one")
 

@@ -14,13 +14,15 @@ from data_pipeline.errors import ConfigError, printable
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
+from pretrain.rundir.run_paths import run_path
 from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory (latest valid checkpoint) or export")
+    run = "run (latest valid checkpoint), its name in runs/, or export"
+    add("run", type=run_path, metavar="RUN", help=run)
     add("--prompt", default="", help="text to continue (default: start a document)")
     add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
     add(

@@ -15,11 +15,13 @@ from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
 from pretrain.reporting.run_charts import run_panels
-from pretrain.reporting.run_history import History, read_history
+from pretrain.reporting.run_history import History, read_histories
 from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS
+from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.training_events import GaveUp
+from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import counted, number, si
 from pretrain.terminal.train_lines import perplexity
 
@@ -30,27 +32,39 @@ CHART_INCHES = 2.3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain report`."""
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run directory, of a finished or unfinished run"
+        "runs",
+        type=run_path,
+        nargs="+",
+        metavar="RUN",
+        help="runs, finished or not, their names in runs/, a sweep file, or a folder of runs",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="output directory of report.html and report.png (default: RUN)",
+        help="directory for report.html and report.png (default: the run's); with several runs, a "
+        "folder there for each",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report and print where it is."""
-    history = read_history(arguments.run)
-    directory = arguments.output or arguments.run
+    """Write a report for each run and print where it is."""
+    paths = runs_of(arguments.runs)
+    for history in read_histories(paths, at_least=1):
+        directory = arguments.output or history.path
+        if arguments.output and len(paths) > 1:
+            directory /= history.path.name
+        _write(history, directory)
+    return 0
+
+
+def _write(history: History, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "report.html", render(history))
     save_panels(directory / "report.png", history.name, run_panels(history))
     print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
     for warning in warnings_of(history):
         print(f"warning: {warning}")
-    return 0
 
 
 def summary(history: History) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from pretrain.rundir.metrics_summary import MetricsSummary, summarize
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent, time_spent
 from pretrain.rundir.training_events import Event, Rewind
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -176,3 +179,21 @@ def read_history(path: Path) -> History:
         # a lock of another host cannot be looked up: its run counts as running
         is_running=any(lock.is_held is not False for lock in run_dir.locks()),
     )
+
+
+def read_histories(paths: Sequence[Path], at_least: int) -> list[History]:
+    """The pasts of these runs; those without a measured step are left out, with a warning.
+
+    DataError if fewer than `at_least` are left.
+    """
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append(read_history(path))
+        except DataError as error:
+            problems.append(error)
+    if problems and len(found) < at_least:
+        raise problems[0]
+    for problem in problems:
+        logger.warning("left out: %s", problem)
+    return found

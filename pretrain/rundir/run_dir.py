@@ -32,6 +32,7 @@ from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
 from pretrain.rundir.own_names import refuse_links
+from pretrain.rundir.run_paths import advice_on
 from pretrain.rundir.training_events import SettingsChanged
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,7 @@ class RunDir:
         """
         run_dir = cls(path)
         if not run_dir.exists():
-            raise ConfigError(
-                f"{path} holds no run: it has no run.json; check the path or start a run"
-            )
+            raise ConfigError(f"{path} holds no run: it has no run.json; {advice_on(path)}")
         _ = run_dir.identity
         return run_dir
 

@@ -126,7 +126,7 @@ def test_in_80_columns_every_value_and_reason_is_readable():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{runs}"], "holds no run"),
+        (["{runs}/nowhere"], "holds no run"),
         (["--runs-dir={runs}/nowhere"], "contains no runs; name one"),
         (["{runs}/alone", "--all"], "contradict each other"),
         (["{runs}/alone", "--watch"], "needs a terminal"),

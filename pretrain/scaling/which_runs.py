@@ -1,0 +1,100 @@
+"""Which runs a command line means: run directories, folders of runs, sweep files. Torch-free."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.yaml_files import find_config, read_tree
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import RUNS
+from pretrain.scaling.sweep_file import Sweep, read_sweep
+
+# What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
+_BESIDE_CELLS = ("logs", "results.csv", "compare.html", "compare.png", "*.lock", "*.owner", ".*")
+_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_log = logging.getLogger(__name__)
+
+
+def _holds_run(path: Path) -> bool:
+    return RunDir(path).exists()
+
+
+def cells_directory(sweep: Sweep, given: Path | None = None) -> Path:
+    """The parent of the cells' run directories: the one given with --runs-dir, or runs/SWEEP."""
+    return given or RUNS / sweep.name
+
+
+def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
+    """The runs that the paths stand for, each once: a run, the runs in a folder, a sweep's cells.
+
+    A path that is none of them is kept, for its reader to refuse; but of several paths, what a
+    sweep keeps beside its cells is passed over. ConfigError for a sweep that has not started.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.suffix in (".yaml", ".yml") and find_config(path).is_file():
+            found += _started_cells(path, is_run)
+        elif inner := list(find_runs(path, is_run)):
+            found += inner
+        elif len(paths) == 1 or not _is_beside_cells(path):
+            found.append(path)
+    if not found:
+        raise ConfigError(f"{paths[0]} and {len(paths) - 1} more contain no runs; name some")
+    return list(dict.fromkeys(found))
+
+
+def find_runs(
+    root: Path, is_run: Callable[[Path], bool] = _holds_run, depth: int = _DEPTH
+) -> Iterator[Path]:
+    """Run directories at or under `root`, in the order of their names and of numbers in them.
+
+    Runs are not searched for other runs. A directory that this user may not read is passed over,
+    with a warning.
+    """
+    try:
+        if is_run(root):
+            yield root
+            return
+        entries = list(root.iterdir()) if depth and root.is_dir() else []
+    except OSError as error:
+        _log.warning("%s cannot be searched for runs: %s", root, error.strerror)
+        return
+    for entry in sorted(entries, key=_by_number):
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield from find_runs(entry, is_run, depth - 1)
+
+
+def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
+    tree = read_tree(path)
+    if not tree.keys() & {"cells", "grid"}:
+        raise ConfigError(
+            f"{path} is no sweep (it has neither cells nor grid); if it is an experiment, name "
+            f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
+        )
+    sweep = read_sweep(path)
+    folder = cells_directory(sweep)
+    found = [folder / cell.name for cell in sweep.cells if is_run(folder / cell.name)]
+    if not found:
+        raise ConfigError(
+            f"{path}: none of its {len(sweep.cells)} cells has started in {folder}; name the "
+            "folder of its runs, or start it with 'launcher sweep submit'"
+        )
+    return found
+
+
+def _is_beside_cells(path: Path) -> bool:
+    """Whether it is what a sweep keeps beside its cells, or a folder of nothing else."""
+    if any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_CELLS):
+        return True
+    return path.is_dir() and all(map(_is_beside_cells, path.iterdir()))
+
+
+def _by_number(path: Path) -> list[str | int]:
+    """A key that sorts `memory_64` before `memory_256`; texts and numbers alternate in it."""
+    parts = re.split(r"(\d+)", path.name)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

@@ -1,0 +1,116 @@
+"""Names of runs, folders and sweep files on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from launcher.cli import main as launcher
+from pretrain.cli import main as pretrain
+from pretrain.config.run import RunConfig
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
+from pretrain.scaling.which_runs import find_runs, runs_of
+
+CELLS = ["memory_0", "memory_64", "memory_256"]
+GRID = """format: 1
+name: mem
+experiment: tiny.yaml
+grid: {model.memory_length: [0, 64, 256]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a run `first`, and a sweep with what it keeps beside its cells."""
+    RunDir.create(tmp_path / "runs" / "first", RunConfig(name="first"))
+    for cell in CELLS:
+        path = tmp_path / "runs" / "mem" / cell.replace("memory", "memory_length")
+        RunDir.create(path, RunConfig(name=path.name))
+        (tmp_path / "runs" / "mem" / "logs" / path.name).mkdir(parents=True)
+    (tmp_path / "runs" / "mem" / "results.csv").touch()
+    (tmp_path / "runs" / "mem" / "sweep.lock").touch()
+    (tmp_path / "tiny.yaml").write_text("name: tiny\nmodel: {vocab_size: 300}\n")
+    (tmp_path / "mem.yaml").write_text(GRID)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CELL_PATHS = [Path("runs/mem") / cell.replace("memory", "memory_length") for cell in CELLS]
+
+
+def test_a_name_stands_for_the_run_in_runs_unless_there_is_such_a_path_here(here):
+    assert run_path("first") == Path("runs/first")
+    assert run_path("runs/first") == Path("runs/first")
+    assert run_path("frist") == Path("frist")
+    assert run_path(str(here / "first")) == here / "first"
+    (here / "first").mkdir()
+    assert run_path("first") == Path("first")
+
+
+def test_a_folder_and_a_sweep_file_stand_for_the_cells_in_their_order(here):
+    assert runs_of([Path("mem.yaml")]) == CELL_PATHS
+    assert runs_of([Path("runs/mem")]) == CELL_PATHS
+    assert runs_of([Path("runs/first"), Path("runs/mem"), Path("mem.yaml")]) == [
+        Path("runs/first"),
+        *CELL_PATHS,
+    ]
+    assert list(find_runs(Path("runs"))) == [Path("runs/first"), *CELL_PATHS]
+
+
+def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_is(here, capsys):
+    everything = sorted(Path("runs/mem").iterdir())
+    assert len(everything) == 6
+    assert set(runs_of(everything)) == set(CELL_PATHS)
+    (CELL_PATHS[1] / "run.json").unlink()
+    assert set(runs_of(everything)) == set(CELL_PATHS)
+    assert launcher(["status", *map(str, everything)]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["memory_length_64", "damaged"] in rows
+    assert not {"logs", "results.csv", "sweep.lock"} & {row[0] for row in rows if row}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        (pretrain, ["report", "frist"], "frist holds no run: it has no run.json; did you mean"),
+        (launcher, ["cancel", "nowhere"], "nowhere holds no run: it has no run.json; check"),
+        (launcher, ["status", "tiny.yaml"], "tiny.yaml is no sweep (it has neither"),
+        (pretrain, ["export", "tiny.yaml", "--output=x"], "name the run's directory, by default"),
+        (pretrain, ["compare", "other.yaml"], "none of its 3 cells has started in runs/other"),
+        (pretrain, ["report", "mem.yaml"], "runs/mem/memory_length_0 has no measured step yet"),
+    ],
+)
+def test_what_is_no_run_gets_one_line_that_says_what_to_name(
+    here, capsys, program, arguments, message
+):
+    Path("other.yaml").write_text(GRID.replace("name: mem", "name: other"))
+    assert program(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_commands_of_both_programs_take_the_name_of_a_run(here, capsys):
+    assert launcher(["status", "first"]) == 0
+    assert "runs/first" in capsys.readouterr().out
+    for program, arguments in (
+        (launcher, ["logs", "first"]),
+        (launcher, ["cancel", "first"]),
+        (pretrain, ["checkpoint", "list", "first"]),
+        (pretrain, ["report", "first"]),
+        (pretrain, ["generate", "first"]),
+        (pretrain, ["export", "first", "--output=out"]),
+        (pretrain, ["describe", "first"]),
+    ):
+        program(arguments)
+        output = capsys.readouterr()
+        assert "holds no run" not in output.err, arguments
+        assert "does not exist" not in output.err, arguments
+
+
+def test_several_paths_without_any_run_are_refused(here):
+    with pytest.raises(ConfigError, match="contain no runs"):
+        runs_of([Path("runs/mem/logs"), Path("runs/mem/results.csv")])
