@@ -45,7 +45,7 @@ from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.determinism import set_determinism
+from pretrain.processes.determinism import check_tiles, set_determinism
 from pretrain.processes.precision import set_tf32, with_precision_of_run
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
@@ -82,6 +82,7 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     check_precision(config.engine.number_format, world.device)
     set_tf32(config, world.device)
     set_determinism(config, world.device)
+    check_tiles(config, world.device)
     on_gpu = world.device.type == "cuda"
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):

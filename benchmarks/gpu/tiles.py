@@ -1,11 +1,9 @@
 """The fastest tile of each kernel: candidates are timed one by one, the table is tiles.json.
 
-Format of OUT/tiles.json: {"format": 1, "tiles": [row, ...], "tried": [row, ...]}. A row is
-{"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
-"warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles` in
-pretrain/kernels/triton/tiling.py, and "tiles" has the fastest row of each kernel and head width.
-`seconds` is the time of the forward pass for "forward", else of the whole backward pass with the
-other kernels' tiles as configured. In "tried" a row that could not run says why in "refused".
+pretrain/kernels/triton/tile_table.py describes its format and reads it. "tiles" has the fastest row
+of each kernel and head width. `seconds` is the time of the forward pass for "forward", else of the
+whole backward pass with the other kernels' tiles as configured. In "tried" a row that could not run
+says why in "refused".
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from benchmarks.gpu.processes import INTERPRETER
 from benchmarks.gpu.speed import SHAPES
 from benchmarks.measure import timed
 from data_pipeline.files import write_json
-from pretrain.kernels.triton.tiling import Tile, Tiles, tiles_for
+from pretrain.kernels.triton.tile_table import FORMAT, KERNELS, TABLE, kernels_version, tiles_for
+from pretrain.kernels.triton.tiling import Tile, Tiles, built_in_tiles
 
-TILES_NAME, FORMAT = "tiles.json", 1
-KERNELS = ("forward", "query_gradient", "key_gradient", "position_gradient")
 SIZES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (1, 2, 3)
 ROWS_PER_WARP = 16  # of a tensor-core instruction: more warps would repeat each other's work
 ROUNDS, COMPILERS = 7, 12
@@ -62,8 +59,8 @@ def run(context: Context) -> None:
         row = row_of(candidate, context)
         rows.append(row)
         context.report.add(f"candidate {number}", **row)
-        write_table(context.out / TILES_NAME, rows)
-    best = json.loads((context.out / TILES_NAME).read_text())["tiles"]
+        write_table(context.out / TABLE.name, rows)
+    best = json.loads((context.out / TABLE.name).read_text())["tiles"]
     context.report.check(
         "table", len(best) == len({(c.shape.H, c.kernel) for c in tried}), n=len(best)
     )
@@ -88,7 +85,7 @@ def candidates(shape: Shape) -> Iterator[Candidate]:
 def is_allowed(kernel: str, tile: Tile) -> bool:
     """Whether the kernel takes such a tile at all."""
     try:
-        replace(tiles_for(128, (9, 0)), **{kernel: tile})
+        replace(built_in_tiles(128, (9, 0)), **{kernel: tile})
     except AssertionError:
         return False
     return True
@@ -173,4 +170,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
         key = (row["head_width"], row["kernel"])
         if "seconds" in row and (key not in best or row["seconds"] < best[key]["seconds"]):
             best[key] = row
-    write_json(path, {"format": FORMAT, "tiles": list(best.values()), "tried": rows})
+    tiles = list(best.values())
+    write_json(
+        path, {"format": FORMAT, "kernels": kernels_version(), "tiles": tiles, "tried": rows}
+    )

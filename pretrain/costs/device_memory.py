@@ -26,7 +26,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
-from pretrain.kernels.triton.tiling import tiles_for
+from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
 MASTER_BYTES = 4
@@ -231,7 +231,7 @@ class LayerActivations:
             keys=T + _memory_length(self.run),
             heads=model.num_heads,
             groups=model.key_heads,
-            tiles=tiles_for(model.head_width, TILE_CAPABILITY),
+            tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
             element_bytes=self.width,
         )
         return float(self.width * needed.elements)

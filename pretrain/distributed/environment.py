@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from pretrain.distributed.world import World, gather_values
+from pretrain.kernels.triton.tile_table import table_name
 
 PACKAGES = ("torch", "numpy", "deepspeed")
 
@@ -29,6 +30,7 @@ def environment_of_rank(device: torch.device) -> dict[str, str]:
         **{package: _version(package) for package in PACKAGES},
         "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
         "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "attention tiles": table_name() if device.type == "cuda" else "none",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }

@@ -14,6 +14,9 @@ from torch.utils import deterministic
 
 from pretrain.config.choices import kernel_traits
 from pretrain.config.run import RunConfig
+from pretrain.engines.engine import dtype_of
+from pretrain.kernels.triton.settings import unsupported_reason
+from pretrain.kernels.triton.tile_table import tiles_for
 
 logger = logging.getLogger(__name__)
 
@@ -36,3 +39,14 @@ def set_determinism(config: RunConfig, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Else every new tensor would be filled first, a pass over memory for nothing.
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_tiles(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigError if the fused kernels have a table of tiles that does not fit the GPU.
+
+    Tiles decide how sums are rounded, so a run does not start with others than those meant for it.
+    """
+    engine, head_width = config.engine, config.model.head_width
+    fits = unsupported_reason(device, dtype_of(engine.number_format), head_width) is None
+    if device.type == "cuda" and kernel_traits(engine.attention_kernel).is_fused and fits:
+        tiles_for(head_width, torch.cuda.get_device_capability(device))

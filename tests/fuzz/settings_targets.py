@@ -19,6 +19,7 @@ from launcher.slurm.cluster import ClusterConfig, load_cluster
 from launcher.slurm.sbatch import Job, NodeRange, render
 from pretrain import cli as pretrain
 from pretrain.config.run import RunConfig
+from pretrain.kernels.triton.tile_table import kernels_version, tiles_in
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.sweep_file import read_sweep
 from tests.fuzz.mutations import json_text
@@ -140,7 +141,18 @@ def result_targets(directory: Path) -> dict[str, Target]:
     (home / "runs.csv").write_text("\n".join(lines) + "\n")
     golden = "no_memory.npz"
     shutil.copy(ROOT / "tests/golden" / golden, home / golden)
+    row = {"capability": [9, 0], "kernel": "forward", "rows": 64, "columns": 64, "warps": 4}
+    tiles = [{**row, "head_width": width, "stages": 2} for width in (64, 128)]
+    (home / "tiles.json").write_text(
+        json.dumps({"format": 1, "kernels": kernels_version(), "tiles": tiles})
+    )
     return {
+        "tiles of the fused kernels": Target(
+            home,
+            "tiles.json",
+            lambda copy: tiles_in(copy / "tiles.json", 128, (9, 0)),
+            is_protected=False,
+        ),
         "results as CSV": Target(
             home, "runs.csv", lambda copy: read_points(copy / "runs.csv"), None, is_protected=False
         ),

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from pretrain.kernels.triton.settings import Variant
-from pretrain.kernels.triton.tiling import Tile, tiles_for
+from pretrain.kernels.triton.tiling import Tile, built_in_tiles
 from pretrain.kernels.triton.workspace import CHUNK
 from tests.helpers.kernel_work import (
     Resources,
@@ -123,7 +123,7 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
 def resources_of(wanted: str) -> Resources:
     """Return what a kernel needs: "kernel:head width:compute capability[:option,option]"."""
     kernel, head_width, capability, *options = wanted.split(":")
-    tile = getattr(tiles_for(int(head_width), divmod(int(capability), 10)), kernel)
+    tile = getattr(built_in_tiles(int(head_width), divmod(int(capability), 10)), kernel)
     chosen: dict[str, Any] = {}
     for name in options[0].split(",") if options else ():
         chosen |= OPTIONS[name]

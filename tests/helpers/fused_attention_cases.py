@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from data_pipeline.files import write_json
 from tests.helpers.exact_attention import exact_attention, kept_weights
+
+if TYPE_CHECKING:
+    from pretrain.kernels.triton.tiling import Tiles
 
 ARGUMENTS = ("query", "key", "value", "position", "u", "v", "key_bias", "distance_bias")
 LANE_KEYS = [7, -3, 2**62 + 5, 123_456_789_012]
@@ -36,6 +43,7 @@ class Case:
     key_bias: bool = False
     distance_bias: bool = False
     deterministic: bool = False
+    from_table: bool = False  # tiles of a table beside the kernels
     wide: bool = False
     size: int = 16  # of the tiles
     workspace_groups: int = 100  # of heads that fit into the workspace
@@ -109,6 +117,7 @@ CASES: dict[str, Case] = {
         distance_bias=True,
         wide=True,
     ),
+    "tiles of a table": Case(L=37, M=23, deterministic=True, from_table=True),
     "float16": Case(B=2, L=37, M=23, dtype=torch.float16),
     "float16, deterministic": Case(B=2, L=37, M=23, dtype=torch.float16, deterministic=True),
 }
@@ -164,6 +173,8 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         key_gradient=Tile(size, longer, 1),
         position_gradient=Tile(size, longer, 1),
     )
+    if case.from_table:
+        _install(tiles, case.H)
     score_row = -(-(case.L + case.M) // longer) * longer
     group_bytes = case.N // (case.G or case.N) * case.L * score_row * case.dtype.itemsize
     return fused_relative_attention(
@@ -174,10 +185,23 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         documents_BC=documents_BC,
         dropout=case.dropout,
         deterministic=case.deterministic,
-        tiles=tiles,
+        tiles=None if case.from_table else tiles,
         workspace_bytes=case.workspace_groups * group_bytes,
         dropout_keys_B=torch.tensor(LANE_KEYS[: case.B]) if case.dropout else None,
     )
+
+
+def _install(tiles: Tiles, head_width: int) -> None:
+    """Have the kernels take `tiles` from a table, as a search on a device of 9.0 writes it."""
+    from pretrain.kernels.triton import tile_table
+
+    row = {"capability": [9, 0], "head_width": 64}
+    rows = [{**row, "kernel": name, **tile} for name, tile in asdict(tiles).items()]
+    with tempfile.TemporaryDirectory() as directory:
+        tile_table.TABLE = Path(directory) / "tiles.json"
+        tree = {"format": 1, "kernels": tile_table.kernels_version(), "tiles": rows}
+        write_json(tile_table.TABLE, tree)
+        assert tile_table.tiles_for(head_width, (9, 0)) == tiles  # and it is read once
 
 
 def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.triton.launch import Inputs, Options, launch_backward, launch_forward
 from pretrain.kernels.triton.settings import DROPOUT_LEVELS
-from pretrain.kernels.triton.tiling import Tiles, tiles_for
+from pretrain.kernels.triton.tile_table import tiles_for
+from pretrain.kernels.triton.tiling import Tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
 
 

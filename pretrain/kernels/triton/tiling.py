@@ -1,4 +1,4 @@
-"""The tile of each fused kernel, by compute capability and head width. Torch-free."""
+"""The built-in tiles of the fused kernels, by compute capability and head width. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Tile:
         for size in (self.rows, self.columns):
             assert size >= 16, self
             assert size & (size - 1) == 0, self
+        assert self.warps & (self.warps - 1) == 0, self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,11 @@ _TILES = {
 }
 
 
-def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
+def built_in_tiles(head_width: int, capability: tuple[int, int]) -> Tiles:
     """Return the tiles for a head width and compute capability; newer GPUs use the tiles of 9."""
-    return _TILES[min(capability[0], 9), 64 if head_width <= 64 else 128]
+    return _TILES[min(capability[0], 9), tiled_width(head_width)]
+
+
+def tiled_width(head_width: int) -> int:
+    """Return the head width whose tiles serve this one."""
+    return 64 if head_width <= 64 else 128

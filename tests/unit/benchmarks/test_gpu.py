@@ -20,6 +20,7 @@ from benchmarks.gpu.steps import LONGEST_STEP, STEPS, Step, selected
 from benchmarks.gpu.training import large_run
 from data_pipeline.errors import UserError
 from pretrain.costs.flops import cost_of
+from pretrain.kernels.triton.tile_table import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
 
 CPU = torch.device("cpu")
@@ -142,19 +143,20 @@ def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:
 def test_no_warp_of_a_candidate_repeats_the_work_of_another() -> None:
     for shape in speed.SHAPES:
         found = list(tiles.candidates(shape))
-        assert {each.kernel for each in found} == set(tiles.KERNELS)
+        assert {each.kernel for each in found} == set(KERNELS)
         assert 60 < len(found) < 150  # compiled by 12 processes in two minutes
         for each in found:
-            kept = each.tile.rows if each.kernel in tiles.KERNELS[:2] else each.tile.columns
+            kept = each.tile.rows if each.kernel in KERNELS[:2] else each.tile.columns
             assert 16 * each.tile.warps <= kept
 
 
 def test_the_table_has_the_fastest_tile_of_each_kernel(tmp_path: Path) -> None:
     row = {"capability": [9, 0], "head_width": 64, "kernel": "forward", "rows": 64, "columns": 32}
+    version = kernels_version()
     rows = [{**row, "seconds": 2.0}, {**row, "warps": 4, "seconds": 1.0}, {**row, "refused": "no"}]
     tiles.write_table(tmp_path / "tiles.json", rows)
     table = json.loads((tmp_path / "tiles.json").read_text())
-    assert table == {"format": tiles.FORMAT, "tiles": [rows[1]], "tried": rows}
+    assert table == {"format": FORMAT, "kernels": version, "tiles": [rows[1]], "tried": rows}
 
 
 def test_the_lock_has_a_version_of_all_that_the_bundle_carries() -> None:

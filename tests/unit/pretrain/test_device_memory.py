@@ -20,7 +20,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
 from pretrain.kernels.triton.settings import CAPABILITIES
-from pretrain.kernels.triton.tiling import tiles_for
+from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
 
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
@@ -134,7 +134,7 @@ def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int
         dropout_keys_B=None,
         drop_threshold=0,
         deterministic=True,
-        tiles=tiles_for(H, capability),
+        tiles=built_in_tiles(H, capability),
         workspace_bytes=WORKSPACE_BYTES,
     )
     call = Call(Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None), options)
