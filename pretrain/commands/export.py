@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from pretrain.rundir.run_paths import run_path
-from pretrain.weights.export import refuse_existing, write_export
-from pretrain.weights.trained_model import load_tokenizer, load_trained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the directory, completely or not at all."""
+    import torch  # late, as all that imports it: it takes seconds
+
+    from pretrain.weights.export import refuse_existing, write_export
+    from pretrain.weights.trained_model import load_tokenizer, load_trained
+
     refuse_existing(arguments.output)
     trained = load_trained(arguments.run, torch.device("cpu"), ema=arguments.ema)
     home = trained.tokenizer_home

@@ -6,16 +6,15 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
-from pretrain.evaluation.sampling import Sampling, TextStream, generate, prompt_tokens
 from pretrain.rundir.run_paths import run_path
-from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and its continuation: one sample as it is generated, several at the end."""
     _check(arguments)
+    # Late: torch takes seconds.
+    from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
+    from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
+
     sampling = Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -90,6 +93,8 @@ def _shown(text: str) -> str:
 
 
 def _print_streaming(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
+    from pretrain.evaluation.sampling import TextStream
+
     stream = TextStream(tokenizer)
     print(_shown(prompt), end="", flush=True)
     for tokens_B in tokens:
@@ -98,6 +103,10 @@ def _print_streaming(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str
 
 
 def _print_at_end(tokens: Iterator[Tensor], tokenizer: Tokenizer, prompt: str) -> None:
+    import torch
+
+    from pretrain.evaluation.sampling import TextStream
+
     generated: list[Tensor] = []
     try:
         generated.extend(tokens)

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from pretrain.terminal.text import text_table
-from pretrain.weights.golden import COLUMNS, LIMIT, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per file; return 0 if every supported case agrees to 1e-10, else 1."""
+    from pretrain.weights.golden import COLUMNS, LIMIT, compare  # late: torch takes seconds
+
     results = [compare(path) for path in arguments.files]
     rows = [["case", *COLUMNS, "verdict"]]
     for result in results:

@@ -11,8 +11,6 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import RunConfig
-from pretrain.weights.export import refuse_existing, write_export
-from pretrain.weights.original import checked_loss, import_state, read_state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the export if a forward pass through the imported model succeeds."""
+    # Late: torch takes seconds.
+    from pretrain.weights.export import refuse_existing, write_export
+    from pretrain.weights.original import checked_loss, import_state, read_state
+
     refuse_existing(arguments.output)
     config = with_known_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
     module = import_state(read_state(arguments.state_dict), config.model)

@@ -1,8 +1,29 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from pretrain.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[3]
+# Prints, of each command line, its exit status, its error, and whether torch was imported by then.
+COMMAND_LINES = """
+import contextlib, io, json, sys
+from pretrain.cli import main
+found = []
+for line in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        found.append([main(line), error.getvalue(), "torch" in sys.modules])
+print(json.dumps(found))
+"""
+ACTIONS = {
+    "checkpoint": ("list", "verify", "prune"),
+    "scale": ("plan", "collect", "fit", "predict", "report", "context collect", "tune plan"),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -47,6 +68,19 @@ def test_a_misspelt_flag_is_answered_in_one_line_with_the_nearest(capsys, flag, 
     error = capsys.readouterr().err
     assert answer in error
     assert error.count("\n") == 1
+
+
+def test_a_wrong_flag_is_answered_before_torch_is_imported():
+    names = [f"{name} {x}".split() for name in COMMANDS for x in ACTIONS.get(name, ("",))]
+    lines = [[*name, "x.yaml", "--wrong"] for name in names]
+    child = subprocess.run(
+        [sys.executable, "-c", COMMAND_LINES], input=json.dumps(lines), text=True, cwd=ROOT,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    for line, (status, error, has_torch) in zip(lines, json.loads(child.stdout), strict=True):
+        assert status == 2, line
+        assert "--wrong" in error, line
+        assert not has_torch, line
 
 
 def test_overrides_may_stand_before_the_experiment_too(tmp_path, capsys):
