@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 from data_pipeline.program import Program
+from pretrain.distributed.threads import wait_briefly
 from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does); the modules are imported when they are needed
@@ -77,6 +78,7 @@ main = PROGRAM.main
 
 def console() -> NoReturn:
     """Run `main` and exit: the entry point of the script and of `python -m pretrain`."""
+    wait_briefly()
     set_up_logging("pretrain")
     end_process(main())
 

@@ -33,6 +33,7 @@ from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
+from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import (
     World,
     broadcast_value,
@@ -263,15 +264,10 @@ def _log_ending(ending: Ending, config: RunConfig, run_dir: RunDir, step: int) -
         logger.info(describe_phase(config, step))
 
 
-def set_threads(config: RunConfig) -> None:
+def set_threads_of_rank(config: RunConfig) -> None:
     """Set this rank's CPU threads: `engine.threads`, or an equal part of the node's cores."""
     # More threads than cores make ranks wait for each other inside every operation.
-    torch.set_num_threads(
-        config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_on_this_node())
-    )
-    # Denormals, such as alibi's weights of far keys (below 1e-38), are 100 times slower on a CPU
-    # than zeros.
-    torch.set_flush_denormal(True)
+    set_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_on_this_node()))
 
 
 def build_engine(config: RunConfig, world: World) -> Engine:

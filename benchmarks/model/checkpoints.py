@@ -30,7 +30,7 @@ from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import init_world
 from pretrain.engines.engine import Engine
-from pretrain.run import build_engine, set_threads
+from pretrain.run import build_engine, set_threads_of_rank
 from pretrain.state import TrainState
 
 SAVE_GOAL = 20.0  # the stall is at most 5% of a blocking save
@@ -162,7 +162,7 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     """
     moments = [psutil.Process().create_time(), time.time()]
     config = bench_run(corpus)
-    set_threads(config)
+    set_threads_of_rank(config)
     world = init_world()
     engine = build_engine(config, world)
     moments.append(time.time())

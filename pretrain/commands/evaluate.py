@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.sizes import size_of
+from pretrain.commands.threads import add_threads, check_threads
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import text_table
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lanes", type=int, default=0, metavar="N", help=lanes)
     max_tokens = "score about the first N tokens (default: all)"
     add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=max_tokens)
+    add_threads(parser)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
     add("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group().add_argument
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Set the defaults of --context-length; ConfigError for bad numbers and unused options."""
     memory_lengths = arguments.memory_length or []
+    check_threads(arguments)
     options = (arguments.segment_length, arguments.lanes, arguments.max_tokens, arguments.clamp)
     if min(*memory_lengths, *(value or 0 for value in options)) < 0:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
+from pretrain.commands.threads import use_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
@@ -34,6 +35,7 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
     world = init_world()
     try:
         models = [_load(arguments, path, world) for path in arguments.runs]
+        use_threads(arguments, [trained.config for trained in models])
         if arguments.context_length:
             outputs = _context_lengths(arguments, models, world)
         elif arguments.compare_sliding_window:

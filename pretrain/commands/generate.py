@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
+from pretrain.commands.threads import add_threads, check_threads, use_threads
 from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, default=1, metavar="N", help=samples)
     memory = "tokens of memory (default: as in training)"
     add("--memory-length", type=size_of("tokens"), metavar="N", help=memory)
+    add_threads(parser)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
 
 
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         repetition_penalty=arguments.repetition_penalty,
     )
     trained = load_trained(arguments.run, inference_device(), ema=arguments.ema)
+    use_threads(arguments, [trained.config])
     tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
     tokens = generate(
         trained.module,
@@ -78,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    check_threads(arguments)
     if arguments.tokens < 1 or arguments.samples < 1 or (arguments.memory_length or 0) < 0:
         raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
     if not 0 <= arguments.seed < 2**63:

@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         init_world,
         world_from_environment,
     )
-    from pretrain.run import run_training, set_threads
+    from pretrain.run import run_training, set_threads_of_rank
 
     set_up_logging(f"rank {world_from_environment(os.environ).rank}", arguments.log_level)
-    set_threads(config)
+    set_threads_of_rank(config)
     world = init_world(config.engine.watchdog_timeout_seconds)
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)

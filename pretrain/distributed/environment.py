@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values
 from pretrain.kernels.triton.tile_table import table_name
 
 PACKAGES = ("torch", "numpy", "deepspeed")
+WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
 
 
 def environment_of_ranks(world: World) -> dict[str, str]:
@@ -33,17 +35,19 @@ def environment_of_rank(device: torch.device) -> dict[str, str]:
         "attention tiles": table_name() if device.type == "cuda" else "none",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        WAITING_NAME: describe_waiting(),
     }
 
 
 def environment_changes(
     before: Mapping[str, str], now: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return what differs: name -> (before, now); nothing if one of them is unknown."""
+    """Return what differs and may change bits: name -> (before, now); nothing where one of them is
+    unknown."""
     return {
         name: (before[name], now[name])
         for name in now
-        if name in before and before[name] != now[name]
+        if name in before and before[name] != now[name] and name != WAITING_NAME
     }
 
 

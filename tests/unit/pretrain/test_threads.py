@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+
+import pytest
+import torch
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.own_programs import own_command
+from pretrain.commands.threads import check_threads, use_threads
+from pretrain.config.engine import EngineConfig
+from pretrain.config.run import RunConfig
+from pretrain.distributed.environment import environment_changes, environment_of_rank
+from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
+
+
+def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
+    shown = subprocess.run(
+        own_command("pretrain", "golden", "missing.npz"),
+        env={**os.environ, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.stderr
+    assert "GOMP_SPINCOUNT = '1000'" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}, dict.fromkeys(WAITING, "0")]
+)
+def test_what_the_user_has_set_about_waiting_threads_stays(chosen):
+    environment = {"HOME": "/", **chosen}
+    wait_briefly(environment)
+    assert environment == {"HOME": "/", **chosen}
+
+
+def test_the_environment_of_a_run_tells_how_its_threads_wait_and_calls_no_start_different_for_it(
+    monkeypatch,
+):
+    for name, value in WAITING.items():
+        monkeypatch.setenv(name, value)
+    found = environment_of_rank(torch.device("cpu"))
+    assert found["threads wait"] == "passive, spin 1000"
+    assert describe_waiting({}) == "as OpenMP decides"
+    assert not environment_changes({**found, "threads wait": "active"}, found)
+    assert environment_changes({**found, "threads": "97"}, found)
+
+
+@pytest.mark.parametrize(
+    ("flag", "of_runs", "expected"), [(3, (1, 2), 3), (None, (2, 0), 2), (None, (0, 0), 1)]
+)
+def test_evaluation_takes_the_threads_of_the_flag_else_of_the_runs(
+    monkeypatch, flag, of_runs, expected
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    torch.set_num_threads(1)
+    configs = [RunConfig(engine=EngineConfig(threads=threads)) for threads in of_runs]
+    use_threads(argparse.Namespace(threads=flag), configs)
+    assert torch.get_num_threads() == expected
+
+
+def test_the_threads_of_a_run_are_no_more_than_this_machines_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    config = RunConfig(engine=EngineConfig(threads=64))
+    use_threads(argparse.Namespace(threads=None), [config])
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("threads", [-1, 0, 5000])
+def test_an_impossible_number_of_threads_is_refused(threads):
+    with pytest.raises(ConfigError, match=f"--threads={threads} must be from 1 to 4,096"):
+        check_threads(argparse.Namespace(threads=threads))
