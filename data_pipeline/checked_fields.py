@@ -82,6 +82,13 @@ class Fields:
             raise self._wrong(name, "one line of text")
         return value
 
+    def any_text(self, name: str) -> str:
+        """Return a text of any characters."""
+        value = self._value(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "text")
+        return value
+
     def choice(self, name: str, choices: Sequence[str]) -> str:
         value = self._value(name)
         if not isinstance(value, str) or value not in choices:
@@ -96,6 +103,16 @@ class Fields:
         """Return the objects of an object, by their names."""
         inner = self.object(name)
         return {str(each): inner.object(each) for each in inner._tree}
+
+    def tree(self, name: str) -> dict[str, Any]:
+        """Return an object as it is, for whoever checks its fields."""
+        self.object(name)
+        return dict(self._value(name))
+
+    def integers_by_name(self, name: str, most: int = LARGEST_INTEGER) -> dict[str, int]:
+        """Return the integers from 0 to `most` of an object."""
+        inner = self.object(name)
+        return {str(each): inner.integer(each, 0, most) for each in inner._tree}
 
     def integers(self, name: str, most: int = LARGEST_INTEGER) -> list[int]:
         """Return the integers of a list, from 0 on; none for null."""

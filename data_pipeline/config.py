@@ -25,9 +25,9 @@ from data_pipeline.setting_fields import (
 
 SourceKind = Literal["text", "jsonl", "tar", "parquet"]
 ShardFormat = Literal["mds", "webdataset"]
-BuiltTokenizer = Literal["unigram", "bpe", "bytes"]
-# `sentencepiece` is any model that was not trained here.
-TokenizerKind = Literal[BuiltTokenizer, "sentencepiece"]
+BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
+# Of the others, a file is given. `sentencepiece` is any model that was not trained here.
+TokenizerKind = Literal[BuiltTokenizer, "sentencepiece", "huggingface", "tiktoken"]
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
@@ -56,13 +56,21 @@ class TokenizerConfig:
     """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
 
     kind: BuiltTokenizer = "unigram"
-    """SentencePiece model to train, or bytes, which always have 257 tokens."""
+    """What to make: a SentencePiece model, words, or characters; unknown: the input is tokens."""
     vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY), unit="tokens")
-    """Size of the vocabulary."""
+    """Size of the vocabulary; of words: at most, the most frequent ones."""
     training_bytes: int = setting(20_000_000, Range(1, MOST), unit="bytes")
     """Text to train the tokenizer on, sampled evenly over the input."""
     path: Path | None = None
-    """Existing tokenizer directory or SentencePiece model to use; null: train one."""
+    """Existing tokenizer: directory, tokenizer.json, .model or .tiktoken file; null: make one."""
+    end_token: str = ""
+    """Token that ends every document; "": what the tokenizer's files name, and <eos> of words."""
+    end_id: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
+    """Id of the end of a document, for kind `unknown` only; -1: not set."""
+    pattern: str = ""
+    """Regular expression that cuts texts into words, for a .tiktoken file, which lacks it."""
+    special_tokens: dict[str, int] = field(default_factory=dict)
+    """Ids of the special tokens of a .tiktoken file, by their names."""
 
     def __post_init__(self) -> None:
         check_ranges("tokenizer.", self)

@@ -1,9 +1,10 @@
-"""Text to token ids and back: bytes, SentencePiece models of our own, or one of the user's."""
+"""Text to token ids and back, by any kind of tokenizer (data_pipeline/vocabularies)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -21,63 +22,104 @@ from data_pipeline.files import (
     write_json,
 )
 from data_pipeline.setting_fields import assert_never
+from data_pipeline.vocabularies.byte_values import ByteValues
+from data_pipeline.vocabularies.characters import Characters
+from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
+from data_pipeline.vocabularies.sentencepiece_model import SentencePieceModel
+from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
+from data_pipeline.vocabularies.unknown import UnknownTokens
+from data_pipeline.vocabularies.vocabulary import (
+    LARGEST_MODEL_BYTES,
+    LARGEST_VOCABULARY,
+    InvalidVocabulary,
+    Vocabulary,
+)
+from data_pipeline.vocabularies.words import Words, normalized
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "tokenizer.model"
-NUM_BYTES = 256
-# A long string halves BPE's speed, so a BPE model of our own encodes longer texts in parts of at
-# least this many characters, cut after a newline. In such a model a newline is a separate symbol
-# that no merge crosses, and nothing is added at the start of a text, so the parts have the same
-# tokens as the whole. No other model is cut: one of the user's may add a space at every start, and
-# unigram sums float32 scores from the start, so that near ties may end otherwise in a part.
-CUT_CHARACTERS = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTraits:
-    has_model: bool = True  # without one, tokens are bytes
-    may_cut: bool = False  # at newlines, without other tokens than those of the whole text
+    has_model: bool = True  # a file; without one, the options say everything
+    is_made: bool = False  # from the text of a build, unless it is given
+    counts_all: bool = False  # of that text, and not a sample
+    is_list: bool = False  # of words: any file with one a line
+    joins: bool = True  # texts of tokens, cut after a line end, join to that of all of them
+    has_text: bool = True  # tokens stand for text
 
 
 def tokenizer_traits(kind: TokenizerKind) -> TokenizerTraits:
     """Return what a kind of tokenizer needs and allows."""
     match kind:
-        case "unigram" | "sentencepiece":
+        case "unigram" | "bpe":
+            return TokenizerTraits(is_made=True)
+        case "characters":
+            return TokenizerTraits(is_made=True, counts_all=True)
+        case "words":
+            return TokenizerTraits(is_made=True, counts_all=True, is_list=True)
+        case "sentencepiece" | "huggingface":
+            return TokenizerTraits(joins=False)  # they may drop a space at the start
+        case "tiktoken":
             return TokenizerTraits()
-        case "bpe":
-            return TokenizerTraits(may_cut=True)
         case "bytes":
             return TokenizerTraits(has_model=False)
+        case "unknown":
+            return TokenizerTraits(has_model=False, has_text=False)
+        case _:
+            assert_never(kind)
+
+
+def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Fields) -> Vocabulary:
+    """Return what the tokens stand for; InvalidVocabulary or InvalidField if that is wrong."""
+    match kind:
+        case "unigram":
+            return SentencePieceModel(model, may_cut=False)
+        case "bpe":
+            return SentencePieceModel(model, may_cut=True)
+        case "sentencepiece":
+            end_token = options.text("end_token") if options.has("end_token") else ""
+            return SentencePieceModel(model, may_cut=False, end_token=end_token)
+        case "huggingface":
+            return HuggingFaceTokenizer(model, options.text("end_token"))
+        case "tiktoken":
+            special = options.integers_by_name("special_tokens", LARGEST_VOCABULARY - 1)
+            end_token = options.text("end_token")
+            return TiktokenRanks(model, options.any_text("pattern"), special, end_token)
+        case "words":
+            return Words(model, options.text("end_token"))
+        case "characters":
+            return Characters(model)
+        case "bytes":
+            return ByteValues()
+        case "unknown":
+            return UnknownTokens(options.integer("vocab_size"), options.integer("end_id"))
         case _:
             assert_never(kind)
 
 
 class Tokenizer:
-    """Encodes whole texts. Never returns `end_id`, which ends a document.
+    """Encodes whole texts, without the `end_id` that ends a document.
 
-    The fingerprint, a hash of the model, identifies the tokenizer.
+    That id never occurs in a text, except where it stands for `end_text`, as a line end among
+    words. The fingerprint, a hash of model and options, identifies the tokenizer. DataError, which
+    completes "FILE is ...", if model or options are wrong.
     """
 
-    def __init__(self, kind: TokenizerKind, model: bytes = b"") -> None:
+    def __init__(
+        self, kind: TokenizerKind, model: bytes = b"", options: Mapping[str, Any] | None = None
+    ) -> None:
         self.kind: TokenizerKind = kind
         self.model = model
-        self.fingerprint = fingerprint_of(kind, model)
-        self._processor: Any = None
-        if not tokenizer_traits(kind).has_model:
-            self.vocab_size, self.end_id = NUM_BYTES + 1, NUM_BYTES
-            return
-        import sentencepiece
-
-        if not model:
-            raise DataError("not a SentencePiece model (it is empty); restore it")
+        self.options = dict(options or {})
+        self.fingerprint = fingerprint_of(kind, model, self.options)
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            # All of them now: a piece that is not UTF-8 would be an error wherever it occurs.
-            self._processor.id_to_piece(list(range(self._processor.get_piece_size())))
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise DataError(f"not a SentencePiece model ({reason}); restore it") from None
-        self.vocab_size, self.end_id = self._processor.get_piece_size(), self._processor.eos_id()
+            self.vocabulary = _vocabulary_of(kind, model, Fields(self.options, "options"))
+        except (InvalidVocabulary, InvalidField) as error:
+            raise DataError(str(error)) from None
+        self.vocab_size, self.end_id = self.vocabulary.vocab_size, self.vocabulary.end_id
+        self.end_text = self.vocabulary.end_text
 
     @property
     def dtype(self) -> str:
@@ -89,39 +131,47 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str], num_threads: int = 1) -> list[np.ndarray]:
-        """Return one array of ids per text, equal for any number of threads; releases the GIL."""
-        if self._processor is None:
-            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        may_cut = tokenizer_traits(self.kind).may_cut
-        cut = [list(_cut_at_newlines(text)) if may_cut else [text] for text in texts]
-        flat = [part for parts in cut for part in parts]
-        encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=num_threads))
-        return [_join([next(encoded) for _ in parts], self.dtype) for parts in cut]
+        """Return one array of ids per text, equal for any number of threads; releases the GIL.
+
+        DataError for a text with the end of a document inside.
+        """
+        encoded = [
+            ids.astype(self.dtype, copy=False)
+            for ids in self.vocabulary.encode_many(texts, num_threads)
+        ]
+        if not self.end_text and any((ids == self.end_id).any() for ids in encoded):
+            raise DataError(
+                f"a text contains token {self.end_id}, which ends documents; choose another with "
+                "tokenizer.end_token, or another tokenizer"
+            )
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids, without ends of documents and ids outside the vocabulary."""
-        kept = [int(i) for i in ids if int(i) != self.end_id and int(i) < self.vocab_size]
-        if self._processor is None:
-            return bytes(kept).decode(errors="replace")
-        return self._processor.decode(kept)
+        """Return the text of some ids, without those outside the vocabulary.
+
+        Also without ends of documents, unless they stand for text.
+        """
+        known = (int(token) for token in ids)
+        left_out = -1 if self.end_text else self.end_id
+        return self.vocabulary.decode(
+            [token for token in known if token != left_out and 0 <= token < self.vocab_size]
+        )
+
+    def normalized(self, text: str) -> str:
+        """Return what a round trip should give: the text, or with words one space between them."""
+        return normalized(text) if isinstance(self.vocabulary, Words) else text
 
     def text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """Return UTF-8 bytes and characters of text of each id, [V]; a text's are their sums.
 
-        A character that is encoded as bytes counts at its first byte. Ends of documents count 0.
+        A character that is encoded as bytes counts at its first byte. Ends of documents count 0,
+        unless they stand for text.
         """
         sizes = np.zeros((2, self.vocab_size), np.int64)
         for token in range(self.vocab_size):
-            if token == self.end_id:
-                continue
-            piece = b"" if self._processor else bytes([token])
-            if self._processor is not None and not self._processor.is_control(token):
-                name = self._processor.id_to_piece(token)
-                is_byte = self._processor.is_byte(token)
-                piece = (
-                    bytes([int(name[3:5], 16)]) if is_byte else name.replace("\u2581", " ").encode()
-                )
-            sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
+            if token != self.end_id or self.end_text:
+                piece = self.vocabulary.token_bytes(token)
+                sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
         return sizes[0], sizes[1]
 
     def save(self, directory: Path) -> None:
@@ -136,14 +186,34 @@ class Tokenizer:
             "end_id": self.end_id,
             "fingerprint": self.fingerprint,
         }
+        if self.options:
+            description["options"] = self.options
         write_json(directory / DESCRIPTION_NAME, description)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Read what `save` wrote, or any SentencePiece `.model` file with an end token."""
         if path.is_file():
-            return _of_file(path, "sentencepiece", path.read_bytes())
-        return _of_file(path / MODEL_NAME, *_read(path))
+            return tokenizer_of_file(path, "sentencepiece")
+        kind, model, options = _read(path)
+        return _named(path / MODEL_NAME, kind, model, options)
+
+
+def tokenizer_of_file(
+    path: Path, kind: TokenizerKind, options: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a model's file; DataError if it is another kind of file."""
+    return _named(path, kind, read_model(path), options)
+
+
+def read_model(path: Path) -> bytes:
+    """Return the contents of a tokenizer's file, which may be anybody's; DataError if unusual."""
+    try:
+        return read_regular(path, LARGEST_MODEL_BYTES)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; give the file of a tokenizer") from None
+    except ValueError as error:
+        raise DataError(f"{path} is not the file of a tokenizer ({error})") from None
 
 
 def read_fingerprint(path: Path) -> str:
@@ -151,56 +221,46 @@ def read_fingerprint(path: Path) -> str:
     return fingerprint_of(*_read(path))
 
 
-def fingerprint_of(kind: str, model: bytes) -> str:
+def fingerprint_of(kind: str, model: bytes, options: Mapping[str, Any] | None = None) -> str:
     """Return the hash that identifies a tokenizer."""
-    return hashlib.sha256(kind.encode() + b"\0" + model).hexdigest()
+    named = json.dumps(options, sort_keys=True).encode() + b"\0" if options else b""
+    return hashlib.sha256(kind.encode() + b"\0" + named + model).hexdigest()
 
 
-def _read(path: Path) -> tuple[TokenizerKind, bytes]:
-    """Return kind and model of what `save` wrote; DataError unless they match the description."""
+def options_of(description: Fields) -> dict[str, Any]:
+    """Return the options of a description; InvalidField if they are no object."""
+    return description.tree("options") if description.has("options") else {}
+
+
+def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
+    """Return kind, model and options of what `save` wrote.
+
+    DataError unless they match the description.
+    """
     try:
         description = Fields(read_json(path / DESCRIPTION_NAME, LARGEST_DESCRIPTION_BYTES))
         kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
         expected = description.sha256("fingerprint")
+        options = options_of(description)
         has_model = tokenizer_traits(kind).has_model
-        model = read_regular(path / MODEL_NAME) if has_model else b""
+        model = read_regular(path / MODEL_NAME, LARGEST_MODEL_BYTES) if has_model else b""
     except FileNotFoundError as error:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
     except (ValueError, InvalidField) as error:
         raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error}); restore it") from None
-    found = fingerprint_of(kind, model)
+    found = fingerprint_of(kind, model, options)
     if found != expected:
         raise DataError(
             f"{path} is corrupted: its model has fingerprint {found[:16]}, "
             f"its description expects {expected[:16]}; restore it"
         )
-    return kind, model
+    return kind, model, options
 
 
-def _of_file(path: Path, kind: TokenizerKind, model: bytes) -> Tokenizer:
+def _named(
+    path: Path, kind: TokenizerKind, model: bytes, options: Mapping[str, Any] | None
+) -> Tokenizer:
     try:
-        tokenizer = Tokenizer(kind, model)
+        return Tokenizer(kind, model, options)
     except DataError as error:
         raise DataError(f"{path} is {error}") from None
-    if tokenizer.end_id < 0:
-        raise DataError(
-            f"{path} has no end-of-sentence token (eos_id), which must end every document; "
-            "train another"
-        )
-    return tokenizer
-
-
-def _cut_at_newlines(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > CUT_CHARACTERS:
-        newline = text.find("\n", start + CUT_CHARACTERS - 1)
-        if newline < 0:
-            break
-        yield text[start : newline + 1]
-        start = newline + 1
-    if start < len(text):
-        yield text[start:]
-
-
-def _join(parts: list[np.ndarray], dtype: str) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

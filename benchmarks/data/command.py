@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.data.encoding import EncodingSize, encoding_costs
+from benchmarks.data.libraries import LibrariesSize, library_costs
 from benchmarks.data.reading import ReadingSize, reading_costs
 from benchmarks.data.scale import ScaleSize, scale_costs
 from benchmarks.data.storage import StorageSize, storage_costs
@@ -15,6 +16,7 @@ BENCHMARKS = (
     Section("scale", lambda directory: scale_costs(directory, ScaleSize())),
     Section("storage", lambda directory: storage_costs(directory, StorageSize())),
     Section("encoding", lambda directory: encoding_costs(directory, EncodingSize())),
+    Section("libraries", lambda directory: library_costs(directory, LibrariesSize())),
 )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import (
     BuildJournal,
     check_recipe,
@@ -158,7 +159,8 @@ def recipe_of(config: CorpusConfig, sources: Sources) -> dict[str, Any]:
     """Return all that the corpus' bytes depend on, without the locations of files."""
     settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
     if config.tokenizer.path:
-        settings["tokenizer"] = Tokenizer.load(config.tokenizer.path).fingerprint
+        given = given_tokenizer(config.tokenizer.path, config.tokenizer)
+        settings["tokenizer"] = given.fingerprint
     files = [[split, source.name, source.kind, source.size] for split, source in sources]
     files_hash = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {"settings": settings, "files": len(sources), "files_hash": files_hash}

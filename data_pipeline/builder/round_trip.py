@@ -31,7 +31,7 @@ class RoundTrip:
 
     def check(self, text: str, tokenizer: Tokenizer) -> None:
         """Count whether `text` comes back from its tokens."""
-        found = tokenizer.decode(tokenizer.encode(text))
+        found, text = tokenizer.decode(tokenizer.encode(text)), tokenizer.normalized(text)
         self.sampled += 1
         if found != text:
             self.altered += 1
@@ -78,6 +78,16 @@ class RoundTripCheck:
         longest_start = max(len(document.text) - SAMPLED_CHARACTERS, 0)
         start = int(fraction_of(f"offset {document.id}") * longest_start)
         was_altered = self.counts.altered
-        self.counts.check(document.text[start : start + SAMPLED_CHARACTERS], self._tokenizer)
+        sample = _sample_of(document.text, start, self._tokenizer.end_text)
+        self.counts.check(sample, self._tokenizer)
         if self.counts.altered and not was_altered:
             self._report(Note(f"{self.counts} (first seen in {document.source})"))
+
+
+def _sample_of(text: str, start: int, end_text: str) -> str:
+    """Return the text from `start` on, with whole words where the tokenizer needs them."""
+    end = start + SAMPLED_CHARACTERS
+    if end_text:
+        start = text.rfind(end_text, 0, start) + len(end_text) if start else 0
+        end = text.find(end_text, end)
+    return text[start : end if end >= 0 else len(text)]

@@ -47,8 +47,8 @@ class SplitWriter:
             self.flush()
         self._pending.append((document.id, tokens))
         self._bytes += size
-        self._text_bytes += len(document.text.encode())
-        self._characters += len(document.text)
+        self._text_bytes += len((document.text + self._tokenizer.end_text).encode())
+        self._characters += len(document.text + self._tokenizer.end_text)
 
     def flush(self) -> None:
         """Write the pending documents as a shard."""

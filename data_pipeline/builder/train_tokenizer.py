@@ -1,4 +1,4 @@
-"""The tokenizer of a build: the one in `tokenizer.path`, else one trained on the training split."""
+"""The tokenizer of a build: the one in `tokenizer.path`, else one made of the training split."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.records import Document, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.splits import is_validation
 from data_pipeline.config import (
     SMALLEST_VOCABULARY,
-    BuiltTokenizer,
     CorpusConfig,
     TokenizerConfig,
 )
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.setting_fields import assert_never
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, tokenizer_traits
+from data_pipeline.vocabularies.characters import most_frequent_bytes
+from data_pipeline.vocabularies.words import END_TOKEN, most_frequent_words
 
 COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is read
 MAX_SENTENCE_BYTES = 1 << 14
@@ -31,13 +35,15 @@ TRAINING_THREADS = 2
 
 def needs_training(settings: TokenizerConfig) -> bool:
     """Whether the tokenizer has to be trained."""
-    return not settings.path and tokenizer_traits(settings.kind).has_model
+    return not settings.path and tokenizer_traits(settings.kind).is_made
 
 
 def describe_tokenizer(settings: TokenizerConfig) -> str:
     """Return where the tokenizer comes from, as a line of progress."""
     if not needs_training(settings):
-        return str(settings.path or "bytes")
+        return str(settings.path or settings.kind)
+    if tokenizer_traits(settings.kind).counts_all:
+        return f"counting {settings.kind} of the text"
     return (
         f"training {settings.kind} with {settings.vocab_size:,} pieces on at most "
         f"{settings.training_bytes / 1e6:g} MB of the text"
@@ -51,12 +57,50 @@ def prepare_tokenizer(
     if not (directory / DESCRIPTION_NAME).exists():
         settings = config.tokenizer
         if settings.path:
-            tokenizer = Tokenizer.load(settings.path)
+            tokenizer = given_tokenizer(settings.path, settings)
+        elif tokenizer_traits(settings.kind).counts_all:
+            tokenizer = make_tokenizer(settings, _non_empty(training_texts(sources, config)))
         else:
-            texts = _non_empty(training_sample(sources, config))
-            tokenizer = train_tokenizer(settings.kind, settings.vocab_size, texts)
+            tokenizer = make_tokenizer(settings, _non_empty(training_sample(sources, config)))
         tokenizer.save(directory)
     return Tokenizer.load(directory)
+
+
+def make_tokenizer(settings: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer of the settings' kind, made of all of `texts` where it has a model."""
+    match settings.kind:
+        case "unigram" | "bpe":
+            return train_tokenizer(settings.kind, settings.vocab_size, texts)
+        case "words":
+            end_token = settings.end_token or END_TOKEN
+            model = most_frequent_words(texts, settings.vocab_size, end_token)
+            return Tokenizer("words", model, {"end_token": end_token})
+        case "characters":
+            return Tokenizer("characters", most_frequent_bytes(texts))
+        case "bytes":
+            return Tokenizer("bytes")
+        case "unknown":
+            return Tokenizer("unknown", options=unknown_options(settings))
+        case _:
+            assert_never(settings.kind)
+
+
+def unknown_options(settings: TokenizerConfig) -> dict[str, int]:
+    """Return what is known of an unknown tokenizer; ConfigError if the settings do not say it."""
+    if settings.end_id < 0:
+        raise ConfigError(
+            "tokenizer.kind=unknown needs tokenizer.end_id, the id that ends a document, and "
+            "tokenizer.vocab_size; or give the tokenizer of the tokens with tokenizer.path"
+        )
+    return {"vocab_size": settings.vocab_size, "end_id": settings.end_id}
+
+
+def training_texts(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
+    """Yield the text of every training document."""
+    for source in sources:
+        for document in read_documents(source, config):
+            if isinstance(document, Document) and not is_validation(document.id, config):
+                yield document.text
 
 
 def training_sample(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
@@ -103,15 +147,16 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
         )
 
 
-def train_tokenizer(kind: BuiltTokenizer, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
-    """Train on all of `texts`. Equal texts in equal order give an equal model on any machine.
+def train_tokenizer(
+    kind: Literal["unigram", "bpe"], vocab_size: int, texts: Iterable[str]
+) -> Tokenizer:
+    """Train a SentencePiece model on all of `texts`.
 
+    Equal texts in equal order give an equal model on any machine.
     Decoding gives the text back unchanged, spaces and newlines included, except U+2581, by which
     SentencePiece writes a space. Characters outside the vocabulary become bytes. ConfigError if
     there is too little text for `vocab_size`.
     """
-    if not tokenizer_traits(kind).has_model:
-        return Tokenizer(kind)
     import sentencepiece
 
     model, sentences = io.BytesIO(), _Sentences(texts)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
 from data_pipeline.builder.parts import build_part, merge_parts
 from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.builder.records import REJECTS_NAME
-from data_pipeline.config import CorpusConfig
+from data_pipeline.config import BuiltTokenizer, CorpusConfig
 from data_pipeline.config_loader import parse_config
 from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.errors import ConfigError, shown_id
@@ -44,7 +44,7 @@ PARSED_FLAGS = (
     *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
     *("split_characters", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
-TOKENIZER_KINDS = ("unigram", "bpe", "bytes")
+TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     for name, count in SETTING_FLAGS.items():
         help_text = f"{known[name].meaning.rstrip('.')} ({kind_of(known[name])})"
         parser.add_argument(_flag_of(name), nargs=count, help=help_text.replace("%", "%%"))
-    words = "unigram, bpe or bytes; or an existing tokenizer directory or SentencePiece model"
+    words = (
+        f"{', '.join(TOKENIZER_KINDS)}; or an existing tokenizer: a directory, tokenizer.json, "
+        "SentencePiece model or .tiktoken file"
+    )
     parser.add_argument("--tokenizer", help=words)
 
 

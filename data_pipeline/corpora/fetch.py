@@ -37,6 +37,7 @@ from data_pipeline.tokenizer import (
     fingerprint_of,
     tokenizer_traits,
 )
+from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 
 LARGEST_BYTES = 1 << 30  # of a tokenizer's model
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
@@ -128,7 +129,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
     def check_model(path: Path) -> str | None:
-        matches = fingerprint_of(kind, path.read_bytes()) == fingerprint
+        matches = fingerprint_of(kind, path.read_bytes(), options) == fingerprint
         return None if matches else "it does not match its description"
 
     with TemporaryDirectory(dir=directory, prefix=".") as name:
@@ -137,9 +138,10 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         check = partial(_description_problem, fingerprint=fingerprint)
         most = LARGEST_DESCRIPTION_BYTES
         fetch_file(store, DESCRIPTION_NAME, description, scratch, check, most)
-        kind = read_json(description)["kind"]
+        tree = read_json(description)
+        kind, options = tree["kind"], tree.get("options")
         if tokenizer_traits(kind).has_model:
-            fetch_file(store, MODEL_NAME, model, scratch, check_model)
+            fetch_file(store, MODEL_NAME, model, scratch, check_model, LARGEST_MODEL_BYTES)
             os.replace(model, directory / MODEL_NAME)
         os.replace(description, directory / DESCRIPTION_NAME)
 

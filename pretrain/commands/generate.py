@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         memory_length=arguments.memory_length,
         segment_length=trained.segment_length,
+        end_repeats=bool(tokenizer.end_text),
     )
     print_samples = _print_streaming if arguments.samples == 1 else _print_at_end
     print_samples(tokens, tokenizer, arguments.prompt)

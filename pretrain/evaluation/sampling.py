@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer import Tokenizer, tokenizer_traits
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -53,11 +53,13 @@ def generate(
     seed: int = 0,
     memory_length: int | None = None,
     segment_length: int = 128,
+    end_repeats: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the next token of every sample, [B], `num_tokens` times; a seed fixes the tokens.
 
     The prompt has at least one token; `end_id`, which ends a document, also starts a text. There
-    are no empty documents, so `end_id` never follows itself.
+    are no empty documents, so `end_id` never follows itself, unless it stands for text besides, as
+    that of an empty line: `end_repeats`.
     """
     assert len(prompt) > 0
     device = next(module.parameters()).device
@@ -78,7 +80,8 @@ def generate(
     for remaining in reversed(range(num_tokens)):
         seen_BV[:, end_id] = False  # every document ends: no penalty
         logits_BV = penalized(logits_BLV[:, -1].float().cpu(), seen_BV, sampling.repetition_penalty)
-        logits_BV[last_B == end_id, end_id] = -math.inf
+        if not end_repeats:
+            logits_BV[last_B == end_id, end_id] = -math.inf
         yield (tokens_B := choose(logits_BV, sampling, generator))
         seen_BV.scatter_(1, tokens_B[:, None], True)
         last_B = tokens_B
@@ -121,12 +124,13 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._joins = tokenizer_traits(tokenizer.kind).joins
         self._pending: list[int] = []
         self._shown = ""
 
     def add(self, token: int) -> str:
         """Return the text that `token` adds; the end of a document becomes a separate line."""
-        if token == self._tokenizer.end_id:
+        if token == self._tokenizer.end_id and not self._tokenizer.end_text:
             rest = self.rest()
             return f"{rest}\n----\n"
         self._pending.append(token)
@@ -134,7 +138,7 @@ class TextStream:
         if text.endswith("\ufffd"):
             return ""
         new, self._shown = text[len(self._shown) :], text
-        if new.endswith("\n"):  # no piece crosses a newline, so decoding can restart here
+        if new.endswith("\n") and self._joins:  # decoding can restart here
             self._pending, self._shown = [], ""
         return new
 

@@ -13,6 +13,8 @@ import zstandard
 
 from data_pipeline import cli as data_pipeline
 from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
 from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
@@ -23,12 +25,14 @@ from data_pipeline.files import sha256_of
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_training_data
 from data_pipeline.shards.shards import ShardFormat
-from data_pipeline.tokenizer import Tokenizer, fingerprint_of
+from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 from tests.fuzz.mutations import json_text
 from tests.fuzz.target import Target, command, parse_lines, write_lines
-from tests.helpers.corpora import config_of, make_text, make_tiny_corpus, some_texts
+from tests.helpers.corpora import config_of, make_text, some_texts
 from tests.helpers.stores import FileServer
+from tests.helpers.tokenizer_files import END, byte_level_json, tiktoken_file
 
+CHECKED_TEXT = "The river carried a silver key."
 SEGMENTS = 12  # that a reader of a corpus reads
 IMPATIENT = RetryPolicy(attempts=2, timeout=1.0, pause=0.01, bytes_per_second=1e6)
 
@@ -118,20 +122,44 @@ def _seal_shard(name: str) -> Callable[[Path], None]:
     return seal
 
 
-def sentencepiece_target(directory: Path) -> Target:
-    corpus = make_tiny_corpus(directory / "unigram", documents=12, vocabulary="unigram")
+def tokenizer_targets(directory: Path) -> dict[str, Target]:
+    """Models of all kinds, and the options of one whose file does not say everything."""
+    texts = [*some_texts(30), CHECKED_TEXT]
+    (directory / "models").mkdir()
+    ranks = directory / "models" / "x.tiktoken"
+    given = TokenizerConfig(**tiktoken_file(texts, ranks))  # type: ignore[arg-type]
+    options = {"end_token": END}
+    tokenizers = {
+        "SentencePiece model": train_tokenizer("unigram", 320, texts),
+        "tokenizer.json": Tokenizer("huggingface", byte_level_json(texts).encode(), options),
+        "tiktoken ranks": given_tokenizer(ranks, given),
+        "words": make_tokenizer(TokenizerConfig(kind="words"), texts),
+        "characters": make_tokenizer(TokenizerConfig(kind="characters"), texts),
+    }
+    targets = {}
+    for name, tokenizer in tokenizers.items():
+        home = directory / "models" / name
+        tokenizer.save(home)
+        parse = json.loads if name == "tokenizer.json" else None
+        targets[name] = Target(home, MODEL_NAME, _encode, parse, seal=_seal_tokenizer)
+    home = directory / "models" / "tiktoken ranks"
+    targets["tokenizer's options"] = Target(home, DESCRIPTION_NAME, _encode, seal=_seal_tokenizer)
+    return targets
 
-    def read(copy: Path) -> object:
-        tokenizer = Tokenizer.load(copy)
-        tokens = tokenizer.encode("The river carried a silver key.")
-        return tokens.tolist(), tokenizer.decode(tokens), str(tokenizer.text_sizes())
 
-    def seal(copy: Path) -> None:
-        path = copy / "tokenizer.json"
-        found = fingerprint_of("unigram", (copy / "tokenizer.model").read_bytes())
-        path.write_bytes(json_text({**json.loads(path.read_bytes()), "fingerprint": found}))
+def _encode(copy: Path) -> object:
+    tokenizer = Tokenizer.load(copy)
+    tokens = tokenizer.encode(CHECKED_TEXT)
+    return tokens.tolist(), tokenizer.decode(tokens), str(tokenizer.text_sizes())
 
-    return Target(corpus / "tokenizer", "tokenizer.model", read, None, seal=seal)
+
+def _seal_tokenizer(copy: Path) -> None:
+    path = copy / DESCRIPTION_NAME
+    tree = json.loads(path.read_bytes())
+    if isinstance(tree, dict) and isinstance(tree.get("options", {}), dict):
+        model = (copy / MODEL_NAME).read_bytes()
+        found = fingerprint_of(str(tree.get("kind")), model, tree.get("options"))
+        path.write_bytes(json_text({**tree, "fingerprint": found}))
 
 
 def text_targets(directory: Path) -> dict[str, Target]:

@@ -9,9 +9,9 @@ import yaml
 from pretrain import cli as pretrain
 from tests.fuzz.corpus_targets import (
     corpus_targets,
-    sentencepiece_target,
     shard_targets,
     text_targets,
+    tokenizer_targets,
 )
 from tests.fuzz.run_targets import export_targets, run_targets
 from tests.fuzz.settings_targets import result_targets, settings_of_run, settings_targets
@@ -37,7 +37,7 @@ class Workplace:
         return {
             **corpus_targets(corpus),
             **shard_targets(self.directory, corpus),
-            "SentencePiece model": sentencepiece_target(self.directory),
+            **tokenizer_targets(self.directory),
             **run_targets(run, experiment),
             **settings_targets(self.directory, experiment, corpus),
             **result_targets(self.directory),

@@ -29,7 +29,12 @@ HOMES = {
     "triton": ("pretrain/kernels/",),
     "streaming": ("data_pipeline/",),
     "webdataset": ("data_pipeline/",),
-    "sentencepiece": ("data_pipeline/tokenizer.py", "data_pipeline/builder/train_tokenizer.py"),
+    "sentencepiece": (
+        "data_pipeline/vocabularies/sentencepiece_model.py",
+        "data_pipeline/builder/train_tokenizer.py",
+    ),
+    "tokenizers": ("data_pipeline/vocabularies/huggingface.py",),
+    "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),
 }

@@ -7,20 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.builder.train_tokenizer import train_tokenizer
-from data_pipeline.config import BuiltTokenizer
+from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
+from data_pipeline.config import TokenizerConfig
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from data_pipeline.tokenizer import CUT_CHARACTERS, Tokenizer, fingerprint_of
+from data_pipeline.tokenizer import Tokenizer, fingerprint_of
+from data_pipeline.vocabularies.sentencepiece_model import CUT_CHARACTERS
 from tests.helpers.corpora import make_text, users_model
 
-KINDS = get_args(BuiltTokenizer)
+KINDS = ("unigram", "bpe", "bytes")
 
 
 def texts_for_training() -> list[str]:
@@ -31,9 +31,12 @@ def texts_for_training() -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, Tokenizer]:
     return {
-        kind: train_tokenizer(kind, 320 if kind == "unigram" else 400, texts_for_training())
+        kind: make_tokenizer(
+            TokenizerConfig(kind=kind, vocab_size=320 if kind == "unigram" else 400),
+            texts_for_training(),
+        )
         for kind in KINDS
-    }  # type: ignore[arg-type]
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +82,7 @@ def long_text() -> str:
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_long_text_has_the_tokens_that_the_model_alone_gives(tokenizers, kind):
     text, tokenizer = long_text(), tokenizers[kind]
-    assert tokenizer.encode(text).tolist() == tokenizer._processor.encode(text)
+    assert tokenizer.encode(text).tolist() == tokenizer.vocabulary.processor.encode(text)
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -87,7 +90,7 @@ def test_a_users_model_that_adds_a_space_at_the_start_adds_no_other(tmp_path, mo
     path = tmp_path / "m.model"
     path.write_bytes(users_model(texts_for_training(), model_type, remove_extra_whitespaces=False))
     tokenizer, text = Tokenizer.load(path), long_text()
-    assert tokenizer.encode(text).tolist() == tokenizer._processor.encode(text)
+    assert tokenizer.encode(text).tolist() == tokenizer.vocabulary.processor.encode(text)
     tokenizer.save(tmp_path / "saved")
     assert (
         Tokenizer.load(tmp_path / "saved").encode(text).tolist() == tokenizer.encode(text).tolist()
@@ -195,7 +198,7 @@ def test_an_error_of_reading_the_texts_is_not_replaced_by_advice_on_the_vocabula
 TRAINING = """
 import random, sys, time
 from data_pipeline.errors import exit_status_of
-from data_pipeline.builder.train_tokenizer import train_tokenizer
+from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
 
 def texts():
     for number in range(1000):

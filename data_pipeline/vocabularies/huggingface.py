@@ -1,0 +1,103 @@
+"""Tokenizers of Hugging Face: a `tokenizer.json`, read and run by the library `tokenizers`.
+
+The file is JSON and holds no code; nothing is fetched. Names of special tokens in a text are
+encoded like other text, so that no document can contain its end. No template is applied: what a
+file would put before and after a text is for inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.files import parse_json
+from data_pipeline.vocabularies.vocabulary import (
+    check_size,
+    library_errors,
+    missing_library,
+    no_end,
+)
+
+
+class HuggingFaceTokenizer:
+    """What `tokenizers.Tokenizer` makes of the file, ended by `end_token`."""
+
+    end_text = ""
+
+    def __init__(self, model: bytes, end_token: str) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise missing_library("a tokenizer.json", "tokenizers", "huggingface") from None
+        with library_errors("a tokenizer.json of Hugging Face"):
+            self.library: Any = tokenizers.Tokenizer.from_str(model.decode())
+            self.library.no_truncation()
+            self.library.no_padding()
+            ids = self.library.get_vocab(with_added_tokens=True)
+            self.vocab_size = check_size(max(ids.values(), default=-1) + 1)
+        if end_token not in ids:
+            raise no_end(end_token)
+        # The name of the end in a text is then text too, also if the file calls it no special one.
+        end = tokenizers.AddedToken(end_token, special=True, normalized=False)
+        self.library.add_special_tokens([end])
+        self.library.encode_special_tokens = True
+        self.end_id = ids[end_token]
+        self._names = {number: name for name, number in ids.items()}
+        self._byte_values = _byte_values() if _has_byte_level(parse_json(model)) else {}
+        self._added = set(self.library.get_added_tokens_decoder())
+
+    def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
+        """Return one array of ids per text; releases the GIL.
+
+        The library shares a batch among the threads of its own pool, one per core unless
+        RAYON_NUM_THREADS says otherwise.
+        """
+        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.library.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return its bytes where tokens are bytes; elsewhere as near as the name of one shows."""
+        name = self._names.get(token, "")
+        if self._byte_values and token not in self._added:
+            return bytes(self._byte_values[each] for each in name if each in self._byte_values)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return b"\0"  # one byte, whichever
+        return name.removeprefix("##").replace("\u2581", " ").encode()
+
+
+def end_token_of(*descriptions: Any) -> str:
+    """Return the name of the end in the files beside a tokenizer.json, "" if none says it."""
+    for tree in descriptions:
+        found = tree.get("eos_token") if isinstance(tree, dict) else None
+        name = found.get("content") if isinstance(found, dict) else found
+        if isinstance(name, str) and name:
+            return name
+    return ""
+
+
+def special_tokens_of(model: bytes) -> set[str]:
+    """Return the names of the tokens that the file adds to its model's."""
+    tree = parse_json(model)
+    added = tree.get("added_tokens") if isinstance(tree, dict) else None
+    tokens = added if isinstance(added, list) else []
+    return {str(token.get("content")) for token in tokens if isinstance(token, dict)}
+
+
+def _has_byte_level(tree: Any) -> bool:
+    """Whether the names of tokens spell bytes by one character each, as GPT-2's do."""
+    decoder = tree.get("decoder") or {}
+    steps = decoder.get("decoders") or [decoder]
+    return any(step.get("type") == "ByteLevel" for step in steps if isinstance(step, dict))
+
+
+def _byte_values() -> dict[str, int]:
+    """Return which byte each character stands for: printable ones themselves, others from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    values = {chr(value): value for value in printable}
+    return {**values, **{chr(256 + number): value for number, value in enumerate(others)}}

@@ -1,0 +1,98 @@
+"""Encodings of tiktoken: a file of ranks, with the pattern and special tokens of the settings.
+
+A line of the file is a token in base64 and its rank. The pattern is a regular expression that cuts
+a text into words; the file does not have it, so it is a setting. Names of special tokens in a text
+are encoded like other text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.vocabularies.vocabulary import (
+    LARGEST_VOCABULARY,
+    InvalidVocabulary,
+    check_size,
+    library_errors,
+    missing_library,
+    no_end,
+)
+
+
+class TiktokenRanks:
+    """What `tiktoken.Encoding` makes of the ranks, ended by the special token `end_token`."""
+
+    end_text = ""
+
+    def __init__(
+        self, model: bytes, pattern: str, special_tokens: Mapping[str, int], end_token: str
+    ) -> None:
+        try:
+            import tiktoken
+        except ImportError:
+            raise missing_library("a .tiktoken file", "tiktoken", "tiktoken") from None
+        if end_token not in special_tokens:
+            raise no_end(end_token)
+        ranks = read_ranks(model)
+        ids = [*ranks.values(), *special_tokens.values()]
+        if len(set(ids)) != len(ids):
+            raise InvalidVocabulary("an encoding in which two tokens have one id; give another")
+        self.vocab_size = check_size(max(ids) + 1)
+        with library_errors("an encoding of tiktoken"):
+            self.library: Any = tiktoken.Encoding(
+                "ranks",
+                pat_str=pattern,
+                mergeable_ranks=ranks,
+                special_tokens=dict(special_tokens),
+            )
+        self.end_id = special_tokens[end_token]
+        self._ids = frozenset(ids)
+
+    def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
+        """Return one array of ids per text; releases the GIL."""
+        if num_threads == 1 or len(texts) == 1:
+            return list(map(self._encode, texts))
+        with ThreadPoolExecutor(num_threads) as pool:
+            return list(pool.map(self._encode, texts))
+
+    def _encode(self, text: str) -> np.ndarray:
+        return self.library.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [token for token in ids if token in self._ids]
+        return self.library.decode_bytes(known).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.library.decode_single_token_bytes(token) if token in self._ids else b""
+
+
+def read_ranks(model: bytes) -> dict[bytes, int]:
+    """Return the ranks of the tokens; InvalidVocabulary unless every byte is one of them.
+
+    The library ends the process's thread at a byte that has none.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(model.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            value = int(rank) if len(rank) <= 8 else LARGEST_VOCABULARY
+            if not 0 <= value < LARGEST_VOCABULARY:
+                raise ValueError
+            ranks[base64.b64decode(token, validate=True)] = value
+        except (ValueError, binascii.Error):
+            raise InvalidVocabulary(
+                f"not a file of tiktoken (line {number} is not a token in base64 and a rank below "
+                f"{LARGEST_VOCABULARY:,}); restore it"
+            ) from None
+    absent = next((value for value in range(256) if bytes([value]) not in ranks), None)
+    if absent is not None:
+        raise InvalidVocabulary(f"not a file of tiktoken (byte {absent} has no rank); restore it")
+    return ranks

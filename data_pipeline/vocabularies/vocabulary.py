@@ -1,0 +1,86 @@
+"""The interface of all kinds of tokenizers, and how what is wrong with one is reported.
+
+A vocabulary comes from a model, which is a file's bytes, and from options, which the file does not
+say: both may be anybody's. They are data. None of these modules executes what they contain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError
+
+LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
+LARGEST_VOCABULARY = 1 << 24
+# What others call the token that ends a text, the most specific first.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+
+class InvalidVocabulary(Exception):
+    """A model or its options are wrong; the message completes "FILE is ..."."""
+
+
+class Vocabulary(Protocol):
+    """The ids of a tokenizer, from 0 to `vocab_size` - 1."""
+
+    vocab_size: int
+    end_id: int  # ends a document
+    end_text: str  # that it stands for; "": none, and no text has this id
+
+    def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
+        """Return the ids of each text, equal for any number of threads."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids of the vocabulary."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the text that a token adds to that of a document, b"" if none."""
+        ...
+
+
+def missing_library(what: str, library: str, extra: str) -> ConfigError:
+    """Return the error for an optional dependency that is not installed."""
+    return ConfigError(
+        f"{what} needs {library}, which is not installed; `pip install 'xl-pretrain[{extra}]'`"
+    )
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Raise InvalidVocabulary for whatever a library raises about a file, a panic of Rust too."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, InvalidVocabulary):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InvalidVocabulary(f"not {what} ({reason}); restore it") from None
+
+
+def check_size(vocab_size: int) -> int:
+    """Return the size; InvalidVocabulary unless tables of it fit into host memory."""
+    if not 0 < vocab_size <= LARGEST_VOCABULARY:
+        raise InvalidVocabulary(
+            f"a vocabulary of {vocab_size:,} ids, expected 1 to {LARGEST_VOCABULARY:,}; "
+            "give another"
+        )
+    return vocab_size
+
+
+def usual_end(names: Collection[str]) -> str:
+    """Return the first of the usual names of an end, "" if none of them is among the names."""
+    return next((name for name in END_NAMES if name in names), "")
+
+
+def no_end(end_token: str) -> InvalidVocabulary:
+    """Return the error for a vocabulary without the token that ends documents."""
+    found = f"has no token {end_token!r}" if end_token else "does not say which token ends a text"
+    return InvalidVocabulary(
+        f"a tokenizer that {found}, which must end every document; set tokenizer.end_token"
+    )

@@ -1,0 +1,212 @@
+"""Tokenizers of other systems, compared with what their own libraries give."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.config import TokenizerConfig
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.tokenizer import Tokenizer, fingerprint_of, read_fingerprint
+from data_pipeline.vocabularies.tiktoken_ranks import read_ranks
+from data_pipeline.vocabularies.vocabulary import InvalidVocabulary
+from tests.helpers.corpora import config_of, documents_of, make_text, users_model
+from tests.helpers.tokenizer_files import (
+    END,
+    byte_level_json,
+    llama_like_json,
+    tiktoken_file,
+)
+
+KINDS = ("byte-level json", "llama json", "tiktoken", "sentencepiece")
+NASTY = f"a {END} b</s>c \u00e9\u2028\n\n\r\n  x\t\U0001f600 \u0301 {'long ' * 50}"
+
+
+def texts_for_training() -> list[str]:
+    generator = random.Random(4)
+    return [make_text(generator, 12) for _ in range(60)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, tuple[Path, TokenizerConfig]]:
+    """kind -> its file, and the settings that it needs."""
+    home, texts = tmp_path_factory.mktemp("files"), texts_for_training()
+    (home / "hf").mkdir()
+    (home / "hf" / "tokenizer.json").write_text(byte_level_json(texts))
+    (home / "llama.json").write_text(llama_like_json(texts))
+    missing = tiktoken_file(texts, home / "ranks.tiktoken")
+    (home / "m.model").write_bytes(users_model(texts, user_defined_symbols=["<end>"]))
+    return {
+        "byte-level json": (home / "hf", TokenizerConfig()),
+        "llama json": (home / "llama.json", TokenizerConfig()),
+        "tiktoken": (home / "ranks.tiktoken", TokenizerConfig(**missing)),
+        "sentencepiece": (home / "m.model", TokenizerConfig()),
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizers(files) -> dict[str, Tokenizer]:
+    return {kind: given_tokenizer(*each) for kind, each in files.items()}
+
+
+def ids_of_the_library(files, kind: str, text: str) -> list[int]:
+    """The ids that the tokenizer's own library gives, with names of special tokens as text."""
+    path, config = files[kind]
+    if kind == "tiktoken":
+        import tiktoken
+
+        encoding = tiktoken.Encoding(
+            "x",
+            pat_str=config.pattern,
+            mergeable_ranks=read_ranks(path.read_bytes()),
+            special_tokens=config.special_tokens,
+        )
+        return encoding.encode_ordinary(text)
+    if kind == "sentencepiece":
+        import sentencepiece
+
+        return sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(text)
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+    library.encode_special_tokens = True
+    return library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ids_are_those_of_the_tokenizers_own_library(files, tokenizers, kind):
+    for text in ("", "The river carried a silver key.", NASTY):
+        expected = ids_of_the_library(files, kind, text)
+        assert tokenizers[kind].encode(text).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["byte-level json", "llama json", "tiktoken"])
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_decoding_gives_the_text_back_and_no_token_is_the_end(tokenizers, kind, text):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text + END)
+    assert tokenizer.decode([*ids, tokenizer.end_id]) == text + END
+    assert tokenizer.end_id not in ids
+    assert (ids < tokenizer.vocab_size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_encodes_as_its_file_does_on_any_number_of_threads(
+    tokenizers, kind, tmp_path
+):
+    tokenizers[kind].save(tmp_path)
+    loaded, texts = Tokenizer.load(tmp_path), [*texts_for_training(), NASTY, ""]
+    assert loaded.fingerprint == tokenizers[kind].fingerprint == read_fingerprint(tmp_path)
+    found = loaded.encode_many(texts, num_threads=3)
+    assert [ids.tolist() for ids in found] == [
+        tokenizers[kind].encode(text).tolist() for text in texts
+    ]
+    assert {ids.dtype for ids in found} == {np.dtype(np.uint16)}
+
+
+@pytest.mark.parametrize("kind", ["byte-level json", "tiktoken"])
+def test_sizes_of_tokens_add_up_to_those_of_the_text(tokenizers, kind):
+    text = NASTY
+    bytes_V, characters_V = tokenizers[kind].text_sizes()
+    ids = tokenizers[kind].encode(text)
+    assert bytes_V[ids].sum() == len(text.encode())
+    assert characters_V[ids].sum() == len(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_is_built_with_it_and_gives_its_texts_back(files, kind, tmp_path):
+    path, config = files[kind]
+    texts = texts_for_training()[:12]
+    given = TokenizerConfig(path=path, pattern=config.pattern, special_tokens=config.special_tokens)
+    result = build_corpus(config_of(tmp_path, texts, tokenizer=given))
+    assert result.round_trip.sampled == 12
+    found = documents_of(tmp_path / "out" / "train")
+    if kind == "sentencepiece":  # its own normalization makes one space of a newline
+        found, texts = {}, []
+        assert result.round_trip.altered
+    else:
+        assert result.round_trip.altered == 0
+        assert set(found.values()) < set(texts)
+
+
+def test_the_end_of_a_document_follows_from_the_files_beside_or_the_setting(files, tmp_path):
+    content = (files["byte-level json"][0] / "tokenizer.json").read_text()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    assert given_tokenizer(tmp_path, TokenizerConfig()).options == {"end_token": END}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "the"}}))
+    with pytest.raises(DataError, match="no token 'the', which must end every document"):
+        given_tokenizer(tmp_path, TokenizerConfig())
+    named = given_tokenizer(tmp_path, TokenizerConfig(end_token=END))
+    assert named.decode([named.end_id]) == ""
+    path.write_text(content.replace(END, "<bye>"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(
+        DataError, match=r"does not say which token ends a text.*set tokenizer\.end"
+    ):
+        given_tokenizer(path, TokenizerConfig())
+
+
+def test_a_piece_may_end_documents_that_do_not_contain_it(files):
+    tokenizer = given_tokenizer(files["sentencepiece"][0], TokenizerConfig(end_token="<end>"))
+    assert tokenizer.encode("the river").size
+    with pytest.raises(DataError, match=r"contains token \d+, which ends documents"):
+        tokenizer.encode("the <end> river")
+
+
+def test_the_fingerprint_tells_options_apart(tokenizers):
+    model = tokenizers["tiktoken"].model
+    options = tokenizers["tiktoken"].options
+    assert fingerprint_of("tiktoken", model, options) == tokenizers["tiktoken"].fingerprint
+    assert fingerprint_of("tiktoken", model, {**options, "pattern": "."}) != fingerprint_of(
+        "tiktoken", model, options
+    )
+    assert fingerprint_of("bpe", model) == fingerprint_of("bpe", model, {})
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (b"", "byte 0 has no rank"),
+        (b"IQ== one\n", "line 1 is not a token in base64 and a rank"),
+        (b"IQ== 99999999\n", "line 1 is not"),
+        (b"!! 3\n", "line 1 is not"),
+    ],
+)
+def test_a_file_that_would_end_the_library_is_refused(lines, reason):
+    with pytest.raises(InvalidVocabulary, match=reason):
+        read_ranks(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", "not a tokenizer.json of Hugging Face"),
+        ("tokenizer.json", b"[" * 100_000, "not a tokenizer"),
+        ("x.tiktoken", b"garbage", r"set tokenizer\.pattern"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((DataError, ConfigError), match=message) as error:
+        given_tokenizer(tmp_path / name, TokenizerConfig(end_token=END))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "tiktoken"])
+def test_a_missing_library_is_named_with_its_extra(files, monkeypatch, library):
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    kind = "tiktoken" if library == "tiktoken" else "llama json"
+    extra = {"tokenizers": "huggingface", "tiktoken": "tiktoken"}[library]
+    with pytest.raises(ConfigError, match=rf"pip install 'xl-pretrain\[{extra}\]'"):
+        given_tokenizer(*files[kind])
