@@ -106,13 +106,31 @@ def await_text(path: Path, seconds: float) -> str:
     return path.read_text()
 
 
+def own_file(path: str | Path, flags: int) -> int:
+    """Open a file to write, as the `opener` of `open`; never through a link.
+
+    DataError for a link, a pipe or a device.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe would wait for a reader.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise DataError(f"{path} is a link, a pipe or a device, expected a file to write; remove it")
+
+
 def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
     """Append all of `content`, or nothing: what a full disk cuts short is removed again.
 
     With `sync` it is on disk when this returns.
     """
     with named_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _append_to(descriptor, content, sync)
         finally:
@@ -227,36 +245,6 @@ def parse_json(content: bytes | str, **options: Any) -> Any:
         return json.loads(content, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def private_directory(path: Path) -> Path:
-    """Create a directory that only this user can use, or check that an existing one is no trap.
-
-    DataError if it is a link, belongs to another user, or others may write into it, or rename it
-    from above: they could replace what this process has checked.
-    """
-    for parent in filter(Path.exists, path.resolve().parents):
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise DataError(
-                f"{path} is below {parent}, where every user can replace it (mode "
-                f"{mode & 0o7777:o}); `chmod o-w {parent}`, or choose another directory"
-            )
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise DataError(f"{path} is a link, expected a directory of this user; remove it")
-    if status.st_uid != os.geteuid():
-        raise DataError(
-            f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}; "
-            "choose another directory"
-        )
-    if status.st_mode & 0o022:
-        raise DataError(
-            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), expected "
-            f"700; make sure that its contents are yours, then `chmod 700 {path}`"
-        )
-    return path
 
 
 def path_below(root: Path, name: str) -> Path:

@@ -2,6 +2,8 @@
 
 `python -m` looks for every module in the working directory first, so a file numpy.py in the
 directory where a user works would run as the user. (-P, which prevents that, needs Python 3.11.)
+Inside a Slurm job it is no better: on a node that does not see the job's directory, Slurm starts
+programs in /tmp, where everybody can put modules.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+_RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 # `python -m` without the working directory. The parent's code comes first unless it is installed.
 _START = (
     "import sys; sys.path[:] = filter(None, sys.path); root = sys.argv.pop(1); "
-    "root in sys.path or sys.path.insert(0, root); import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    f"root in sys.path or sys.path.insert(0, root); {_RUN}"
 )
 
 
@@ -24,5 +26,23 @@ def own_command(module: str, *arguments: str) -> list[str]:
 
 def own_arguments(module: str, *arguments: str) -> list[str]:
     """The arguments of Python that run a module of this project, with the code that runs now."""
-    root = Path(__file__).absolute().parents[1]
-    return ["-c", _START, str(root), module, *arguments]
+    return ["-c", _START, str(code_that_runs()), module, *arguments]
+
+
+def code_that_runs() -> Path:
+    """Return the directory that this project's packages are imported from here."""
+    return Path(__file__).absolute().parents[1]
+
+
+def make_startable(code: Path) -> None:
+    """Let `copied_arguments` start the modules of a directory, a copy of this project's code."""
+    text = f'"""`python {code.name} MODULE ARGUMENTS`: only this directory\'s modules."""\n\n'
+    (code / "__main__.py").write_text(f"{text}import sys\n\n{_RUN.replace('; ', chr(10))}\n")
+
+
+def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
+    """The arguments of Python that run a module of a copy of the code, from any directory.
+
+    Python then looks into the copy first and not into the working directory.
+    """
+    return [str(code), module, *arguments]

@@ -72,7 +72,7 @@ class OwnerFile:
             return None if self.path.exists() else False
         if owner.machine != _machine():
             return None
-        return _started(owner.pid) == owner.started != ""
+        return start_of(owner.pid) == owner.started != ""
 
     def is_held_by(self, pid: int) -> bool | None:
         """Whether the process `pid` of this machine is its holder; None as in `is_held`."""
@@ -85,7 +85,7 @@ class OwnerFile:
             hostname=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
-            started=_started(os.getpid()),
+            started=start_of(os.getpid()),
         )
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -155,8 +155,8 @@ def _machine() -> str:
     return f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> str:
-    """When the process began, in ticks since boot; empty if there is none."""
+def start_of(pid: int) -> str:
+    """Return when a process of this machine began, in ticks since boot; empty if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

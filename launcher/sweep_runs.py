@@ -24,6 +24,7 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
+from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
@@ -138,6 +139,9 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     Returns the array's id.
     """
     check_request(job.cluster, job.nodes, slurm.partitions())
+    for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # the cells', and that of arrays
+        make_run_directory(shared)
+        refuse_foreign_run(shared)
     with contextlib.ExitStack() as undone:
         for cell in cells:
             config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)

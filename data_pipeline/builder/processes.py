@@ -190,14 +190,24 @@ def _processes(
 
 
 def _start_server() -> None:
-    """Start the fork server with SIGINT blocked: Ctrl-C reaches it and would print a traceback."""
-    # Started here because the fork server would start it later, with SIGINT unblocked.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Start the fork server with SIGINT blocked: Ctrl-C reaches it and would print a traceback.
+
+    Both processes are started in the root directory, because Python imports their modules from the
+    working directory first. Those that the server forks return to ours, with our `sys.path`.
+    """
+    here = os.open(".", os.O_PATH | os.O_DIRECTORY)
     try:
-        forkserver.ensure_running()
+        os.chdir("/")
+        # Started here because the fork server would start it later, with SIGINT unblocked.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.fchdir(here)
+        os.close(here)
 
 
 def _check_exit(part: int, process: BaseProcess) -> None:

@@ -29,7 +29,8 @@ from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mis
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
 from data_pipeline.file_lock import exclusive_lock, held_lock, open_shared, try_lock
-from data_pipeline.files import fsync_directory, path_below, private_directory
+from data_pipeline.files import fsync_directory, path_below
+from data_pipeline.ownership import private_directory
 
 EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from data_pipeline.checked_fields import shown
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.owner_file import start_of
 from launcher.slurm import client as slurm
+from launcher.slurm.client import QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import read_states
-from pretrain.rundir.launch_events import Canceled
+from pretrain.rundir.launch_events import Canceled, Submitted
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.own_names import refuse_links
+from pretrain.rundir.own_names import refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.training_events import Event
 
 _WAIT_SECONDS = 600.0
 
@@ -32,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     (state,) = read_states([arguments.run])
     run_dir = RunDir(arguments.run)
     refuse_links(run_dir.path)
-    if state.job and any(job.is_live for job in slurm.jobs([state.job])):
+    refuse_foreign_run(run_dir.path)
+    if state.job and (live := [job for job in slurm.jobs([state.job]) if job.is_live]):
+        refuse_other_jobs(live, run_dir.ledger.read())
         # First the ledger, then Slurm: what the job's ranks write while they end comes after this
         # event.
         run_dir.ledger.append(Canceled(job=state.job, step=state.step))
@@ -51,6 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def refuse_other_jobs(found: Sequence[QueuedJob], ledger: Sequence[Event]) -> None:
+    """Raise ConfigError unless these jobs have a name under which the run was submitted.
+
+    A number alone can be another job's: Slurm starts again at 1 when its state is lost.
+    """
+    names = {event.job_name for event in events_of(ledger, Submitted)}
+    for job in found:
+        if job.name not in names:
+            raise ConfigError(
+                f"job {job.address} is named {shown(job.name)}, expected "
+                f"{' or '.join(map(shown, sorted(names))) or 'a job that the ledger names'}; if it "
+                f"is the run's nevertheless: scancel {job.address}"
+            )
+
+
 def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> ConfigError:
     if state.state is State.RUNNING and (
         elsewhere := [lock for lock in locks if lock.is_held is None]
@@ -64,14 +89,7 @@ def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> Config
 
 def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
     """Send SIGTERM to the holder of a lock, and to no other process, whatever the files say."""
-    try:
-        process = os.pidfd_open(holder.pid)  # from here on its id means no other process
-    except OSError as error:  # it has ended, or the number is none
-        raise UserError(
-            f"process {holder.pid}, named in {run_dir.path}, cannot be reached "
-            f"({error.strerror}); see 'launcher status {run_dir.path}'"
-        ) from None
-    try:
+    with same_process(holder.pid) as send:
         still = [lock.pid for lock in run_dir.locks() if lock.is_held]
         user = os.stat(f"/proc/{holder.pid}").st_uid
         if holder.pid < 2 or holder.pid not in still or user != os.geteuid():
@@ -79,9 +97,38 @@ def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
                 f"process {holder.pid}, named in {run_dir.path}, belongs to user {user}, expected "
                 f"one of user {os.geteuid()} that holds the run's lock; cancel the run as its user"
             )
-        signal.pidfd_send_signal(process, signal.SIGTERM)
+        send(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def same_process(pid: int) -> Iterator[Callable[[signal.Signals], None]]:
+    """Yield a function that signals the process that has this id now, and never a later one.
+
+    UserError if there is none, or it has ended.
+    """
+    began = start_of(pid)
+    try:
+        handle = os.pidfd_open(pid)  # from here on it means no other process
+    except (OSError, AttributeError) as error:
+        if not began or getattr(error, "errno", errno.ENOSYS) not in (errno.ENOSYS, errno.EPERM):
+            raise UserError(
+                f"process {pid} has ended, or was none; see 'launcher status'"
+            ) from None
+        handle = None  # before Linux 5.3, or where a container forbids it
+
+    def send(number: signal.Signals) -> None:
+        if start_of(pid) != began:
+            raise UserError(f"process {pid} has ended; see 'launcher status'")
+        if handle is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)
+
+    try:
+        yield send
     finally:
-        os.close(process)
+        if handle is not None:
+            os.close(handle)
 
 
 def _wait_for_end(run_dir: RunDir) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.own_programs import own_arguments, own_command
+from data_pipeline.own_programs import copied_arguments, own_arguments, own_command
 from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig, in_container, load_cluster
@@ -127,10 +127,11 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     }
     wanted = {key: value for key, value in options.items() if value}
     wanted |= {key: each for key, each in cluster.options.items() if key not in _NOT_OF_SRUN}
-    check = ["-m", _CHECK, str(out)]  # in a container, where the code is the working directory
-    if not cluster.container_image:
-        check = own_arguments(_CHECK, str(out))
-    flags, task = in_container(cluster, check, [out], Snapshot(out).code)
+    code = Snapshot(out).code
+    check = own_arguments(_CHECK, str(out))
+    if cluster.container_image:
+        check = copied_arguments(code, _CHECK, str(out))
+    flags, task = in_container(cluster, check, [out], code)
     script = [
         *([] if flags else host_lines(cluster)),
         f"export {TOKEN}={quote(name)}",

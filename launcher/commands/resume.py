@@ -15,6 +15,7 @@ from launcher.status.slurm_queue import read_states
 from launcher.sweep_runs import was_array_task
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
+from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.run} is done after step {state.step:,}; to train further, start it again "
             "with more optim.steps"
         )
+    refuse_foreign_run(arguments.run)
     if state.is_active:
         raise ConfigError(f"{arguments.run} is {state.description} already; nothing to resume")
     if was_array_task(RunDir(arguments.run)):

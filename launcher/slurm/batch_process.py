@@ -71,7 +71,7 @@ class BatchProcess:
 
 
 def main() -> int:
-    """`python -m launcher.slurm.batch_process ARGUMENTS...`: `launcher batch ARGUMENTS...`."""
+    """`python CODE launcher.slurm.batch_process ARGUMENTS...`: `launcher batch ARGUMENTS...`."""
     return BatchProcess(own_command("launcher", "batch", *sys.argv[1:])).run()
 
 

@@ -155,8 +155,12 @@ def own_job() -> str:
 
 
 def live_jobs(name: str) -> list[QueuedJob]:
-    """The live jobs of this name, oldest first; array tasks one by one."""
-    return [job for job in _squeue("--name", name) if job.is_live]
+    """This user's live jobs of this name, oldest first; array tasks one by one.
+
+    Others can give their jobs any name.
+    """
+    mine = _squeue("--name", name, "--user", str(os.geteuid()))
+    return [job for job in mine if job.is_live]
 
 
 def jobs(ids: Sequence[str]) -> list[QueuedJob]:

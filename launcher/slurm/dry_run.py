@@ -24,7 +24,7 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
         ranks=count * job.cluster.tasks_per_node,
         cluster=job.cluster,
     )
-    task = rank_task(job.run_dir, 1, training_command(Snapshot(job.run_dir), job.run_dir))
+    task = rank_task(job.code, job.run_dir, 1, training_command(job.code, job.run_dir))
     command = srun_command(step, task, [job.run_dir], job.code)
     variables = {**meeting_point(step, job.run_dir, 1), VARIABLE: "TOKEN of this attempt"}
     nodes = f"{count} of {job.nodes} nodes" if str(count) != str(job.nodes) else f"{count} nodes"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.own_programs import code_that_runs
 from data_pipeline.patience import Patience
 from launcher.restart_policy import (
     AttemptResult,
@@ -42,6 +43,7 @@ from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     After a stop that Slurm announced, the job is requeued unless it was canceled.
     """
     set_up_logging("supervisor", arguments.log_level)
+    refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
     config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
     patience = Patience(config.checkpoint.storage_patience_seconds)
     job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir, patience)
@@ -262,7 +265,7 @@ def starter(
     step = Step(
         nodes=job.nodes, num_nodes=count, ranks=count * cluster.tasks_per_node, cluster=cluster
     )
-    command = training_command(snapshot, run_dir.path)
+    command = training_command(code_that_runs(), run_dir.path)
     if blind := nodes_that_miss(step, run_dir.path):
         raise ConfigError(
             f"{', '.join(blind)} cannot see {run_dir.path}; "

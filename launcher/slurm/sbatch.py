@@ -10,6 +10,7 @@ from pathlib import Path
 
 from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
+from data_pipeline.own_programs import copied_arguments
 from launcher.slurm.cluster import ClusterConfig, control_characters
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
@@ -167,7 +168,8 @@ def _log_pattern(run_dir: Path, name: str) -> str:
 def _script(
     job: Job, head: str, options: Mapping[str, object], lines: Sequence[str], run: str
 ) -> str:
-    command = " ".join(map(quote, (job.python, "-m", "launcher.slurm.batch_process")))
+    batch_process = copied_arguments(job.code, "launcher.slurm.batch_process")
+    command = " ".join(map(quote, (job.python, *batch_process)))
     derived = {**_options(job), **options}
     _refuse_taken(derived, job.cluster)
     wanted = {name: value for name, value in derived.items() if value}

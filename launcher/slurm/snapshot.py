@@ -15,9 +15,11 @@ from pathlib import Path
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
+from data_pipeline.own_programs import make_startable
 from data_pipeline.yaml_files import dump_yaml
 from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
+from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
 
 _SOURCE = Path(__file__).resolve().parents[2]
@@ -45,8 +47,8 @@ class Snapshot:
     def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
         """Save experiment and cluster settings: all that differs between the cells of a sweep."""
         self._make()
-        write_text(self.experiment, dump_yaml(to_tree(config)))
-        write_text(self.cluster, dump_yaml(to_tree(cluster)))
+        _write(self.experiment, dump_yaml(to_tree(config)))
+        _write(self.cluster, dump_yaml(to_tree(cluster)))
 
     def take_code(self, script: str) -> None:
         """Save this project's code with its git state, and the script that runs it."""
@@ -56,16 +58,20 @@ class Snapshot:
             shutil.copytree(
                 _SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__")
             )
+        make_startable(self.code)
+        for path in (self.code, *self.code.rglob("*")):  # the source may be writable by a group
+            path.chmod(path.stat().st_mode & 0o700)
         for name, command in {
             "code.commit": ["rev-parse", "HEAD"],
             "code.diff": ["diff", "HEAD"],
         }.items():
-            write_text(self.path / name, _git(*command))
-        write_text(self.script, script)
+            _write(self.path / name, _git(*command))
+        _write(self.script, script)
 
     def _make(self) -> None:
-        """Only its user may read settings and environment of a run."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Only its user may read settings and environment of a run, or change what a job runs."""
+        make_run_directory(self.path.parent)
+        self.path.mkdir(exist_ok=True, mode=0o700)
         self.path.chmod(0o700)
 
 
@@ -73,11 +79,17 @@ class Snapshot:
 def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
     """The snapshot to take in the block. If Slurm refuses the job, all is as it was before.
 
+    Raises ConfigError if others can write the run directory: they could exchange what the job
+    executes.
+
     After any other failure the new snapshot stays: the job may exist, although its id was lost.
     """
     snapshot, before = Snapshot(run_dir.path), run_dir.path / ".slurm.tmp"
     made = [path for path in (run_dir.path, run_dir.logs) if not path.exists()]
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    refuse_links(run_dir.path)
+    make_run_directory(run_dir.path)
+    refuse_foreign_run(run_dir.path)
+    run_dir.logs.mkdir(exist_ok=True)
     shutil.rmtree(before, ignore_errors=True)
     if snapshot.path.exists():
         snapshot.path.rename(before)
@@ -92,6 +104,10 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
                 path.rmdir()
         raise
     shutil.rmtree(before, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    write_text(path, text, mode=0o600)
 
 
 def _git(*command: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import UserError
+from data_pipeline.files import folder_below, own_file
+from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
 from launcher.slurm.rank_statuses import SrunPatience, first_failure, read_ends, statuses
@@ -49,15 +51,17 @@ class Step:
         return self.nodes[rank // self.tasks_per_node]
 
 
-def training_command(snapshot: Snapshot, run_dir: Path) -> list[str]:
-    """The arguments of Python that train the run."""
-    return ["-m", "pretrain", "train", str(snapshot.experiment), "--run-dir", str(run_dir)]
+def training_command(code: Path, run_dir: Path) -> list[str]:
+    """The arguments of Python that train the run with a copy of the code."""
+    experiment = Snapshot(run_dir).experiment
+    train = ("train", str(experiment), "--run-dir", str(run_dir))
+    return copied_arguments(code, "pretrain", *train)
 
 
-def rank_task(run_dir: Path, attempt: int, command: Sequence[str]) -> list[str]:
+def rank_task(code: Path, run_dir: Path, attempt: int, command: Sequence[str]) -> list[str]:
     """The arguments of Python that run `command` as one rank, with a log of its own."""
     log = RunDir(run_dir).logs / f"attempt-{attempt}-rank-{{rank}}.log"
-    return ["-m", "launcher.slurm.task", str(log), *command]
+    return copied_arguments(code, "launcher.slurm.task", str(log), *command)
 
 
 def meeting_point(step: Step, run_dir: Path, attempt: int) -> dict[str, str]:
@@ -111,16 +115,16 @@ class SlurmRanks:
     ) -> None:
         self._check_fence = check_fence
         self.first_failure: int | None = None
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        folder_below(run_dir.path, run_dir.logs.name)
         self.logs = [
             run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)
         ]
         meeting = meeting_point(step, run_dir.path, attempt)
         Path(meeting[PORT_FILE_VARIABLE]).unlink(missing_ok=True)
-        task = rank_task(run_dir.path, attempt, command)
+        task = rank_task(code_that_runs(), run_dir.path, attempt, command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
-        with open(self._log, "ab") as log:
+        with open(self._log, "ab", opener=own_file) as log:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
             parent = os.getpid()

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from data_pipeline.files import write_text
+from data_pipeline.errors import exit_status_of
+from data_pipeline.files import own_file, write_text
 from data_pipeline.patience import Patience, outlast
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir.exit_status import EXIT_STOPPED
@@ -24,7 +25,7 @@ PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
 
 
 def main() -> int:
-    """`python -m launcher.slurm.task LOG COMMAND...`.
+    """`python CODE launcher.slurm.task LOG COMMAND...`.
 
     LOG contains `{rank}`; the status file is next to it.
     """
@@ -42,7 +43,7 @@ def main() -> int:
     # exit status.
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    with open(log, "ab") as file:
+    with open(log, "ab", opener=own_file) as file:
         status = subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, **rank_variables(os.environ)},
@@ -58,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status_of(main))

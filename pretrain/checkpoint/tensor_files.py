@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.files import named_errors
+from data_pipeline.files import named_errors, own_file
 
 BLOCK_BYTES = 1 << 24
 ALIGNMENT = 8
@@ -88,7 +88,7 @@ def write_file(
     """Write and fsync the file; returns size and SHA-256. `between_blocks` may raise to cancel."""
     digest = hashlib.sha256()
     body = host[: layout.num_bytes].numpy().data
-    with named_errors(path), open(path, "wb") as file:
+    with named_errors(path), open(path, "wb", opener=own_file) as file:
         for source in (memoryview(layout.header), body):
             for start in range(0, len(source), BLOCK_BYTES):
                 between_blocks()

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -164,7 +165,10 @@ class StepProfiler:
         recorded.stop()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._path))
+            with TemporaryDirectory(dir=self._path.parent, prefix=".") as beside:
+                written = Path(beside) / self._path.name
+                recorded.export_chrome_trace(str(written))
+                written.replace(self._path)
             fsync_directory(self._path.parent)
         except OSError as error:  # not worth ending or delaying a run
             logger.warning("no profiler trace: %s", os_error_text(error))

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO
 
 from data_pipeline.errors import EXIT_USER_ERROR
+from data_pipeline.files import folder_below, own_file
 from data_pipeline.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
@@ -58,7 +59,7 @@ class RankGroup:
         environment: Mapping[str, str] | None = None,
         echo_rank_zero: bool = False,
     ) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
+        folder_below(logs.parent, logs.name)
         self.logs = [logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(num_ranks)]
         self.first_failure: int | None = None  # the rank that failed before any other did
         self._echo: threading.Thread | None = None
@@ -153,7 +154,7 @@ class RankGroup:
         self, command: Sequence[str], rank: int, environment: dict[str, str], echo: bool
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-        with open(self.logs[rank], "ab") as log:
+        with open(self.logs[rank], "ab", opener=own_file) as log:
             reader, relay = os.pipe() if echo else (NO_RELAY, NO_RELAY)
             process = subprocess.Popen(
                 command,

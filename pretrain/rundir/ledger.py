@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_pipeline.errors import os_error_text
-from data_pipeline.files import append_whole, parse_json, read_lines
+from data_pipeline.files import append_whole, open_regular, parse_json, read_lines
 from data_pipeline.patience import Patience, outlast
 from data_pipeline.typed_json import built
 from pretrain.rundir.event_times import in_order
@@ -139,7 +139,7 @@ def _line(event: Event) -> bytes:
 
 
 def _ends_inside_a_line(path: Path) -> bool:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
     return False  # there is none, or it is empty

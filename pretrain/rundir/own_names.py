@@ -1,15 +1,43 @@
-"""What a run keeps in its directory, and that nothing there leads out of it. Torch-free."""
+"""What a run keeps in its directory, that nothing there leads out of it, and whose it is.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.ownership import refuse_foreign, refuse_open_parents
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
     *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces"),
 }
+
+
+# What a command that starts or ends the run does what is said in.
+_OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
+
+
+def make_run_directory(run_dir: Path) -> None:
+    """Create the directory of a run, which nobody else may write whatever the umask."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
+
+
+def refuse_foreign_run(run_dir: Path) -> None:
+    """Raise ConfigError unless only this user and root can have written what the run does.
+
+    For commands that start or end a run by what its directory says. Reading one is safe.
+    """
+    run_dir = run_dir.resolve()
+    try:
+        refuse_open_parents(run_dir)
+        refuse_foreign(run_dir, with_contents=False)
+        for name in _OBEYED:
+            refuse_foreign(run_dir / name)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def refuse_links(run_dir: Path) -> None:

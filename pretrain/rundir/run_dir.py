@@ -21,7 +21,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import named_errors, read_json, write_json, write_text
+from data_pipeline.files import named_errors, own_file, read_json, write_json, write_text
 from data_pipeline.patience import Patience
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import INDEX, step_directory
@@ -31,7 +31,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
-from pretrain.rundir.own_names import refuse_links
+from pretrain.rundir.own_names import make_run_directory, refuse_links
 from pretrain.rundir.run_paths import advice_on
 from pretrain.rundir.training_events import SettingsChanged
 
@@ -103,8 +103,9 @@ class RunDir:
                 "choose another run directory or resume that run"
             )
         run_dir._refuse_strangers()
-        for directory in (run_dir.path, run_dir.checkpoints, run_dir.logs):
-            directory.mkdir(parents=True, exist_ok=True)
+        make_run_directory(run_dir.path)
+        for directory in (run_dir.checkpoints, run_dir.logs):
+            directory.mkdir(exist_ok=True)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
         write_json(
@@ -146,7 +147,8 @@ class RunDir:
         probe = self.path / f".writable.{os.getpid()}.tmp"
         with named_errors(probe):
             try:
-                probe.write_bytes(b"x" * _PROBE_BYTES)
+                with open(probe, "wb", opener=own_file) as file:
+                    file.write(b"x" * _PROBE_BYTES)
             finally:
                 with contextlib.suppress(OSError):
                     probe.unlink()
@@ -196,7 +198,7 @@ class RunDir:
         holds the other.
         """
         refuse_links(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_run_directory(self.path)
         return exclusive_lock(self.path / f"{holder}.lock", holder, is_fenced)
 
     def locks(self) -> list[Lock]:

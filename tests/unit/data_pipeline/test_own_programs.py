@@ -24,6 +24,24 @@ def test_a_module_in_the_working_directory_is_not_executed(tmp_path):
     assert "missing.yaml" in done.stderr
 
 
+def test_the_processes_of_a_build_do_not_import_from_the_working_directory(tmp_path):
+    for name in ("multiprocessing", "signal", "socket", "data_pipeline", "hostile"):
+        (tmp_path / f"{name}.py").write_text(f"open('EXECUTED-{name}', 'w')\n")
+    code = (
+        "import sys; sys.path.remove('')\n"
+        "import multiprocessing, os\n"
+        "from data_pipeline.builder import processes\n"
+        "context = multiprocessing.get_context('forkserver')\n"
+        "context.set_forkserver_preload(['hostile'])\n"
+        "processes._start_server()\n"
+        "child = context.Process(target=print, args=('alive',))\n"
+        "child.start(); child.join(); print(os.getcwd())\n"
+    )
+    done = run_in(tmp_path, [sys.executable, "-c", code])
+    assert done.stdout == f"alive\n{tmp_path}\n", done.stderr
+    assert not list(tmp_path.glob("EXECUTED*"))
+
+
 def test_the_code_of_the_parent_is_found_and_its_arguments_arrive(tmp_path):
     package = tmp_path / "code" / "data_pipeline"
     package.mkdir(parents=True)

@@ -33,7 +33,7 @@ def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_pa
         ["bash", "-c", script], env=environment, check=True, capture_output=True, text=True
     )
     then = f"{runs[1]} --attempts-without-progress=3\n"
-    assert result.stdout == f"-m launcher.slurm.batch_process {then}"
+    assert result.stdout == f"{JOB.code} launcher.slurm.batch_process {then}"
     assert (
         runs[1] / "logs" / "slurm-17_1.log"
     ).readlink() == JOB.run_dir / "logs" / "slurm-17_1.log"

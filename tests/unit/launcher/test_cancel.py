@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.owner_file import OwnerFile
 from launcher.cli import main
+from launcher.commands import cancel
+from launcher.commands.cancel import refuse_other_jobs
+from launcher.slurm.client import QueuedJob
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import Job, NodeRange, is_script_of, render
 from launcher.slurm.snapshot import Snapshot
@@ -24,6 +32,7 @@ from pretrain.rundir.training_events import Finished
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
+NOBODY = 65_534
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
 HOLDER = """
 import signal, sys
@@ -89,6 +98,99 @@ def test_an_owner_that_never_lived_holds_no_lock(run_dir):
         assert OwnerFile(run_dir.path / "train.lock").is_held() is False
 
 
+@pytest.mark.parametrize("command", ["resume", "cancel"])
+@pytest.mark.parametrize("name", [".", "ledger.jsonl", "config.yaml", "slurm", "slurm/job.sbatch"])
+def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
+    run_dir, capsys, monkeypatch, command, name
+):
+    run_dir.ledger.append(Submitted(job="1", job_name="run-1"))
+    Snapshot(run_dir.path).take_code("#!/bin/sh\n")
+    Snapshot(run_dir.path).path.chmod(0o755)  # what is in a private directory is out of reach
+    path = run_dir.path / name
+    path.chmod(path.stat().st_mode | 0o020)
+    assert main([command, str(run_dir.path)]) == 2
+    assert f"error: {path} can be written by other users" in capsys.readouterr().err
+    path.chmod(path.stat().st_mode & 0o755)
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, -1)
+    else:  # then all is another user's
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert main([command, str(run_dir.path)]) == 2
+    assert f"error: {path if os.getuid() == 0 else ''}" in (error := capsys.readouterr().err)
+    assert "belongs to the user with number" in error
+
+
+def queued(name: str) -> QueuedJob:
+    return QueuedJob(
+        id="17",
+        array_id="17",
+        array_index="",
+        name=name,
+        state="RUNNING",
+        reason="None",
+        nodes="n1",
+        elapsed="1:00",
+        time_left="1:00",
+        start="",
+    )
+
+
+def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled():
+    ledger = [Submitted(job="17", job_name="books-1a")]
+    refuse_other_jobs([queued("books-1a")], ledger)
+    with pytest.raises(ConfigError, match="job 17 is named 'jupyter', expected 'books-1a'"):
+        refuse_other_jobs([queued("jupyter")], ledger)
+    with pytest.raises(ConfigError, match="expected a job that the ledger names"):
+        refuse_other_jobs([queued("books-1a")], [])
+
+
+@pytest.mark.parametrize("has_handles", [True, False])
+def test_a_process_that_took_over_an_id_is_not_signaled(monkeypatch, has_handles):
+    """Also where the kernel has no handles of processes."""
+
+    def no_handle(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not has_handles:
+        monkeypatch.setattr(os, "pidfd_open", no_handle)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        with monkeypatch.context() as later, cancel.same_process(process.pid) as send:
+            later.setattr(cancel, "start_of", lambda pid: "another")
+            with pytest.raises(UserError, match=f"process {process.pid} has ended"):
+                send(signal.SIGTERM)
+        assert process.poll() is None
+        with cancel.same_process(process.pid) as send:
+            send(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+    with (
+        pytest.raises(UserError, match=f"process {process.pid} has ended, or was none"),
+        cancel.same_process(process.pid),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("what", ["another user's", "not the holder"])
+def test_only_this_user_s_holder_of_the_lock_is_asked_to_stop(run_dir, monkeypatch, what):
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        with run_dir.locked("train"):
+            (held,) = run_dir.locks()
+            assert held.is_held
+            if what == "another user's":
+                monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            else:
+                held = dataclasses.replace(held, pid=bystander.pid)
+            with pytest.raises(UserError, match=r"belongs to user .* that holds the run's lock"):
+                cancel._ask_to_stop(run_dir, held)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
 def test_what_is_not_running_is_not_cancelled(run_dir, capsys):
     assert main(["cancel", str(run_dir.path)]) == 2
     assert "is not running (new: no attempt yet)" in capsys.readouterr().err
@@ -134,6 +236,10 @@ def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(tm
     shutil.copytree(there.path, copy)
     assert main(["resume", str(copy)]) == 2
     assert "was written for another run directory" in capsys.readouterr().err
+    copy.chmod(0o775)
+    assert main(["resume", str(copy)]) == 2
+    assert f"{copy} can be written by other users (mode 775)" in capsys.readouterr().err
+    copy.chmod(0o755)
     Snapshot(copy).script.unlink()
     assert main(["resume", str(copy)]) == 2
     assert "was a Slurm job" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     assert shlex.split(lines[-1])[:5] == [
         "exec",
         "/opt/python",
-        "-m",
+        "/shared/my runs/books/slurm/code",
         "launcher.slurm.batch_process",
         "/shared/my runs/books",
     ]

@@ -126,11 +126,16 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     assert "--exclusive" in pyxis
     assert "--no-requeue" not in pyxis
     assert "module load cuda" not in pyxis[-1]  # it is not in the container
-    assert 'export NOTE="two words"\nexec /venv/python -m pretrain.' in pyxis[-1]
+    assert (
+        'export NOTE="two words"\nexec /venv/python /shared/out/slurm/code pretrain.' in pyxis[-1]
+    )
     apptainer = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
     assert apptainer[-1].startswith("module load cuda\n")
     inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"
-    assert f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh /venv/python -m" in apptainer[-1]
+    assert (
+        f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh /venv/python /shared"
+        in apptainer[-1]
+    )
 
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):

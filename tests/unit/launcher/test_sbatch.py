@@ -63,7 +63,11 @@ def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
     run_dir = Path("/runs") / f"x{directory}"
     script = render(job(run_dir, cluster, str(folder / "python")))
     lines = run_script(script, folder / "python")
-    assert lines[:3] == ["-m", "launcher.slurm.batch_process", str(run_dir)]
+    assert lines[:3] == [
+        str(run_dir / "slurm" / "code"),
+        "launcher.slurm.batch_process",
+        str(run_dir),
+    ]
     assert f"NOTE={value}" in lines
     array = render_array(job(run_dir, cluster, str(folder / "python")), [run_dir], at_a_time=None)
     array = array.replace("ln -sf", ": ln -sf")

@@ -109,6 +109,16 @@ def test_a_task_writes_down_how_its_trainer_ended(tmp_path, code, status):
     assert json.loads((tmp_path / "rank-3.status").read_text()) == status
 
 
+def test_a_task_s_log_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("mine\n")
+    (tmp_path / "rank-3.log").symlink_to("precious")
+    result = run_task(str(tmp_path / "rank-{rank}.log"), "print('ours')")
+    assert result.returncode == 2
+    assert f"error: {tmp_path}/rank-3.log is a link" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert (tmp_path / "precious").read_text() == "mine\n"
+
+
 def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     result = run_task(str(tmp_path / "elsewhere" / "rank-{rank}.log"), "pass")
     assert result.returncode == 2

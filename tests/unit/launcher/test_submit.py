@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.own_programs import copied_arguments
 from launcher.cli import main
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
@@ -65,7 +69,10 @@ def test_a_dry_run_shows_the_step_with_container_mounts_and_environment(files, c
     run_dir = files / "run"
     assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in step
     assert f"apptainer exec --bind={run_dir} --bind=/corpora --pwd={run_dir}/slurm/code" in step
-    assert f"-m pretrain train {run_dir}/slurm/experiment.yaml --run-dir {run_dir}" in step
+    assert (
+        f"{run_dir}/slurm/code pretrain train {run_dir}/slurm/experiment.yaml --run-dir {run_dir}"
+        in step
+    )
     assert "on 2 of 2-3 nodes" in below
     assert "Container: /x.sif, started by apptainer" in below
     for variable in ("NCCL_DEBUG=WARN", "MASTER_ADDR=NODE1", "PYTHONUNBUFFERED=1"):
@@ -164,12 +171,58 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
     assert load_config(RunConfig, snapshot.experiment) == config
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
     assert {path.name for path in snapshot.code.iterdir()} == {
+        "__main__.py",
         "data_pipeline",
         "launcher",
         "pretrain",
     }
     assert (snapshot.path / "code.commit").exists()
     assert snapshot.path.stat().st_mode & 0o777 == 0o700
+    assert not any(path.stat().st_mode & 0o077 for path in snapshot.path.rglob("*"))
+
+
+def test_a_snapshot_runs_its_own_modules_wherever_it_is_started(files, tmp_path):
+    """On a node that does not see the job's directory, Slurm starts programs in /tmp."""
+    snapshot, elsewhere = Snapshot(files / "run"), tmp_path / "tmp"
+    snapshot.take_code("")
+    for name in ("launcher", "runpy", "argparse", "subprocess"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "__init__.py").write_text("print('EXECUTED')\n")
+    arguments = copied_arguments(snapshot.code, "launcher.slurm.task", str(tmp_path / "no" / "log"))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=elsewhere,
+        env={**os.environ, "SLURM_PROCID": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "EXECUTED" not in done.stdout
+    assert f"does not see {tmp_path / 'no'}" in done.stderr
+
+
+def test_nobody_else_may_write_a_run_whatever_the_umask(files):
+    before = os.umask(0)
+    try:
+        Snapshot(files / "submitted").take_code("")
+        RunDir.create(files / "run", load_config(RunConfig, files / "tiny.yaml", SETTINGS))
+        with RunDir(files / "locked").locked():
+            pass
+    finally:
+        os.umask(before)
+    for name in ("submitted", "run", "locked"):
+        assert (files / name).stat().st_mode & 0o777 == 0o755
+
+
+def test_a_run_directory_that_others_can_write_is_not_submitted(files):
+    """They could exchange what the job executes."""
+    (files / "run").mkdir()
+    (files / "run").chmod(0o775)
+    with (
+        pytest.raises(ConfigError, match=r"can be written by other users .mode 775.*go-w"),
+        replaced_snapshot(RunDir(files / "run")),
+    ):
+        pass
+    assert not (files / "run" / "slurm").exists()
 
 
 def test_only_its_user_reads_the_settings_of_a_run(files):

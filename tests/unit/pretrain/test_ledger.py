@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import time
 from dataclasses import replace
@@ -50,6 +49,7 @@ from pretrain.rundir.training_events import (
     SuspectDocuments,
     WindowDropped,
 )
+from tests.helpers.full_disk import full_disk
 
 SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
 RETRY = AttemptEnded(
@@ -163,15 +163,15 @@ def test_a_special_file_for_ledger_or_metrics_is_one_line(tmp_path, kind):
 
 def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    path.symlink_to("/dev/full")
     waiting: list[float] = []
-
-    def free_some_space() -> None:
-        waiting.append(time.time())
-        path.unlink()
-
     began = time.time()
-    Ledger(path, Patience(60, free_some_space)).append(Finished(step=7))
+    with full_disk() as free_space:
+
+        def free_some_space() -> None:
+            waiting.append(time.time())
+            free_space()
+
+        Ledger(path, Patience(60, free_some_space)).append(Finished(step=7))
     (event,) = Ledger(path).read()
     assert event == Finished(step=7)
     assert len(waiting) == 1
@@ -180,18 +180,15 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
 
 def test_without_patience_an_event_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    path.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device") as raised:
+    with full_disk(), pytest.raises(OSError, match="File too large") as raised:
         Ledger(path).append(Finished(step=7))
     assert raised.value.filename == str(path)
 
 
 def test_an_event_that_nothing_waits_for_is_written_with_the_next_one(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    path.symlink_to("/dev/full")
-    ledger = Ledger(path)
-    ledger.append_soon(Finished(step=6))
-    path.unlink()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with full_disk():
+        ledger.append_soon(Finished(step=6))
     ledger.append(Finished(step=7))
     assert ledger.read() == [Finished(step=6), Finished(step=7)]
 
@@ -200,14 +197,19 @@ def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append(START)
     before = ledger.path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            ledger.append(Finished(step=7))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(len(before) + 10), pytest.raises(OSError, match="File too large"):
+        ledger.append(Finished(step=7))
     assert ledger.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("trap", ["link", "pipe"])
+def test_an_event_is_appended_through_no_link_and_waits_for_no_pipe(tmp_path, trap):
+    path, precious = tmp_path / "ledger.jsonl", tmp_path / "precious"
+    precious.write_text("mine\n")
+    path.symlink_to(precious) if trap == "link" else os.mkfifo(path)
+    with pytest.raises(UserError, match=r"is a link|is a pipe"):
+        Ledger(path).append(Finished(step=7))
+    assert precious.read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import DataError
 from pretrain.processes.local_ranks import (
     EXIT_STOPPED,
     RankGroup,
@@ -44,6 +45,23 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("trap", ["link", "pipe", "link of the folder"])
+def test_a_rank_s_log_is_written_through_no_link_and_waits_for_no_pipe(tmp_path, trap):
+    precious, logs = tmp_path / "precious", tmp_path / "run" / "logs"
+    precious.mkdir()
+    (precious / "attempt-0-rank-0.log").write_text("mine\n")
+    if trap == "link of the folder":
+        logs.parent.mkdir()
+        logs.symlink_to(precious)
+    else:
+        logs.mkdir(parents=True)
+        log = logs / "attempt-0-rank-0.log"
+        log.symlink_to(precious / log.name) if trap == "link" else os.mkfifo(log)
+    with pytest.raises(DataError, match="is a link"):
+        group_of("print('ours')", 1, logs)
+    assert (precious / "attempt-0-rank-0.log").read_text() == "mine\n"
 
 
 def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch):
