@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from pretrain.terminal.text import markdown_table
+from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
 
 HEAD_WIDTHS = (64, 80, 96, 128)
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def all_kernels() -> list[str]:
     """Return "kernel:head width:compute capability[:options]" of every kernel that can run."""
-    return [
+    return [f"{DROPOUT}{target}" for target in DEVICES] + [
         f"{kernel}:{width}:{target}" + (f":{options}" if options else "")
         for target in DEVICES
         for width in HEAD_WIDTHS

@@ -271,12 +271,12 @@ class LayerActivations:
 
     @property
     def _masks(self) -> float:
-        """Dropout's masks, a byte per element."""
+        """Dropout's masks, a byte per element; a GPU draws them again in the backward pass."""
+        if self.on_gpu:
+            return 0.0
         model, T = self.run.model, self.run.data.segment_length
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
-        # The fused kernel draws the masks of pairs again in the backward pass.
-        keeps_pairs = self._drops_weights and (self._is_plain or not self.on_gpu)
-        pairs = model.num_heads * (T + _memory_length(self.run)) if keeps_pairs else 0
+        pairs = model.num_heads * (T + _memory_length(self.run)) if self._drops_weights else 0
         return float(T * self.lanes * (rows + pairs))
 
     @property

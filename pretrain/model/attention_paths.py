@@ -114,7 +114,9 @@ def fused_attention(
     """Attend with the Triton kernels, which draw their own dropout masks."""
     from pretrain.kernels.triton.attention import fused_relative_attention
 
-    key_BCGH, value_BCGH = torch.cat(list(parts), dim=1).unbind(2)
+    # Without memory there is one part, which needs no copy.
+    joined_BC2GH = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+    key_BCGH, value_BCGH = joined_BC2GH.unbind(2)
     rate, lane_keys_B = 0.0, None
     if dropout.stream is not None and dropout.rate:
         rate = dropout.rate
@@ -146,10 +148,8 @@ def tiled_attention(
     keep_NBLC, rate = None, dropout.rate
     if dropout.stream is not None and rate:
         B, L, N, _ = query_BLNH.shape
-        shape, device = (N, B, L, visibility.num_keys), query_BLNH.device
-        keep_NBLC = dropout.stream.keep(
-            shape, rate, Site.ATTENTION, dropout.layer, lane_axis=1, device=device
-        )
+        shape = (N, B, L, visibility.num_keys)
+        keep_NBLC = dropout.stream.keep(shape, rate, Site.ATTENTION, dropout.layer, lane_axis=1)
     return relative_attention(
         query_BLNH,
         parts,

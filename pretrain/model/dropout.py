@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.kernels.triton.settings import has_triton
+
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
 ALL_LANES = -1  # replaces the lane in a mask that all lanes share
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
 class Site(IntEnum):
@@ -39,10 +41,9 @@ class Site(IntEnum):
 class DropoutStream:
     """The masks of one optimizer step; `lanes` are the global lanes of the batch's rows.
 
-    On the CPU the bits come from Philox 4x64-10 (Salmon et al. 2011) with key (seed, step) and
-    counter (block, lane, layer, site). The counter differs between any two masks, so they never
-    share bits. Elsewhere the bits come from SplitMix64 over a hash of the same five numbers, in
-    plain torch operations: a GPU then needs no generator of its own. The two kinds of masks differ.
+    The bits come from Philox 4x64-10 (Salmon et al. 2011) with key (seed, step) and counter (block,
+    lane, layer, site). The counter differs between any two masks, so they never share bits. A CPU
+    draws them with numpy's generator, a GPU in the kernel that drops; the masks are the same.
     """
 
     def __init__(self, seed: int, step: int, lanes: Sequence[int] | Tensor) -> None:
@@ -56,8 +57,15 @@ class DropoutStream:
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
         """Zero a fraction `rate` of the values and rescale the rest, with a mask per lane."""
-        keep = self.keep(values.shape, rate, site, layer, lane_axis, device=values.device)
-        return _masked(values, keep, _threshold_of(rate))
+        if values.is_cuda and has_triton():
+            from pretrain.kernels.triton.dropout import Mask, dropped
+
+            self._check(values.shape, lane_axis)
+            numbers = (self.seed, self.step, layer, int(site))
+            lanes_B = self._lanes_on(values.device)
+            return dropped(values, Mask(lanes_B, numbers, _threshold_of(rate), lane_axis))
+        keep = self.keep(values.shape, rate, site, layer, lane_axis)
+        return _masked(values, keep.to(values.device), _threshold_of(rate))
 
     def keep(
         self,
@@ -66,21 +74,15 @@ class DropoutStream:
         site: Site,
         layer: int = 0,
         lane_axis: int = 0,
-        *,
-        device: torch.device,
     ) -> Tensor:
-        """Return the mask of `drop`: True with probability 1 - `realized_rate(rate)`."""
-        assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
+        """Return the mask of `drop` on the CPU: True with probability 1 - `realized_rate(rate)`."""
+        self._check(shape, lane_axis)
         others = [size for axis, size in enumerate(shape) if axis != lane_axis]
         count, threshold = math.prod(others), _threshold_of(rate)
         least = threshold - LEVELS // 2  # the 16 bits are signed
-        if device.type == "cpu":
-            keep = torch.empty(len(self.lanes), count, dtype=torch.bool)
-            for row, lane in zip(keep, self.lanes, strict=True):
-                torch.ge(self._philox_bits(lane, count, site, layer)[:count], least, out=row)
-        else:
-            lanes_B, numbers = self._lanes_on(device), (self.seed, self.step, site, layer)
-            keep = hashed_bits(lanes_B, count, *numbers)[:, :count] >= least
+        keep = torch.empty(len(self.lanes), count, dtype=torch.bool)
+        for row, lane in zip(keep, self.lanes, strict=True):
+            torch.ge(self._philox_bits(lane, count, site, layer)[:count], least, out=row)
         return keep.view(len(self.lanes), *others).movedim(0, lane_axis)
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
@@ -89,8 +91,14 @@ class DropoutStream:
         return shared.drop(values[None], rate, site)[0]
 
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
-        """Return a random int64 per lane, from which a kernel draws its own masks."""
+        """Return a random int64 per lane, from which the fused attention draws its own masks.
+
+        They come from SplitMix64 (Steele, Lea, Flood 2014) over a hash of the same five numbers.
+        """
         return _lane_keys(self._lanes_on(device), self.seed, self.step, site, layer)
+
+    def _check(self, shape: Sequence[int], lane_axis: int) -> None:
+        assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
 
     def _philox_bits(self, lane: int, count: int, site: Site, layer: int) -> Tensor:
         """Return `count` random int16, rounded up to whole words."""
@@ -111,15 +119,6 @@ class DropoutStream:
             lanes_B = torch.tensor(self.lanes, dtype=torch.int64)
             self._lanes_on_device = lanes_B.to(device, non_blocking=True)
         return self._lanes_on_device
-
-
-def hashed_bits(
-    lanes_B: Tensor, count: int, seed: int, step: int, site: Site, layer: int
-) -> Tensor:
-    """Return random int16, [B, `count` rounded up to a multiple of 4], the same on every device."""
-    lane_keys_B = _lane_keys(lanes_B, seed, step, site, layer)
-    states_X = torch.arange(1, -(-count // 4) + 1, device=lanes_B.device) * _signed(GOLDEN_GAMMA)
-    return _mix_tensor(lane_keys_B[:, None] + states_X).view(torch.int16)
 
 
 def _lane_keys(lanes_B: Tensor, seed: int, step: int, site: Site, layer: int) -> Tensor:

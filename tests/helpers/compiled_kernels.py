@@ -25,6 +25,7 @@ from tests.helpers.kernel_work import (
 )
 
 NUM_HEADS = 16
+DROPOUT = "dropout:0:"  # which knows no heads
 FLOAT32_POINTERS = {
     "key_biases",
     "distance_biases",
@@ -55,19 +56,46 @@ def compiled(
     kernel: str, variant: Variant, tile: Tile, capability: int, dtype: str = "bf16"
 ) -> tuple[Any, Resources]:
     """The compiled kernel and what it takes, for bf16 tensors of the usual alignment."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     function = kernels()[kernel]
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name == "VARIANT" else _type_of(name, dtype)
         if name in EVEN_INTEGERS or signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=function, signature=signature, constexprs={"VARIANT": variant}, attrs=attributes
+    return _compiled(function, signature, {"VARIANT": variant}, attributes, tile, capability)
+
+
+def compiled_dropout(capability: int) -> tuple[Any, Resources]:
+    """The kernel of dropout, of bf16 values whose number is a multiple of 16."""
+    from pretrain.kernels.triton import dropout
+
+    constants = {"IS_LANE_FIRST": True, "THRESHOLD": 6554, "SCALE": 65536 / (65536 - 6554)}
+    constants |= {"BLOCK": dropout.BLOCK}
+    types = {"values": "*bf16", "outputs": "*bf16", "lanes": "*i64"} | dict.fromkeys(
+        constants, "constexpr"
     )
+    signature, attributes = {}, {}
+    for index, name in enumerate(dropout.drop_kernel.arg_names):
+        signature[name] = types.get(name, "i32")
+        if name in ("values", "outputs", "lanes", "count", "inner"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    tile = Tile(16, 16, dropout.WARPS)  # only its warps matter
+    return _compiled(dropout.drop_kernel, signature, constants, attributes, tile, capability)
+
+
+def _compiled(
+    function: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int], Any],
+    tile: Tile,
+    capability: int,
+) -> tuple[Any, Resources]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # else the log is missing on the second run
     log = io.StringIO()
@@ -122,6 +150,8 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
 
 def resources_of(wanted: str) -> Resources:
     """Return what a kernel needs: "kernel:head width:compute capability[:option,option]"."""
+    if wanted.startswith(DROPOUT):
+        return compiled_dropout(int(wanted.rpartition(":")[2]))[1]
     kernel, head_width, capability, *options = wanted.split(":")
     tile = getattr(built_in_tiles(int(head_width), divmod(int(capability), 10)), kernel)
     chosen: dict[str, Any] = {}

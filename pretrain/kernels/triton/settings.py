@@ -5,6 +5,7 @@ This module does not import triton, so that a caller can ask before it imports t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -24,11 +25,17 @@ def interprets_kernels() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed; importing it takes a second."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
     """Return why the fused kernel does not support such tensors, or None if it does."""
     if head_width > LARGEST_HEAD:
         return f"the head width is {head_width}; the fused kernel supports at most {LARGEST_HEAD}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     if interprets_kernels():
         supported = dtype in (*DTYPES, torch.float32)

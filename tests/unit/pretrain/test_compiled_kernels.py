@@ -11,7 +11,10 @@ import pytest
 
 from pretrain.kernels.triton.tiling import Tile, Tiles
 from pretrain.kernels.triton.workspace import Chunk, chunks_of
+from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import (
+    DEVICES,
+    LARGEST_WARPS,
     Resources,
     executed_work,
     missed_limits,
@@ -38,9 +41,11 @@ WANTED = [
     "position_gradient:64:90:documents,distance_bias",
     "query_gradient:64:90:adds_positions",
     "query_gradient:128:90:adds_positions",
+    *(f"{DROPOUT}{target}" for target in DEVICES),
 ]
 
 
+WARPS = 4  # of a program of the kernel of dropout
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -61,8 +66,16 @@ def resources() -> dict[str, Resources]:
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", WANTED)
 def test_no_work_is_repeated_and_the_kernel_fits(resources, wanted):
-    assert resources[wanted].needed > 0
+    assert (resources[wanted].needed > 0) != wanted.startswith(DROPOUT)
     assert missed_limits(wanted, resources[wanted]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DEVICES)
+def test_dropout_fills_a_multiprocessor_with_threads_and_spills_nothing(resources, target):
+    found = resources[f"{DROPOUT}{target}"]
+    assert found.spilled == 0
+    assert found.programs * WARPS == LARGEST_WARPS
 
 
 def test_work_that_two_groups_of_warps_repeat_is_counted_twice():
