@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -179,7 +179,8 @@ def test_output_and_gradients_are_those_of_the_formula_to_1e_6_in_float32(name: 
 
 @pytest.mark.parametrize("name", ["no_memory", "everything", "distance_biases"])
 def test_gradients_pass_gradcheck(name: str) -> None:
-    case = CASES[name]
+    # Every element of every input is moved twice: narrow heads and two lanes do as much with fewer.
+    case = replace(CASES[name], lanes=2, width=2)
     assert torch.autograd.gradcheck(
         lambda *inputs: fast(case, list(inputs)), inputs_of(case, torch.float64)
     )
