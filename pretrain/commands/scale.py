@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
+from pretrain.config.run import RunConfig
+from pretrain.scaling.sweep_file import sweep_path
 
 PROGRAM = Program(
     "pretrain scale",
@@ -88,6 +91,17 @@ def add_sweep_output(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help=path)
     overrides = "config override of the experiment"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
+
+
+def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str]:
+    """The experiment with the changes of --set, and the sweep's name: by default of this kind.
+
+    Raises ConfigError if the sweep file cannot be written.
+    """
+    base = load_config(RunConfig, arguments.experiment, arguments.set)
+    name = arguments.name or f"{base.name}-{kind}"
+    check_output_file("--out", sweep_path(arguments.out, name), f"{name}.yaml")
+    return base, name
 
 
 def add_sweep_input(parser: argparse.ArgumentParser, table: str) -> None:

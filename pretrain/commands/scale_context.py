@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program
 from data_pipeline.sizes import size_of
@@ -17,9 +16,9 @@ from pretrain.commands.scale import (
     check_output_directory,
     check_output_file,
     check_runs_directory,
+    sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import RunConfig
 from pretrain.scaling.context import (
     ContextRow,
     Evaluate,
@@ -30,7 +29,7 @@ from pretrain.scaling.context import (
     read_context,
 )
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
+from pretrain.scaling.plan import check_tokens, write_plan
 from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.terminal.text import counted, text_table
@@ -76,9 +75,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and write the sweep file."""
-    base = load_config(RunConfig, arguments.experiment, arguments.set)
-    name = arguments.name or f"{base.name}-context"
-    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    base, name = sweep_base(arguments, "context")
     runs = plan_contexts(with_vocabulary(base), arguments.segments, arguments.memories)
     unchecked = check_tokens(base, runs)
     heads = ["cell", "segment", "memory", "lanes", "steps", "D", "C"]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.sizes import amount_of
-from pretrain.commands.scale import add_family, add_sweep_output, check_output_file
+from pretrain.commands.scale import add_family, add_sweep_output, sweep_base
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.scaling.intervals import amount
@@ -22,7 +21,6 @@ from pretrain.scaling.plan import (
     check_tokens,
     optimum_at_ratio,
     plan_runs,
-    sweep_path,
     write_plan,
 )
 from pretrain.terminal.text import counted, text_table
@@ -59,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     for budget in (*arguments.budgets, *arguments.holdout_budgets):
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
-    base = load_config(RunConfig, arguments.experiment, arguments.set)
-    name = arguments.name or f"{base.name}-scaling"
-    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    base, name = sweep_base(arguments, "scaling")
     known = with_vocabulary(base)
     optimum, around = _center(known, arguments)
     runs = plan_runs(

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.program import Program
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep_output,
     check_output_directory,
-    check_output_file,
     check_runs_directory,
+    sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import RunConfig
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.plan import check_tokens, sweep_path, write_plan
+from pretrain.scaling.plan import check_tokens, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
 from pretrain.terminal.text import counted, text_table
@@ -56,9 +54,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and write the sweep file."""
-    base = load_config(RunConfig, arguments.experiment, arguments.set)
-    name = arguments.name or f"{base.name}-tune"
-    check_output_file("--out", sweep_path(arguments, name), f"{name}.yaml")
+    base, name = sweep_base(arguments, "tune")
     runs = plan_rates(
         with_vocabulary(base),
         arguments.rates,

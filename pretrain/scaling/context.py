@@ -26,10 +26,10 @@ from pretrain.scaling.context_cells import (
     read_cell,
     recipe_id,
 )
-from pretrain.scaling.plan import PlannedRun
+from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.point_files import csv_rows, flag
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
-from pretrain.scaling.sweep_file import Cell, Sweep
+from pretrain.scaling.sweep_file import Cell, Sweep, require_fact
 from pretrain.terminal.text import counted
 
 # Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without
@@ -97,17 +97,13 @@ def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
 
 
 def _run(run: RunConfig, name: str, steps: int, *, same_tokens: int, same_flops: int) -> PlannedRun:
-    run = replace(with_steps(run, steps), name=name, evaluation=replace(run.evaluation, interval=0))
-    cost = cost_of(run)
     facts = {
         "segment_length": run.data.segment_length,
         "memory_length": run.model.memory_length,
         "same_tokens": same_tokens,
         "same_flops": same_flops,
-        "tokens": cost.tokens,
-        "flops": cost.flops,
     }
-    return PlannedRun(name=name, run=run, cost=cost, facts=facts)
+    return planned_run(replace(with_steps(run, steps), name=name), facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +144,7 @@ def plan_evaluations(sweep: Sweep, runs: Path, table: Path, max_tokens: int) -> 
 
     `table` is what an earlier collection wrote, if it exists.
     """
-    foreign = next((cell.name for cell in sweep.cells if "same_tokens" not in cell.facts), None)
-    if foreign is not None:
-        raise DataError(
-            f"cell {foreign} is not part of a context sweep; use one that 'scale context plan' "
-            "wrote"
-        )
+    require_fact(sweep, "same_tokens", "context", "scale context plan")
     earlier = _losses_in(table)
     return [_planned(cell, runs / cell.name, earlier, max_tokens) for cell in sweep.cells]
 

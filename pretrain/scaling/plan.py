@@ -22,7 +22,7 @@ from pretrain.scaling.recipe import (
     refuse_unsuited,
     with_budget,
 )
-from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, write_sweep
+from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, sweep_path, write_sweep
 from pretrain.terminal.text import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
@@ -32,11 +32,22 @@ TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is kno
 class PlannedRun:
     """A run that a plan has made, with its cost and what the sweep file notes about it."""
 
-    name: str
     run: RunConfig
     cost: RunCost
     facts: Mapping[str, float]
     holdout: bool = False  # to be predicted, not fitted
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+
+def planned_run(run: RunConfig, facts: Mapping[str, float], *, holdout: bool = False) -> PlannedRun:
+    """The run, evaluated at its end only; its tokens and FLOPs are among the facts."""
+    run = replace(run, evaluation=replace(run.evaluation, interval=0))
+    cost = cost_of(run)
+    facts = {**facts, "tokens": cost.tokens, "flops": cost.flops}
+    return PlannedRun(run=run, cost=cost, facts=facts, holdout=holdout)
 
 
 def plan_runs(
@@ -113,19 +124,16 @@ def _planned(
     run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False
 ) -> PlannedRun:
     name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
-    run = replace(run, name=name, seed=seed, evaluation=replace(run.evaluation, interval=0))
     cost = cost_of(run)
     facts = {
         "budget": budget,
-        "flops": cost.flops,
         "parameters": cost.parameters,
         "body_parameters": cost.body_parameters,
-        "tokens": cost.tokens,
         "steps": cost.steps,
         "learning_rate": run.optim.learning_rate,
         "tokens_per_step": cost.tokens_per_step,
     }
-    return PlannedRun(name=name, run=run, cost=cost, facts=facts, holdout=holdout)
+    return planned_run(replace(run, name=name, seed=seed), facts, holdout=holdout)
 
 
 def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> float:
@@ -155,11 +163,6 @@ def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
         )
 
 
-def sweep_path(arguments: argparse.Namespace, name: str) -> Path:
-    """The path that the sweep of this name is written to."""
-    return arguments.out or Path("configs/sweeps") / f"{name}.yaml"
-
-
 def write_plan(
     arguments: argparse.Namespace,
     name: str,
@@ -168,7 +171,7 @@ def write_plan(
     notes: Sequence[str],
 ) -> None:
     """Write the sweep `name` and print its path; `base` includes the changes of --set."""
-    path = sweep_path(arguments, name)
+    path = sweep_path(arguments.out, name)
     write_sweep(path, make_sweep(name, arguments.experiment, base, runs, path.parent, notes))
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
 

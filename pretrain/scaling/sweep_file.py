@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
 from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
@@ -93,6 +93,20 @@ def read_sweep(path: Path) -> Sweep:
         ]
         tree["cells"] = [to_tree(cell) for cell in parsed]
     return parse_config(Sweep, tree, str(path))
+
+
+def require_fact(sweep: Sweep, fact: str, kind: str, command: str) -> None:
+    """Raise DataError unless `command` planned every cell, which gives each of them this fact."""
+    for cell in sweep.cells:
+        if fact not in cell.facts:
+            raise DataError(
+                f"cell {cell.name} is not part of a {kind} sweep; use one that '{command}' wrote"
+            )
+
+
+def sweep_path(wanted: Path | None, name: str) -> Path:
+    """The path that the sweep of this name is written to, if no other is wanted."""
+    return wanted or Path("configs/sweeps") / f"{name}.yaml"
 
 
 def write_sweep(path: Path, sweep: Sweep) -> None:

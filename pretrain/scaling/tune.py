@@ -16,7 +16,6 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import row_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, interval
 from pretrain.scaling.parabola import (
@@ -26,9 +25,9 @@ from pretrain.scaling.parabola import (
     vertex_draws,
     widening,
 )
-from pretrain.scaling.plan import PlannedRun
+from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.points import Array
-from pretrain.scaling.sweep_file import Sweep
+from pretrain.scaling.sweep_file import Sweep, require_fact
 from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
@@ -94,16 +93,8 @@ def _with_steps(run: RunConfig, steps: int) -> RunConfig:
 def _planned(run: RunConfig, rate: float, seed: int, has_seeds: bool) -> PlannedRun:
     name = f"b{run.tokens_per_step}-lr{rate:g}" + (f"-s{seed}" if has_seeds else "")
     optim = replace(run.optim, learning_rate=rate)
-    evaluation = replace(run.evaluation, interval=0)
-    run = replace(run, name=name, seed=seed, optim=optim, evaluation=evaluation)
-    cost = cost_of(run)
-    facts = {
-        "tuned_rate": rate,
-        "tokens_per_step": cost.tokens_per_step,
-        "tokens": cost.tokens,
-        "flops": cost.flops,
-    }
-    return PlannedRun(name=name, run=run, cost=cost, facts=facts)
+    facts = {"tuned_rate": rate, "tokens_per_step": run.tokens_per_step}
+    return planned_run(replace(run, name=name, seed=seed, optim=optim), facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +211,7 @@ def tuned_rates(sweep: Sweep, runs: Path) -> tuple[list[Tuned], list[str]]:
 
     Raises DataError unless `scale tune plan` wrote the sweep, or if too few cells have ended.
     """
-    foreign = next((cell.name for cell in sweep.cells if "tuned_rate" not in cell.facts), None)
-    if foreign is not None:
-        raise DataError(
-            f"cell {foreign} is not part of a rate sweep; use one that 'scale tune plan' wrote"
-        )
+    require_fact(sweep, "tuned_rate", "rate", "scale tune plan")
     losses: dict[int, list[tuple[float, float]]] = {}
     left_out = []
     for cell in sweep.cells:
