@@ -206,7 +206,7 @@ def _train_from(
             config, run_dir, world, state, prefetcher, clock, process.fence.check
         )
         monitor = SpikeMonitor(config, run_dir, world, state)
-        evaluate = training_evaluator(config, engine)
+        evaluate = training_evaluator(config, engine, process.stop.raise_if_requested)
         parts = Parts(config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate)
         try:
             ending = train(parts, process)
@@ -226,6 +226,7 @@ def _train_from(
                 segment_length=config.data.segment_length,
                 tokens_of_corpora=tokens_of_corpora,
                 save_seconds=metrics.save_seconds,
+                evaluation_seconds=metrics.cut_off_seconds,
                 **where,
             )
         )

@@ -19,7 +19,7 @@ from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.loss_spikes import SpikeMonitor
-from pretrain.recovery.stop_requests import StopRequest
+from pretrain.recovery.stop_requests import StopRequest, StopRequested
 from pretrain.rundir.fence import Fence
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.run_dir import RunDir
@@ -65,12 +65,15 @@ class Parts:
 def train(parts: Parts, process: RankProcess) -> Ending:
     """Train until the run or its phase is finished, or any rank is asked to stop; then save.
 
-    Raises SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write
-    for longer than the run's patience.
+    A request to stop also ends an evaluation, which the next attempt makes before it trains. Raises
+    SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write for
+    longer than the run's patience.
     """
     config, state, engine = parts.config, parts.state, parts.engine
     checkpointer, metrics = parts.checkpointer, parts.metrics
     offload = MemoryOffload(process.world.device, config.engine.offload_memories)
+    if state.step < config.optim.steps and not _complete_evaluation(parts, process):
+        return Ending.STOPPED
     while state.step < config.optim.steps:
         # Forward and backward, slot by slot: each slot continues with the memory it left last step.
         batch = next(parts.batches)
@@ -104,31 +107,26 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
         ending = _ending_at(config, state.step, stopping)
         saving = ending is not None or saves_again or state.step % config.checkpoint.interval == 0
-        if saving or state.step % config.metrics.interval == 0:
+        evaluates = _evaluates_after(config, state.step)
+        if saving or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
             # Before a save could keep the spike.
             parts.spike_monitor.check(metrics.write(), ends_run=ending is Ending.FINISHED)
         process.fault.trigger(state.step)
 
-        validation_loss = None
-        evaluates = config.evaluation.interval and state.step % config.evaluation.interval == 0
-        if evaluates or ending is Ending.FINISHED:
-            process.heartbeat.beat(state.step, "evaluate")
-            evaluation = parts.evaluate()
-            validation_loss = evaluation["loss"]
-            metrics.write_evaluation(state.step, evaluation)
+        if ending is Ending.FINISHED:
+            # Before the last evaluation: whatever ends the run in it, no step is lost.
+            _save(parts, process, ending)
+            break
+        validation_loss = _evaluate(parts, process) if evaluates else None
+        if evaluates and validation_loss is None:
+            ending, saving = Ending.STOPPED, True
         if saving:
-            process.heartbeat.beat(state.step, "save")
-            with metrics.saving():
-                # Not before its metrics are on disk: a run resumed from it would lack them.
-                suspected_since = parts.spike_monitor.suspected_since
-                what = (engine, state, validation_loss, metrics.unwritten, suspected_since)
-                save = partial(checkpointer.save, *what)
-                save() if ending is None else checkpointer.until_published(save)
+            _save(parts, process, ending, validation_loss)
         if ending is not None:
             return ending
         process.heartbeat.beat(state.step, "train")
-    return Ending.FINISHED
+    return Ending.FINISHED if _complete_evaluation(parts, process) else Ending.STOPPED
 
 
 def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:
@@ -138,3 +136,47 @@ def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:
     if stopping:
         return Ending.STOPPED
     return Ending.PHASE_FINISHED if starts_phase(config, step) else None
+
+
+def _evaluates_after(config: RunConfig, step: int) -> bool:
+    """Whether the validation loss is measured after this step."""
+    interval = config.evaluation.interval
+    return step == config.optim.steps or bool(step and interval and step % interval == 0)
+
+
+def _evaluate(parts: Parts, process: RankProcess) -> float | None:
+    """Measure the validation loss and write it; None if any rank was asked to stop before."""
+    process.heartbeat.beat(parts.state.step, "evaluate")
+    try:
+        evaluation = parts.evaluate()
+    except StopRequested:
+        parts.metrics.cut_off_evaluation()
+        return None
+    parts.metrics.write_evaluation(parts.state.step, evaluation)
+    return evaluation["loss"]
+
+
+def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
+    """Evaluate the step on disk, unless its evaluation was finished before; False if asked to
+    stop."""
+    step = parts.state.step
+    if not _evaluates_after(parts.config, step) or parts.metrics.has_evaluation(step):
+        return True
+    if (loss := _evaluate(parts, process)) is None:
+        return False
+    parts.metrics.wait_until_written()
+    parts.checkpointer.note_validation_loss(step, loss)
+    return True
+
+
+def _save(
+    parts: Parts, process: RankProcess, ending: Ending | None, validation_loss: float | None = None
+) -> None:
+    """Start a checkpoint of this step; if the loop ends, wait until it is published."""
+    process.heartbeat.beat(parts.state.step, "save")
+    with parts.metrics.saving():
+        # Not before its metrics are on disk: a run resumed from it would lack them.
+        suspected_since = parts.spike_monitor.suspected_since
+        what = (parts.engine, parts.state, validation_loss, parts.metrics.unwritten)
+        save = partial(parts.checkpointer.save, *what, suspected_since)
+        save() if ending is None else parts.checkpointer.until_published(save)

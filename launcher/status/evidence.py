@@ -50,7 +50,14 @@ class Evidence:
     def time_spent(self, is_running: bool) -> TimeSpent | None:
         """What the run's time went into; None before the first step."""
         end = self._clock if is_running else self.last_seen
-        return time_spent(self.metrics, self.ledger, end)
+        return time_spent(self.metrics, self.ledger, end, self._seconds_evaluating(end))
+
+    def _seconds_evaluating(self, end: float) -> float:
+        """How long an evaluation is in progress, or was when the run was last seen."""
+        latest = max(self.heartbeats, key=lambda each: each.time, default=None)
+        if latest is None or latest.phase != "evaluate":
+            return 0.0
+        return max(0.0, end - latest.time)
 
     @property
     def _clock(self) -> float:

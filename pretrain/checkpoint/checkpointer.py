@@ -7,6 +7,7 @@ There is no pickle.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import CheckpointError
+from data_pipeline.errors import CheckpointError, UserError
+from data_pipeline.files import write_text
 from data_pipeline.lanes.lane_stream import LaneCursor
 from data_pipeline.patience import ANY_REMEDY, Outage, Patience
 from pretrain.checkpoint import directory as files
@@ -126,6 +128,18 @@ class Checkpointer:
         )
         self._save.start()
         return self._run.checkpoint.asynchronous or self.finish()
+
+    def note_validation_loss(self, step: int, loss: float) -> None:
+        """Add the loss to the published checkpoint of `step`, and remove what is not kept then.
+
+        Not if storage does not take it: then no checkpoint is kept for its sake.
+        """
+        if self._world.is_main:
+            with contextlib.suppress(OSError, UserError):
+                self._may_write()
+                noted = files.step_directory(self._root, step) / files.VALIDATION_LOSS
+                write_text(noted, f"{loss!r}\n")
+                self._prune(None)
 
     def until_published(self, save: Callable[[], bool]) -> None:
         """Return when what `save` saves is published, however often it takes."""
@@ -245,21 +259,18 @@ class Checkpointer:
             "config": to_tree(self._run),
         }
         final = files.step_directory(self._root, state.step)
-        kept = self._run.checkpoint
 
         def publish(while_waiting: Callable[[], None]) -> None:
             num_ranks = self._world.world_size
             marker.publish(partial, final, index, num_ranks, while_waiting, self._may_write)
-            files.prune(
-                self._root,
-                marker.steps_that_count(self._root),
-                kept.keep_last,
-                kept.keep_every,
-                kept.keep_best,
-                suspected_since,
-            )
+            self._prune(suspected_since)
 
         return publish
+
+    def _prune(self, suspected_since: int | None) -> None:
+        kept, valid = self._run.checkpoint, marker.steps_that_count(self._root)
+        numbers = (kept.keep_last, kept.keep_every, kept.keep_best)
+        files.prune(self._root, valid, *numbers, suspected_since)
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)

@@ -7,6 +7,7 @@ RUN/checkpoints/step-00000100/
     index.json                 all rank-*.json merged, and the run's id, step and settings
     COMPLETE                   the marker: SHA-256 of index.json (`marker.py`)
     REFUSED                    only if a start could not resume from it: the reason
+    VALIDATION_LOSS            only if it was saved before its evaluation ended: the loss
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 MARKER = "COMPLETE"
 INDEX = "index.json"
 REFUSED = "REFUSED"
+VALIDATION_LOSS = "VALIDATION_LOSS"
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 
@@ -107,8 +109,10 @@ def best_steps(root: Path, valid: Sequence[int], count: int) -> list[int]:
 
 
 def validation_loss(directory: Path) -> float | None:
-    """Return the validation loss in the index, without verifying it; None if there is none."""
+    """Return the checkpoint's validation loss, without verifying it; None if there is none."""
     try:
+        if (noted := directory / VALIDATION_LOSS).exists():
+            return float(noted.read_text())
         loss = read_json(directory / INDEX)["validation_loss"]
         return float(loss) if isinstance(loss, (int, float)) else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -89,11 +89,13 @@ def evaluate(
     num_lanes: int,
     max_tokens: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Score a split, or about its first `max_tokens` tokens, on all ranks together.
 
-    `advance` is called with the number of tokens of each batch. Bytes and characters are those of
-    the manifest if the whole split is scored, else those of the scored tokens.
+    `advance` is called with the number of tokens of each batch. `before_batch` is called by every
+    rank before each batch, of which all have equally many, and may raise. Bytes and characters are
+    those of the manifest if the whole split is scored, else those of the scored tokens.
     """
     world = scorer.world
     num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens)
@@ -112,6 +114,7 @@ def evaluate(
     own = slice(lanes.start, lanes.stop)
     memory: Memory | None = None
     for batch in stream:
+        before_batch()
         nll_BL, memory = scorer.evaluate(batch, memory, remembered)
         if not lanes:
             continue
@@ -147,7 +150,9 @@ def evaluate(
     )
 
 
-def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str, float]]:
+def training_evaluator(
+    run: RunConfig, engine: Engine, before_batch: Callable[[], None] = lambda: None
+) -> Callable[[], dict[str, float]]:
     """Return a function that measures the validation loss with the training memory and without."""
     corpus = Corpus.open(run.data.directory() / "validation")
 
@@ -159,6 +164,7 @@ def training_evaluator(run: RunConfig, engine: Engine) -> Callable[[], dict[str,
             segment_length=run.data.segment_length,
             num_lanes=run.evaluation.lanes,
             max_tokens=run.evaluation.max_tokens,
+            before_batch=before_batch,
         )
 
     def values() -> dict[str, float]:

@@ -35,10 +35,16 @@ from torch import Tensor
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.patience import outlast
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import flops_of_step
 from pretrain.costs.throughput import memory_in_use_gib
-from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.distributed.world import (
+    World,
+    broadcast_value,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.lane_meter import LaneMeter
 from pretrain.metrics.peak import peak_of_run
@@ -47,6 +53,7 @@ from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.losses import train_loss
+from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
@@ -101,6 +108,7 @@ class MetricsRecorder:
         self._peak = peak_of_run(run_dir, world, run.engine.number_format)
         self._standstill_clock = StandstillClock()
         self._stalls = StallMeter()
+        self.cut_off_seconds = 0.0  # of evaluations that were not finished
         if world.is_main:
             self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
@@ -177,6 +185,17 @@ class MetricsRecorder:
             self._files.append([{"kind": "evaluation", "step": step, "seconds": seconds, **values}])
             logger.info(evaluation_line(step, values))
 
+    def cut_off_evaluation(self) -> None:
+        """Count the time since the last step as that of an evaluation that was not finished."""
+        start = self._idle_since
+        self._pause_since(start)
+        self.cut_off_seconds += self._idle_since - start
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether an evaluation after `step` is on disk. A collective."""
+        found = self._files is not None and has_evaluation(self._run_dir.metrics, step)
+        return broadcast_value(found, bool)
+
     @property
     def save_seconds(self) -> float:
         """Seconds in which the loop waited for saves since the last interval was written."""
@@ -185,6 +204,15 @@ class MetricsRecorder:
     def unwritten(self) -> str:
         """Why metrics until now are not on disk, after trying once more; '' if they are."""
         return self._files.write() if self._files is not None else ""
+
+    def wait_until_written(self) -> None:
+        """Return when all lines are on disk; StorageError, on every rank, if patience ends before.
+
+        A collective.
+        """
+        with raise_on_all_ranks():
+            if self._files is not None:
+                outlast(self._run_dir.patience, self._files.require_written)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -64,6 +64,11 @@ class MetricsFiles:
         """Write what is left in memory; returns why that failed, or ''."""
         return next(filter(None, [file.write(self._may_write) for file in self._files]), "")
 
+    def require_written(self) -> None:
+        """Raise OSError if anything is left in memory after trying once more."""
+        if problem := self.write():
+            raise OSError(problem)
+
 
 class _Buffered:
     """A file to append to, and what could not be appended yet."""

@@ -9,6 +9,8 @@ It is KIND@STEP or KIND:NUMBER@STEP:
                   stay finite
     oom:2@7       from step 7 on, run out of memory in forward passes of more than 2 lanes
     slow:0.5@7    from step 7 on, take 0.5 seconds longer for each forward pass
+    sigterm-in-evaluation@7, sigkill-in-evaluation@7
+                  send the process this signal in the evaluation after step 7, after two batches
 
 All but the first affect the last rank only.
 """
@@ -31,7 +33,12 @@ if TYPE_CHECKING:
     from pretrain.engines.engine import Engine, Memory
 
 VARIABLE = "PRETRAIN_FAULT"
-FORM = re.compile(r"(sigkill|nan|inf|oom|slow)(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
+IN_EVALUATION = {
+    "sigterm-in-evaluation": signal.SIGTERM,
+    "sigkill-in-evaluation": signal.SIGKILL,
+}
+KINDS = ("sigkill", "nan", "inf", "oom", "slow", *IN_EVALUATION)
+FORM = re.compile(rf"({'|'.join(KINDS)})(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class _FaultyEngine:
     def __init__(self, engine: Engine, fault: Fault) -> None:
         self._engine = engine
         self._fault = fault
+        self._steps = self._batches = 0  # made; of the evaluation after the step of the fault
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -69,6 +77,7 @@ class _FaultyEngine:
         import torch
 
         fault, number = self._fault, step + 1
+        self._steps = number
         if fault.kind == "oom" and number >= fault.step and len(slot.lanes) > fault.number:
             raise torch.OutOfMemoryError(f"injected: {len(slot.lanes)} lanes in step {number}")
         handle = self._engine.module.get_submodule("embedding").register_forward_hook(
@@ -78,6 +87,15 @@ class _FaultyEngine:
             return self._engine.forward_backward(slot, memory, step)
         finally:
             handle.remove()
+
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
+        if self._steps == self._fault.step and self._fault.kind in IN_EVALUATION:
+            self._batches += 1
+            if self._batches == 3:
+                os.kill(os.getpid(), IN_EVALUATION[self._fault.kind])
+        return self._engine.evaluate(batch, memory, memory_length)
 
     def _affect(self, hidden_BLD: Tensor, number: int) -> Tensor:
         fault = self._fault
@@ -99,8 +117,8 @@ def fault_from_environment() -> Fault:
     match = FORM.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{VARIABLE}={text!r}: expected KIND@STEP or KIND:NUMBER@STEP with KIND sigkill, nan, "
-            "inf, oom or slow and STEP of 1 or more"
+            f"{VARIABLE}={text!r}: expected KIND@STEP or KIND:NUMBER@STEP with KIND of "
+            f"{', '.join(KINDS)} and STEP of 1 or more"
         )
     kind, number, step = match.groups()
     return Fault(step=int(step), kind=kind, number=float(number or 0.0))

@@ -1,4 +1,5 @@
-"""Stop requests: a signal to any rank becomes one decision of all ranks at a step's end."""
+"""Stop requests: a signal to any rank becomes one decision of all ranks, at a step's end or between
+two batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from pretrain.distributed.world import any_rank, on_any_rank
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class StopRequested(Exception):
+    """Raised on every rank by `StopRequest.raise_if_requested`."""
 
 
 class StopRequest:
@@ -32,6 +37,11 @@ class StopRequest:
     def requested_and(self, *flags: bool) -> list[bool]:
         """Whether any rank was asked to stop, and which flags any passed: in one exchange."""
         return on_any_rank([self._requested, *flags])
+
+    def raise_if_requested(self) -> None:
+        """Raise StopRequested, on every rank, if any was asked to stop. A collective."""
+        if self.requested_on_any_rank():
+            raise StopRequested
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""

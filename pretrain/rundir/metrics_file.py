@@ -132,6 +132,16 @@ def latest_evaluation(path: Path) -> dict[str, Any] | None:
     return None
 
 
+def has_evaluation(path: Path, step: int) -> bool:
+    """Whether an evaluation after `step`, one of the latest, is in the file."""
+    for line in latest_measurements(path):
+        if line["step"] < step:
+            return False
+        if line["kind"] == "evaluation" and line["step"] == step:
+            return True
+    return False
+
+
 def read_measurements(path: Path) -> list[dict[str, Any]]:
     """All measurements, oldest first."""
     return list(measurements_of(path))

@@ -18,7 +18,7 @@ class TimeSpent:
 
     training: float  # steps that count, without what follows
     waiting_for_data: float
-    evaluation: float
+    evaluation: float  # also one in progress, or that a stop request ended
     saving: float  # waiting for saves; most of a save is written while training continues
     stalls: float  # steps that took far longer than usual
     restarts: float  # all else: starts, waiting after failures, steps made again
@@ -42,19 +42,26 @@ class TimeSpent:
         )
 
 
-def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> TimeSpent | None:
-    """Return what the time until `end` went into; None before a first interval of steps."""
+def time_spent(
+    metrics: MetricsSummary, ledger: Sequence[Event], end: float, evaluating: float = 0.0
+) -> TimeSpent | None:
+    """Return what the time until `end` went into; None before a first interval of steps.
+
+    For so many seconds the run has been `evaluating` since its last measurement.
+    """
     elapsed = elapsed_seconds(ledger, end)
     if elapsed <= 0 or not metrics.seconds:
         return None
     saving = metrics.save_seconds + sum(
         event.save_seconds for event in events_of(ledger, TrainingEnded)
     )
-    known = metrics.seconds + metrics.evaluation_seconds + saving + metrics.stall_seconds
+    evaluation = metrics.evaluation_seconds + evaluating
+    evaluation += sum(event.evaluation_seconds for event in events_of(ledger, TrainingEnded))
+    known = metrics.seconds + evaluation + saving + metrics.stall_seconds
     return TimeSpent(
         training=metrics.seconds - metrics.data_seconds,
         waiting_for_data=metrics.data_seconds,
-        evaluation=metrics.evaluation_seconds,
+        evaluation=evaluation,
         saving=saving,
         stalls=metrics.stall_seconds,
         restarts=max(0.0, elapsed - known),

@@ -92,6 +92,7 @@ class TrainingEnded(Event):
     segment_length: int = 0
     tokens_of_corpora: dict[str, int] = field(default_factory=dict)
     save_seconds: float = 0.0  # of waiting for saves since the last metrics
+    evaluation_seconds: float = 0.0  # of an evaluation that a stop request cut off
 
 
 class Stopped(TrainingEnded):

@@ -301,6 +301,18 @@ def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host()
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
 
 
+def test_an_evaluation_in_progress_or_ended_by_a_stop_request_is_no_restart():
+    metrics, began = MetricsSummary(seconds=30.0), replace(START, time=NOW - 50)
+    running = evidence(began, beats=[beat(20, phase="evaluate", since_written=0)], metrics=metrics)
+    spent = running.time_spent(True)
+    assert spent is not None
+    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
+    stop = replace(STOP, time=NOW, evaluation_seconds=20.0)
+    spent = evidence(began, stop, metrics=metrics).time_spent(False)
+    assert spent is not None
+    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
+
+
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
     metrics = MetricsSummary(
         seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
