@@ -128,7 +128,6 @@ def result_of(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, Any]:
         "state": str(state.state),
         "step": state.step,
         **vars(state.results),
-        "tokens_per_second": state.tokens_per_second,
         **{
             f"evaluation_{key}": value
             for key, value in (state.evaluation or {}).items()

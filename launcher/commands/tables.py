@@ -20,6 +20,7 @@ from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.rundir.losses import TRAIN_LOSS
+from pretrain.rundir.speeds import RECENT_SPEED
 from pretrain.terminal.text import counted, number, si
 
 STYLES = {
@@ -43,7 +44,7 @@ VERDICT_STYLES = {
 WIDTH_OF_PIPES = 200
 LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
 FEW_NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
-NUMBERS = ("step", "%", TRAIN_LOSS, "tokens/s", "goodput", "left", "checkpoint", "tries")
+NUMBERS = ("step", "%", TRAIN_LOSS, RECENT_SPEED, "goodput", "left", "checkpoint", "tries")
 
 
 def console() -> Console:
@@ -93,7 +94,7 @@ def _cells(state: RunState) -> dict[str, str]:
     return {
         "step": f"{state.step:,}",
         "%": f"{state.fraction_done:.0%}",
-        "tokens/s": number(state.tokens_per_second, ",.0f"),
+        RECENT_SPEED: number(state.recent_tokens_per_second, ",.0f"),
         **state.results.cells,
         "left": _left(state),
         "saved": "-" if saved is None else f"{saved:,}",
@@ -169,10 +170,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
         *((name, value) for name, value in state.results.cells.items() if name != "goodput"),
-        (
-            "speed",
-            "-" if state.tokens_per_second is None else f"{state.tokens_per_second:,.0f} tokens/s",
-        ),
+        (RECENT_SPEED, number(state.recent_tokens_per_second, ",.0f")),
         ("time left", _left(state)),
         (
             "goodput",

@@ -45,7 +45,7 @@ class RunState:
     results: RunResults = field(default_factory=RunResults)
     evaluation: Mapping[str, Any] | None = None  # the latest one's line in metrics.jsonl
     time_spent: TimeSpent | None = None
-    tokens_per_second: float | None = None
+    recent_tokens_per_second: float | None = None  # `speeds`
     seconds_left: float | None = None
     checkpoint: int | None = None
     checkpoint_age: float | None = None
@@ -107,7 +107,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     evidence = gather(RunDir(path), config.optim.steps, is_beating)
     status = infer_status(evidence)
     is_running = status.state is State.RUNNING
-    speed, left = evidence.metrics.tokens_per_second, None
+    speed, left = evidence.metrics.recent_tokens_per_second, None
     if speed and is_running:
         left = tokens_of_steps(config, range(evidence.latest_step, config.optim.steps)) / speed
     began = last_of(evidence.ledger, TrainingBegan)
@@ -134,7 +134,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         ),
         evaluation=evidence.metrics.evaluation,
         time_spent=spent,
-        tokens_per_second=speed,
+        recent_tokens_per_second=speed,
         seconds_left=left,
         checkpoint=evidence.checkpoint,
         checkpoint_age=None if age is None else max(0.0, age),

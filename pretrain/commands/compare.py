@@ -14,8 +14,9 @@ from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_histories
 from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.speeds import SPEED
 from pretrain.scaling.which_runs import runs_of
-from pretrain.terminal.text import number, si, text_table
+from pretrain.terminal.text import si, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +74,7 @@ def render(
         section("Loss", panel_html(losses, 2.8, f"{caption}; dots are validation")),
         section("Numbers", table(heads, rows, "named")),
         section("Different settings", settings),
-        section("Speed", panel_html(speeds, 2.2, "Tokens per second of every run")),
+        section("Speed", panel_html(speeds, 2.2, f"{SPEED} of every interval of each run")),
     ]
     lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
     return page(
@@ -92,7 +93,6 @@ def _numbers(history: History) -> dict[str, str]:
         "step": f"{history.step:,}",
         "tokens": si(history.tokens).strip(),
         **history.results.cells,
-        "tokens/s": number(history.tokens_per_second, ",.0f"),
     }
 
 

@@ -20,6 +20,7 @@ from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.speeds import RUN_SPEED
 from pretrain.rundir.training_events import GaveUp
 from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import counted, number, si
@@ -129,9 +130,8 @@ def _cards(history: History) -> list[Card]:
     if results.memory_gain is not None:
         words = f"{MEMORY_GAIN}: how much higher the {VALIDATION_LOSS} is without memory"
         cards.append(Card(f"{results.memory_gain:+.4f}", words))
-    speed = (
-        f"at {history.tokens_per_second:,.0f} per second" if history.tokens_per_second else "so far"
-    )
+    speed = results.run_tokens_per_second
+    speed = "so far" if speed is None else f"at {speed:,.0f} {RUN_SPEED}"
     cards.append(Card(si(history.tokens).strip(), f"tokens read, {speed}"))
     if (spent := history.time_spent) is not None:
         words = f"goodput: of {duration(spent.total)}, in productive steps"

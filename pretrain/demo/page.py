@@ -15,6 +15,8 @@ from pretrain.reporting.charts import PAGE, SMALL, canvas, chart_html, legend
 from pretrain.reporting.html import Card, paragraph, section, table, text
 from pretrain.reporting.run_history import History, read_history
 from pretrain.rundir.losses import STEP_LOSS, VALIDATION_LOSS
+from pretrain.rundir.speeds import RUN_SPEED
+from pretrain.terminal.text import number
 
 
 def render(demo: Demo) -> str:
@@ -43,8 +45,7 @@ def render(demo: Demo) -> str:
 def _cards(demo: Demo, history: History) -> list[Card]:
     memory = demo.results["memory"]
     without, with_memory = memory["rows"][:2]
-    names = ("tokens_per_second", "mfu", "data_wait")
-    speed, mfu, wait = (median_of(history, name) for name in names)
+    mfu, wait = (median_of(history, name) for name in ("mfu", "data_wait"))
     identical = Card(
         f"{demo.steps} of {demo.steps}",
         "losses are bitwise equal to those of an uninterrupted run, after SIGKILL and resume; "
@@ -61,8 +62,8 @@ def _cards(demo: Demo, history: History) -> list[Card]:
             "good" if memory["gain"] > 0 else "bad",
         ),
         Card(
-            f"{speed:,.0f}",
-            f"tokens per second on {RANKS} ranks with DeepSpeed ZeRO-{demo.run.engine.zero_stage}, "
+            number(history.results.run_tokens_per_second, ",.0f"),
+            f"{RUN_SPEED} on {RANKS} ranks with DeepSpeed ZeRO-{demo.run.engine.zero_stage}, "
             f"{mfu:.0%} of the measured matrix-product peak, data wait {wait:.1%}",
         ),
     ]

@@ -31,6 +31,7 @@ from pretrain.demo import texts
 from pretrain.reporting.run_history import History, read_history
 from pretrain.rundir.losses import TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.speeds import RUN_SPEED, SCORED_SPEED
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.text import counted, number, text_table
 
@@ -196,7 +197,7 @@ def evaluate_memory(demo: Demo) -> Result:
 def memory_table(rows: list[Result]) -> list[tuple[str, ...]]:
     """Return a table of evaluations, heads first."""
     return [
-        ("memory", VALIDATION_LOSS, "perplexity", "bits/byte", "tokens/s"),
+        ("memory", VALIDATION_LOSS, "perplexity", "bits/byte", SCORED_SPEED),
         *(
             (
                 f"{row['memory_length']:,}",
@@ -250,10 +251,10 @@ def losses_in_words(history: History) -> str:
 
 def _speed(run_dir: RunDir) -> str:
     history = read_history(run_dir.path)
-    names = ("tokens_per_second", "mfu", "used_memory_gib")
-    speed, mfu, memory = (median_of(history, name) for name in names)
+    mfu, memory = (median_of(history, name) for name in ("mfu", "used_memory_gib"))
+    speed = number(history.results.run_tokens_per_second, ",.0f")
     losses = losses_in_words(history)
-    return f"{losses}, {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
+    return f"{losses}, {speed} {RUN_SPEED}, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
 
 
 def _call(program: str, *arguments: object) -> str:

@@ -28,6 +28,7 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory, batch_tensors
 from pretrain.model.cached import Stream, new_stream
+from pretrain.rundir.speeds import SCORED_SPEED
 from pretrain.terminal.train_lines import perplexity
 from pretrain.weights.trained_model import TrainedModel
 
@@ -189,4 +190,4 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
         )
         for result in results
     ]
-    return [("memory", "loss", "perplexity", "bits/byte", "bits/character", "tokens/s"), *rows]
+    return [("memory", "loss", "perplexity", "bits/byte", "bits/character", SCORED_SPEED), *rows]

@@ -11,11 +11,13 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, to_tree
 from data_pipeline.errors import ConfigError
+from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import skipped_windows
 from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS, memory_gain
 from pretrain.rundir.metrics_summary import MetricsSummary
+from pretrain.rundir.speeds import RUN_SPEED, run_speed
 from pretrain.rundir.training_events import Event
 from pretrain.terminal.text import number, si
 
@@ -30,6 +32,7 @@ class RunResults:
     memory_gain: float | None = None
     parameters: int | None = None
     flops: float | None = None  # of the steps that it has made
+    run_tokens_per_second: float | None = None  # `speeds`
     goodput: float | None = None
     skipped_windows: int = 0  # of data, that rewinds after loss spikes skip
 
@@ -43,6 +46,7 @@ class RunResults:
             MEMORY_GAIN: number(self.memory_gain, "+.4f"),
             "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
             "FLOPs": number(self.flops, ".3g"),
+            RUN_SPEED: number(self.run_tokens_per_second, ",.0f"),
             "goodput": number(self.goodput, ".0%"),
             "skipped windows": str(self.skipped_windows),
         }
@@ -67,6 +71,9 @@ def results_of(
         memory_gain=memory_gain(evaluation),
         parameters=None if cost is None else cost.parameters,
         flops=None if cost is None else cost.flops,
+        run_tokens_per_second=run_speed(
+            tokens_of_steps(config, range(metrics.step)), metrics.seconds
+        ),
         goodput=goodput,
         skipped_windows=len(skipped_windows(ledger)),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,11 +99,6 @@ class History:
     @property
     def tokens(self) -> int:
         return self.train[-1]["tokens"]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        speeds = [line["tokens_per_second"] for line in self.train if "tokens_per_second" in line]
-        return statistics.median(speeds) if speeds else None
 
     @property
     def unsaved(self) -> str:

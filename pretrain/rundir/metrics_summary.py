@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,8 +14,7 @@ from pretrain.rundir.metrics_file import (
     latest_evaluation,
     latest_measurements,
 )
-
-RECENT_INTERVALS = 5  # the speed is their median
+from pretrain.rundir.speeds import RECENT_INTERVALS, recent_speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class MetricsSummary:
     step: int = 0
     train_loss: float | None = None
     evaluation: Mapping[str, Any] | None = None  # the line of the latest one
-    tokens_per_second: float | None = None
+    recent_tokens_per_second: float | None = None  # `speeds`
     seconds: float = 0.0  # in steps that count, without stalls
     data_seconds: float = 0.0  # of those, the seconds in which ranks waited for data
     evaluation_seconds: float = 0.0
@@ -78,7 +76,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         step=step,
         train_loss=train_loss,
         evaluation=evaluation,
-        tokens_per_second=statistics.median(speeds) if speeds else None,
+        recent_tokens_per_second=recent_speed(tuple(speeds)),
         **vars(sums),
     )
 

@@ -18,6 +18,7 @@ from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import CPU_MFU, DEVICES
 from pretrain.costs.flops import cost_of, flops_of
+from pretrain.rundir.metrics_summary import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 # Settings that a context sweep varies, with those that follow from them.
@@ -52,7 +53,7 @@ class TrainedCell:
         return next((line[name] for line in reversed(lines) if line.get(name)), default)
 
     def _flops_per_second(self) -> float:
-        speed = self._last("tokens_per_second", 0.0)
+        speed = summarize_file(RunDir(self.directory).metrics).recent_tokens_per_second or 0.0
         assumed = CPU_MFU * DEVICES["cpu"].fp32
         return speed * cost_of(self.config).flops_per_token or assumed
 

@@ -3,8 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
+from pretrain.reporting.results import results_of
 from pretrain.rundir.metrics_file import latest_measurements
-from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
+from pretrain.rundir.metrics_summary import MetricsSummary, summarize, summarize_file
+from pretrain.rundir.speeds import recent_speed, run_speed
 from tests.helpers.metrics import train_line
 
 
@@ -27,7 +32,7 @@ def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_ste
         step=7,
         train_loss=5.5,
         evaluation=evaluation,
-        tokens_per_second=200.0,
+        recent_tokens_per_second=200.0,
         seconds=8.0,
         data_seconds=0.5,
         evaluation_seconds=1.5,
@@ -67,3 +72,18 @@ def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
     assert len(json.dumps(lines[0])) > 200_000
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["step"] for line in latest_measurements(path)] == [3, 2, 1]
+
+
+def test_the_speed_of_a_run_counts_every_step_and_the_recent_one_five_intervals():
+    assert recent_speed([1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0]) == 4.0
+    assert recent_speed([]) is None
+    assert run_speed(600, 3.0) == 200.0
+    assert (run_speed(0, 3.0), run_speed(600, 0.0)) == (None, None)
+    lines = [
+        train_line(2, tokens_per_second=64.0, seconds=1.0),
+        {"kind": "evaluation", "step": 2, "loss": 1.0, "seconds": 50.0},
+        train_line(6, tokens_per_second=1e3, seconds=5.0, save_stall=9.0, stall=9.0),
+    ]
+    config = RunConfig(model=ModelConfig(vocab_size=50), data=DataConfig(lanes=2, segment_length=8))
+    found = results_of(config, summarize(lines), [], None)
+    assert found.run_tokens_per_second == 6 * 2 * 8 / 6.0
