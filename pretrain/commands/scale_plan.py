@@ -23,6 +23,7 @@ from pretrain.scaling.plan import (
     plan_runs,
     write_plan,
 )
+from pretrain.scaling.recipe import Rule, replaced_settings
 from pretrain.terminal.text import counted, text_table
 
 PFLOPS_DAY = 86400e15
@@ -75,11 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
     unchecked = check_tokens(base, runs)
     print(text_table(_table(runs)))
     totals = _totals(runs, arguments.speed)
-    print("\n".join([totals, *unchecked]))
+    print("\n".join([totals, _replaced(known, arguments.rule), *unchecked]))
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
     notes = [f"centered on {around}, {sizes}", f"rule {arguments.rule}", totals]
     write_plan(arguments, name, base, runs, notes)
     return 0
+
+
+def _replaced(base: RunConfig, rule: Rule) -> str:
+    """What every run has in place of the base's settings, besides its size and steps."""
+    changes = [replaced_settings(base), "no evaluation before the end"]
+    if rule == "step-law":
+        changes.append("learning rate and lanes of the Step Law; --rule base keeps those")
+    return ", ".join(changes)
 
 
 def _center(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:

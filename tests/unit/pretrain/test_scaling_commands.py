@@ -86,6 +86,10 @@ def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
         r"total: 10 runs, 5\.\d+e\+15 FLOPs .* 1\.5\d hours at 1e\+12 FLOPs per second", said
     )
     assert "note: no corpus at absent" in said
+    assert re.search(
+        r"^every run: optim\.schedule\.warmup_steps is 5% of its steps .*, ", said, re.M
+    )
+    assert "learning rate and lanes of the Step Law; --rule base keeps those\n" in said
     assert re.search(r"c1e15-d\d+-l\d+ .* [+-]0\.\d\d%", said)
 
 
