@@ -62,15 +62,19 @@ def test_nothing_is_warned_of_where_all_is_as_usual(tmp_path):
     assert warned(tmp_path, norms=[0.1, 0.2, 0.3]) == []
 
 
-def test_clipping_of_most_updates_is_warned_of_with_a_limit_that_would_not(tmp_path, capsys):
-    (found,) = warned(tmp_path, norms=[0.5, 0.9])
+def test_a_limit_far_below_most_norms_is_warned_of_with_one_that_would_not_be(tmp_path, capsys):
+    (found,) = warned(tmp_path, norms=[3.0, 4.0])
     assert found.startswith(
         "300 of 300 updates after the warm-up were clipped: optim.clip_norm=0.25 sets the size"
     )
-    assert "Their median norm is 0.5; a limit of 0.5 would clip one in ten" in found
+    assert "Their median norm is 3; a limit of 3 would clip one in ten" in found
     assert main(["report", str(tmp_path / "run")]) == 0
     assert f"warning: {found}" in capsys.readouterr().out
     assert found in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_papers_limit_is_not_warned_of_where_it_clips_every_update_as_usual(tmp_path):
+    assert warned(tmp_path, norms=[0.5, 2.4]) == []
 
 
 def test_skipped_steps_and_a_run_without_a_limit_are_not_clipped(tmp_path):
