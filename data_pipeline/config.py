@@ -23,7 +23,8 @@ from data_pipeline.setting_fields import (
     setting,
 )
 
-SourceKind = Literal["text", "jsonl", "tar", "parquet"]
+SourceKind = Literal["text", "jsonl", "tar", "parquet", "arrow", "mds", "megatron", "array"]
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
 ShardFormat = Literal["mds", "webdataset"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
 # Of the others, a file is given. `sentencepiece` is any model that was not trained here.
@@ -96,6 +97,12 @@ class CorpusConfig:
     """Read only files with these endings before .gz or .zst; []: all files."""
     text_field: str = "text"
     """JSON field, Parquet column, or extension of a tar member besides txt with the text."""
+    tokens_field: str = ""
+    """Column of a Parquet, Arrow or MDS file with the ids of tokens, instead of text; "": none."""
+    token_dtype: str = "uint16"
+    """Type of the numbers in an array without a header, or in bytes of an MDS file."""
+    tokens_separator: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
+    """Id that ends documents in arrays of tokens, and is left out; -1: none."""
     id_field: str = "id"
     """Field with a record's id; a record without it is named by its file and number."""
     max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8), unit="bytes")
@@ -121,6 +128,8 @@ class CorpusConfig:
         check_ranges("", self)
         if not self.input:
             raise ConfigError("input names no file or folder")
+        if self.token_dtype not in TOKEN_DTYPES:
+            raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,6 +146,20 @@ class Tokenizer:
             )
         return encoded
 
+    def checked(self, ids: np.ndarray, source: str) -> np.ndarray:
+        """Return ids that came as such; DataError if one is not of a text. `source` names them."""
+        if (largest := int(ids.max())) >= self.vocab_size:
+            raise DataError(
+                f"{source} has the id {largest}, the vocabulary {self.vocab_size:,} ids; give the "
+                "tokenizer of these tokens, or raise tokenizer.vocab_size"
+            )
+        if not self.end_text and (ids == self.end_id).any():
+            raise DataError(
+                f"{source} contains {self.end_id}, which ends documents; set tokens_separator to "
+                "it, or choose another end with tokenizer.end_token"
+            )
+        return ids.astype(self.dtype)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of some ids, without those outside the vocabulary.
 

@@ -251,13 +251,24 @@ def _encoded(
         before: list[_Job] = []
         pending = None
         for batch in _batches(jobs):
-            texts = [job.document.text for job in batch]
-            future = pool.submit(tokenizer.encode_many, texts, threads)
+            future = pool.submit(_ids_of, batch, tokenizer, threads)
             if pending is not None:
                 yield from zip(before, pending.result(), strict=True)
             before, pending = batch, future
         if pending is not None:
             yield from zip(before, pending.result(), strict=True)
+
+
+def _ids_of(batch: list[_Job], tokenizer: Tokenizer, threads: int) -> list[np.ndarray]:
+    """Return the ids of each document: of its text, or as they came, checked."""
+    documents = [job.document for job in batch]
+    encoded = iter(
+        tokenizer.encode_many([each.text for each in documents if each.tokens is None], threads)
+    )
+    return [
+        next(encoded) if each.tokens is None else tokenizer.checked(each.tokens, each.source)
+        for each in documents
+    ]
 
 
 def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
@@ -266,6 +277,8 @@ def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
     for job in jobs:
         batch.append(job)
         characters += len(job.document.text)
+        if job.document.tokens is not None:
+            characters += len(job.document.tokens)
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

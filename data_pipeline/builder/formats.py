@@ -26,6 +26,10 @@ KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "tar": (".tar",),
     "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "mds": (".mds", ".mds.zstd"),
+    "megatron": (),
+    "array": (),
     "text": (".txt", ".text", ".md", ".rst", ".tex"),
 }
 JSON_SUFFIX = ".json"  # JSON Lines if the first line is an object, else refused
@@ -34,23 +38,21 @@ COMPANIONS = frozenset(
     ("readme", "license", "licence", "copying", "notice", "citation")
     + ("dataset_info", "dataset_infos", "_success", "_metadata", "_common_metadata")
 )
+# Of `datasets` and MDS; of Megatron, beside each .bin file.
+COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json"))
+INDEX_SUFFIX = ".idx"
 CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"
-MDS_ADVICE = (
-    "part of an MDS data set",
-    "train on a corpus that `data-pipeline build` made with data.path=FOLDER, and write the "
-    "records of another MDS data set as JSON Lines",
+MDS_ADVICE = ("the index of an MDS data set", "give the folder with its shards")
+ARROW_ADVICE = ("an Arrow file", "rename it to .arrow, or set format=arrow")
+ARRAY_ADVICE = (
+    "an array of numbers by its name",
+    f"set format=array or format=megatron if it has tokens, or {CHOOSE}",
 )
-ARROW_ADVICE = (
-    "an Arrow file",
-    "write it as Parquet, such as by `datasets.load_from_disk(FOLDER).to_parquet('x.parquet')`",
-)
-ARRAY_ADVICE = ("an array of numbers by its name", f"build from the text instead, or {CHOOSE}")
 TABLE_ADVICE = ("a table", f"write it as Parquet or JSON Lines, or {CHOOSE}")
 PACKED_ADVICE = ("an archive", "unpack it, since only .gz and .zst are unpacked while reading")
 # What else names say: ends of names, what the file is, what to do.
 OTHER_SUFFIXES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
-    ((".mds", ".mds.zstd"), MDS_ADVICE),
-    ((".arrow", ".feather", ".ipc"), ARROW_ADVICE),
+    ((".feather", ".ipc"), ARROW_ADVICE),
     ((".bin", ".idx", ".npy", ".npz"), ARRAY_ADVICE),
     ((".csv", ".tsv"), TABLE_ADVICE),
     ((".zip", ".bz2", ".xz", ".lz4", ".7z", ".rar", ".zstd"), PACKED_ADVICE),
@@ -71,7 +73,7 @@ def stated_kind(config: CorpusConfig) -> SourceKind | None:
     match config.format:
         case "auto":
             return None
-        case "text" | "jsonl" | "tar" | "parquet":
+        case "text" | "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
             return config.format
         case _:
             assert_never(config.format)
@@ -87,7 +89,7 @@ def holds_many(kind: SourceKind) -> bool:
     match kind:
         case "text":
             return False
-        case "jsonl" | "tar" | "parquet":
+        case "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
             return True
         case _:
             assert_never(kind)
@@ -107,6 +109,8 @@ def holds_records(name: str) -> bool:
 
 def is_companion(name: str) -> bool:
     """Whether the name is one of COMPANIONS: README.md, LICENSE, dataset_info.json, ..."""
+    if PurePath(name).name.lower() in COMPANION_FILES or name.lower().endswith(INDEX_SUFFIX):
+        return True
     stem = PurePath(name).name.lower().partition(".")[0]
     kind = kind_by_name(name)
     return stem in COMPANIONS and (kind is None or not holds_many(kind))

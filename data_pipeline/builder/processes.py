@@ -108,7 +108,7 @@ def _list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report
     if path.exists():
         return
     hashes = {
-        hash_of(document.text)
+        hash_of(document.content)
         for _, source in sources_of_parts(list_all_sources(config), num_parts)[part - 1]
         for document in read_documents(source, config)
         if isinstance(document, Document)

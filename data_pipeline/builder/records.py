@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from data_pipeline.config import CorpusConfig
+import numpy as np
+
+from data_pipeline.builder.sources import SourceFile
+from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from data_pipeline.errors import DataError
 
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"
 HASH_BYTES = 16
+TOKEN_BYTES = 4
 RULE_COUNTS = ("duplicates", "split_documents", "crlf_documents", "cr_documents")
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
 
@@ -30,6 +34,12 @@ class Document:
     id: str
     text: str
     source: str  # file, or file:record
+    tokens: np.ndarray | None = field(default=None, compare=False)  # instead of the text
+
+    @property
+    def content(self) -> bytes:
+        """What makes it the copy of another."""
+        return self.text.encode() if self.tokens is None else self.tokens.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,22 @@ class Reject:
 
     source: str
     reason: str
+
+
+Tell = Callable[[], int]  # how many of a file's bytes were read
+Records = Iterator[Document | Reject]
+
+
+class InvalidRecords(Exception):
+    """A file is not what its kind says, or ends too early; the message says how."""
+
+
+def corrupted(source: SourceFile, reason: object) -> str:
+    """Return the message about a file that cannot be read to its end."""
+    return (
+        f"{source.path} is corrupted or truncated ({reason}); "
+        "fetch it again or remove it from the input"
+    )
 
 
 def longest_json(config: CorpusConfig) -> int:
@@ -91,6 +117,24 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         return too_long(source, config)
     name = document_id(record.get(config.id_field), name)
     return Document(name, _with_newlines(text, config), source)
+
+
+def document_of_tokens(
+    values: np.ndarray, name: str, source: str, config: CorpusConfig
+) -> Document | Reject:
+    """Make a document of ids, without the separator after them; `name` is its id."""
+    if not np.issubdtype(values.dtype, np.integer):
+        return Reject(source, f"found {values.dtype}, expected ids, which are integers")
+    if len(values) and values[-1] == config.tokens_separator:
+        values = values[:-1]
+    if not len(values):
+        return Reject(source, "empty")
+    if values.min() < 0 or values.max() >= LARGEST_VOCABULARY:
+        found = values.min() if values.min() < 0 else values.max()
+        return Reject(source, f"found the id {found}, expected 0 to {LARGEST_VOCABULARY - 1}")
+    if len(values) * TOKEN_BYTES > config.max_document_bytes:
+        return too_long(source, config)
+    return Document(name, "", source, values.astype(np.uint32))
 
 
 def _with_newlines(text: str, config: CorpusConfig) -> str:
@@ -158,7 +202,7 @@ class DocumentRules:
 
     def apply(self, document: Document) -> Iterator[Document]:
         """Yield nothing for a copy, else the document or its parts NAME#1, NAME#2, ..."""
-        if self._config.drop_duplicates and self._is_copy(document.text):
+        if self._config.drop_duplicates and self._is_copy(document.content):
             self.duplicates += 1
             return
         if "\r" in document.text:
@@ -173,16 +217,16 @@ class DocumentRules:
         for number, text in enumerate(split_text(document.text, limit), 1):
             yield replace(document, id=f"{document.id}#{number}", text=text)
 
-    def _is_copy(self, text: str) -> bool:
-        digest = hash_of(text)
+    def _is_copy(self, content: bytes) -> bool:
+        digest = hash_of(content)
         is_copy = digest in self._seen
         self._seen.add(digest)
         return is_copy
 
 
-def hash_of(text: str) -> bytes:
+def hash_of(content: bytes) -> bytes:
     """Return a hash by which equal texts are recognized."""
-    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
 def fraction_of(text: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from data_pipeline.builder.journal import BuildJournal, FinishedShard
@@ -47,8 +49,18 @@ class SplitWriter:
             self.flush()
         self._pending.append((document.id, tokens))
         self._bytes += size
-        self._text_bytes += len((document.text + self._tokenizer.end_text).encode())
-        self._characters += len(document.text + self._tokenizer.end_text)
+        if document.tokens is None:
+            text = document.text + self._tokenizer.end_text
+            self._text_bytes += len(text.encode())
+            self._characters += len(text)
+        else:
+            bytes_V, characters_V = self._text_sizes
+            self._text_bytes += int(bytes_V[tokens].sum())
+            self._characters += int(characters_V[tokens].sum())
+
+    @cached_property
+    def _text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._tokenizer.text_sizes()
 
     def flush(self) -> None:
         """Write the pending documents as a shard."""

@@ -8,12 +8,12 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.given_tokenizer import given_tokenizer
-from data_pipeline.builder.records import Document, fraction_of
+from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.splits import is_validation
 from data_pipeline.config import (
@@ -99,7 +99,7 @@ def training_texts(sources: list[SourceFile], config: CorpusConfig) -> Iterator[
     """Yield the text of every training document."""
     for source in sources:
         for document in read_documents(source, config):
-            if isinstance(document, Document) and not is_validation(document.id, config):
+            if _is_for_training(document, config):
                 yield document.text
 
 
@@ -115,13 +115,19 @@ def training_sample(sources: list[SourceFile], config: CorpusConfig) -> Iterator
     remaining = config.tokenizer.training_bytes
     for source in sources:
         for document in read_documents(source, config):
-            if not isinstance(document, Document) or is_validation(document.id, config):
+            if not _is_for_training(document, config):
                 continue
             for text in _sampled(document, rate):
                 remaining -= len(text.encode())
                 if remaining < 0:
                     return
                 yield text
+
+
+def _is_for_training(record: Document | Reject, config: CorpusConfig) -> TypeGuard[Document]:
+    if not isinstance(record, Document) or record.tokens is not None:
+        return False
+    return not is_validation(record.id, config)
 
 
 def _sampled(document: Document, rate: float) -> list[str]:
@@ -142,8 +148,8 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
         yield text
     if not has_any:
         raise DataError(
-            "the input has no usable text for the training split; "
-            "check input, text_field and format"
+            "the input has no usable text for the training split; check input, text_field and "
+            "format; for tokens, give their tokenizer or set tokenizer.kind=unknown"
         )
 
 

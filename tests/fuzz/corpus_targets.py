@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.fuzz.mutations import json_text
 from tests.fuzz.target import Target, command, parse_lines, write_lines
 from tests.helpers.corpora import config_of, make_text, some_texts
 from tests.helpers.stores import FileServer
+from tests.helpers.token_files import make_input
 from tests.helpers.tokenizer_files import END, byte_level_json, tiktoken_file
 
 CHECKED_TEXT = "The river carried a silver key."
@@ -160,6 +162,39 @@ def _seal_tokenizer(copy: Path) -> None:
         model = (copy / MODEL_NAME).read_bytes()
         found = fingerprint_of(str(tree.get("kind")), model, tree.get("options"))
         path.write_bytes(json_text({**tree, "fingerprint": found}))
+
+
+def token_targets(directory: Path) -> dict[str, Target]:
+    """Tokens and tables that a corpus is built of."""
+    settings = {
+        "megatron": {"format": "megatron"},
+        "numpy": {"format": "array"},
+        "arrow": {"tokens_field": "input_ids"},
+        "mds of bytes": {"tokens_field": "tokens", "token_dtype": "int64"},
+    }
+    targets = {}
+    for kind, changed in settings.items():
+        home = directory / "tokens" / kind
+        home.mkdir(parents=True)
+        make_input(kind, home)
+        patterns = {"megatron": "*.idx", "mds of bytes": "*.mds", "arrow": "*.arrow"}
+        (path,) = home.glob(patterns.get(kind, "*"))
+        read = partial(_build_of_tokens, **changed)
+        targets[f"tokens: {kind}"] = Target(home, path.name, read, None, is_protected=False)
+    return targets
+
+
+def _build_of_tokens(copy: Path, **settings: Any) -> object:
+    config = CorpusConfig(
+        input=(copy,),
+        output=copy.with_name("built"),
+        validation_fraction=0.0,
+        threads=1,
+        tokenizer=TokenizerConfig(kind="unknown", vocab_size=400, end_id=399),
+        **settings,
+    )
+    result = build_corpus(config)
+    return result.manifests["train"].tokens
 
 
 def text_targets(directory: Path) -> dict[str, Target]:

@@ -11,6 +11,7 @@ from tests.fuzz.corpus_targets import (
     corpus_targets,
     shard_targets,
     text_targets,
+    token_targets,
     tokenizer_targets,
 )
 from tests.fuzz.run_targets import export_targets, run_targets
@@ -42,5 +43,6 @@ class Workplace:
             **settings_targets(self.directory, experiment, corpus),
             **result_targets(self.directory),
             **text_targets(self.directory),
+            **token_targets(self.directory),
             **export_targets(export),
         }

@@ -33,6 +33,7 @@ HOMES = {
         "data_pipeline/vocabularies/sentencepiece_model.py",
         "data_pipeline/builder/train_tokenizer.py",
     ),
+    "pyarrow": ("data_pipeline/builder/tables.py",),
     "tokenizers": ("data_pipeline/vocabularies/huggingface.py",),
     "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),

@@ -65,9 +65,9 @@ def test_one_object_per_line_is_json_lines_whatever_the_case_of_the_name(tmp_pat
         ("x.json", b'[\n {"text": "a"}\n]', r"JSON without an object on its first line.*jq -c"),
         ("x.json", b'{\n "text": "a"\n}', r"JSON without an object on its first line.*jq -c"),
         ("part-00000", LINES, r"is JSON Lines by its first line.*rename it to \.jsonl"),
-        ("shard.00000.mds", b"text", r"part of an MDS data set.*data\.path=FOLDER"),
-        ("shard.00000.mds.zstd", b"text", r"part of an MDS data set"),
-        ("index.json", b'{"shards": [], "version": 2}', r"part of an MDS data set"),
+        ("shard.00000.mds", b"text", r"too short for a header"),
+        ("shard.00000.mds.zstd", b"text", r"corrupted or truncated"),
+        ("shard.00000.mds", b"\x01\0\0\0" + b"\xff" * 9, r"header expects 4294967295 bytes"),
         ("train.bin", np.arange(500, dtype=np.uint16).tobytes(), "an array of numbers"),
         ("train.tokens", np.arange(500, dtype=np.uint16).tobytes(), r"not text \(byte 0 is 0\)"),
         ("cafe", b"caf\xe9", r"not text \(invalid UTF-8 at byte 3\).*format=text"),
@@ -76,8 +76,8 @@ def test_one_object_per_line_is_json_lines_whatever_the_case_of_the_name(tmp_pat
         ("x.tgz", gzip.compress(b"", mtime=0), r"rename it to \.tar\.gz"),
         ("x", gzip.compress(b"text", mtime=0), r"compressed by gzip.*rename it to end in \.gz"),
         ("x.data", b"PAR1....PAR1", r"a Parquet file.*format=parquet"),
-        ("x.arrow", arrow_bytes(), r"an Arrow file.*to_parquet"),
-        ("x.dataset", arrow_bytes(), r"an Arrow file.*to_parquet"),
+        ("x.arrow", b"ARROW1 and no more", r"corrupted or truncated"),
+        ("x.dataset", arrow_bytes(), r"an Arrow file.*rename it to \.arrow"),
     ],
 )
 def test_a_file_that_is_not_text_is_refused_with_what_would_read_it(

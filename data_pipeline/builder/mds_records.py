@@ -1,0 +1,159 @@
+"""Records of MDS shards that others wrote, such as LLM Foundry: text, or arrays of tokens.
+
+Layout: data_pipeline/shards/mds.py. Only the columns that are asked for are read; one that holds
+pickled values is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.builder.records import (
+    Document,
+    InvalidRecords,
+    Records,
+    Reject,
+    document_id,
+    document_of_bytes,
+    document_of_tokens,
+)
+from data_pipeline.builder.sources import SourceFile
+from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
+from data_pipeline.files import named_errors, open_regular
+
+ZSTD_SUFFIX = ".zstd"
+BYTES_AT_ONCE = 1 << 20
+
+
+def read_mds(source: SourceFile, config: CorpusConfig) -> Records:
+    """Yield a document for each sample; InvalidRecords if headers and contents do not agree."""
+    with named_errors(source.path):
+        memory = _contents(source)
+    shard = _Shard(memory)
+    name = config.tokens_field or config.text_field
+    kind = shard.kind_of(name)
+    for number in range(len(shard)):
+        location = f"{source.name}:{number + 1}"
+        sample = shard.sample(number)
+        raw = sample[name]
+        own = sample.get(config.id_field, b"") if shard.has_text(config.id_field) else b""
+        yield _document(raw, kind, document_id(own, location), location, config)
+
+
+def _document(
+    raw: bytes, kind: str, name: str, location: str, config: CorpusConfig
+) -> Document | Reject:
+    if not config.tokens_field:
+        if kind != "str":
+            raise InvalidRecords(f"column {config.text_field!r} holds {kind}, expected str")
+        return document_of_bytes(raw, name, location, config)
+    return document_of_tokens(_tokens(raw, kind, config), name, location, config)
+
+
+def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
+    """Return the numbers of a column: bytes, or an array of a stated type."""
+    encoding, _, details = kind.partition(":")
+    dtype, _, shape = details.partition(":")
+    if encoding == "bytes":
+        dtype = config.token_dtype
+    elif encoding != "ndarray" or dtype not in TOKEN_DTYPES:
+        raise InvalidRecords(
+            f"column {config.tokens_field!r} holds {kind}, expected ndarray of integers or bytes"
+        )
+    elif not shape:  # it stands in front: number of dimensions and bytes of each, then these
+        dimensions, width = (raw[0] >> 2, 1 << (raw[0] & 3)) if raw else (0, 0)
+        raw = raw[1 + dimensions * width :]
+    if len(raw) % np.dtype(dtype).itemsize:
+        raise InvalidRecords(f"{len(raw)} bytes are no multiple of {dtype}; set token_dtype")
+    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
+
+
+def _contents(source: SourceFile) -> bytes | memoryview:
+    with open_regular(source.path) as file:
+        if not source.path.name.lower().endswith(ZSTD_SUFFIX):
+            if not source.size:
+                return b""
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return b"".join(_unpacked(file))
+
+
+def _unpacked(file) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
+    import zstandard
+
+    total = 0
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(file) as reader:
+            while block := reader.read(BYTES_AT_ONCE):
+                if (total := total + len(block)) > LARGEST_SHARD_BYTES:
+                    raise InvalidRecords(f"it unpacks to more than {LARGEST_SHARD_BYTES:,} bytes")
+                yield block
+    except zstandard.ZstdError as error:
+        raise InvalidRecords(str(error)) from None
+
+
+@dataclass
+class _Shard:
+    """The samples of a shard: column -> bytes."""
+
+    memory: bytes | memoryview
+
+    def __post_init__(self) -> None:
+        if len(self.memory) < 8:
+            raise InvalidRecords("it is too short for a header")
+        (self._count,) = struct.unpack_from("<I", self.memory)
+        table = 8 + 4 * self._count
+        if table > len(self.memory):
+            raise InvalidRecords(f"its header lists {self._count} samples")
+        self._offsets = np.frombuffer(self.memory, "<u4", self._count + 1, 4).astype(np.int64)
+        is_ordered = self._offsets[0] >= table and (np.diff(self._offsets) >= 0).all()
+        if not is_ordered or self._offsets[-1] != len(self.memory):
+            raise InvalidRecords(f"its header expects {self._offsets[-1]} bytes")
+        try:
+            head = json.loads(bytes(self.memory[table : int(self._offsets[0])]))
+            kinds = head["column_encodings"]
+            self._kinds = dict(zip(head["column_names"], map(str, kinds), strict=True))
+            sizes = [None if size is None else int(size) for size in head["column_sizes"]]
+            self._sizes = dict(zip(self._kinds, sizes, strict=True))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise InvalidRecords("its column description cannot be read") from None
+        if any(size is not None and size < 0 for size in self._sizes.values()):
+            raise InvalidRecords("its column description has a negative size")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def kind_of(self, name: str) -> str:
+        """Return how a column is encoded."""
+        if name not in self._kinds:
+            columns = ", ".join(map(str, self._kinds))
+            raise InvalidRecords(f"it has the columns {columns}, not {name!r}; name another field")
+        kind = self._kinds[name]
+        if kind.partition(":")[0] == "pkl":
+            raise InvalidRecords(f"column {name!r} holds pickled values, which are never read")
+        return kind
+
+    def has_text(self, name: str) -> bool:
+        return self._kinds.get(name) == "str"
+
+    def sample(self, number: int) -> dict[str, bytes]:
+        """Return the bytes of each column of a sample."""
+        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
+        variable = [name for name, size in self._sizes.items() if size is None]
+        head = start + 4 * len(variable)
+        if head > end:
+            raise InvalidRecords(f"sample {number} is too short")
+        found = struct.unpack_from(f"<{len(variable)}I", self.memory, start)
+        sizes = {**self._sizes, **dict(zip(variable, found, strict=True))}
+        if head + sum(size or 0 for size in sizes.values()) != end:
+            raise InvalidRecords(f"the sizes in the header of sample {number} do not add up")
+        values = {}
+        for name, size in sizes.items():
+            values[name] = bytes(self.memory[head : head + (size or 0)])
+            head += size or 0
+        return values

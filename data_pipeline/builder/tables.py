@@ -1,0 +1,181 @@
+"""Tables: Parquet, and Arrow files such as those of `datasets`; text or tokens by row.
+
+The only module that imports pyarrow, which nothing else needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.builder.records import (
+    Document,
+    Records,
+    Reject,
+    Tell,
+    corrupted,
+    document_id,
+    document_of_bytes,
+    document_of_tokens,
+)
+from data_pipeline.builder.sources import SourceFile
+from data_pipeline.config import CorpusConfig
+from data_pipeline.errors import DataError
+from data_pipeline.files import open_regular
+from data_pipeline.vocabularies.vocabulary import missing_library
+
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
+ARROW_FILE_MAGIC = b"ARROW1"  # else a stream, which `datasets` writes
+
+
+def read_parquet(
+    source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]
+) -> Records:
+    """Yield a document for each row of a Parquet file."""
+    _require_pyarrow(source)
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    try:
+        schema = pyarrow.parquet.read_metadata(source.path).schema
+        flat = [schema.column(number).path for number in range(len(schema))]
+        # One long text may stand for a thousand rows: it stays one while it is read.
+        shared = [name for name in (config.text_field, config.id_field) if name in flat]
+        with pyarrow.parquet.ParquetFile(source.path, read_dictionary=shared) as file:
+            num_rows = max(file.metadata.num_rows, 1)
+            follow(lambda: row * source.size // num_rows)
+            columns = _columns(file.schema_arrow.names, source, config)
+            for batch in file.iter_batches(_rows_at_once(file.metadata), columns=columns):
+                for record in _records_of(batch, row, source, config):
+                    row += 1
+                    yield record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(corrupted(source, str(error).splitlines()[0])) from None
+
+
+def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]) -> Records:
+    """Yield a document for each row of an Arrow file or stream."""
+    _require_pyarrow(source)
+    import pyarrow
+    import pyarrow.ipc
+
+    row = 0
+    try:
+        with open_regular(source.path) as file:
+            follow(file.tell)
+            is_file = file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
+            file.seek(0)
+            for batch in _batches(pyarrow.ipc, file, is_file):
+                chosen = batch.select(_columns(batch.schema.names, source, config))
+                for record in _records_of(chosen, row, source, config):
+                    row += 1
+                    yield record
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(corrupted(source, str(error).splitlines()[0])) from None
+
+
+def _batches(ipc: Any, file: Any, is_file: bool) -> Iterator[Any]:
+    if not is_file:
+        yield from ipc.open_stream(file)
+        return
+    reader = ipc.open_file(file)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def _require_pyarrow(source: SourceFile) -> None:
+    if find_spec("pyarrow") is None:
+        raise missing_library(str(source.path), "pyarrow", "parquet")
+
+
+def _records_of(
+    batch: Any, row: int, source: SourceFile, config: CorpusConfig
+) -> Iterator[Document | Reject]:
+    """Yield a document for each row of the batch, whose first has the number `row`."""
+    has_ids = config.id_field in batch.schema.names
+    ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
+    name = config.tokens_field or config.text_field
+    column = batch.column(name)
+    if config.tokens_field:
+        for number, value in enumerate(ids, row + 1):
+            location = f"{source.name}:{number}"
+            tokens = _tokens(column, number - row - 1, source, config)
+            yield (
+                Reject(location, f"field {name!r} is null")
+                if tokens is None
+                else document_of_tokens(tokens, document_id(value, location), location, config)
+            )
+        return
+    texts = _texts(column, source, config)
+    for number, (text, value) in enumerate(zip(texts, ids, strict=True), row + 1):
+        location = f"{source.name}:{number}"
+        if text is None:
+            yield Reject(location, f"field {name!r} is null")
+        else:
+            yield document_of_bytes(text, document_id(value, location), location, config)
+
+
+def _tokens(
+    column: Any, number: int, source: SourceFile, config: CorpusConfig
+) -> np.ndarray | None:
+    """Return the ids in a row of a column of lists; None if there is no list."""
+    import pyarrow
+
+    kind = column.type
+    is_list = (
+        pyarrow.types.is_list(kind)
+        or pyarrow.types.is_large_list(kind)
+        or pyarrow.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not pyarrow.types.is_integer(kind.value_type):
+        raise DataError(
+            f"column {config.tokens_field!r} of {source.path} holds {kind}, expected lists of "
+            "integers; set tokens_field"
+        )
+    values = column[number].values
+    return None if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """Return how many rows are read at a time: fewer where they are long."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(longest, 1)))
+
+
+def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list[str]:
+    wanted = config.tokens_field or config.text_field
+    if wanted not in names:
+        raise DataError(
+            f"{source.path} has the columns {', '.join(names)}, not {wanted!r}; set "
+            f"{'tokens_field' if config.tokens_field else 'text_field'}"
+        )
+    return [name for name in (wanted, config.id_field) if name in names]
+
+
+def _texts(column: Any, source: SourceFile, config: CorpusConfig) -> list[bytes | None]:
+    values = _values(column)
+    found = next((value for value in values if not isinstance(value, bytes | None)), None)
+    if found is not None:
+        raise DataError(
+            f"column {config.text_field!r} of {source.path} holds {type(found).__name__}, "
+            "expected text; set text_field"
+        )
+    return values
+
+
+def _values(column: Any) -> list[Any]:
+    """Return Python values of a column; text as bytes, because it may not be valid UTF-8."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        values = _values(column.dictionary)
+        return [None if index is None else values[index] for index in column.indices.to_pylist()]
+    if pyarrow.types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+    return (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
