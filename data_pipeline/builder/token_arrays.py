@@ -105,11 +105,14 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
         if path.suffix == ARRAY_SUFFIX:
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise InvalidRecords(str(error).partition(". ")[0]) from None
-            if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+            except OSError:
+                raise
+            except Exception as error:  # whatever the parser of its head raises
+                reason = " ".join(str(error).partition(". ")[0].split())
+                raise InvalidRecords(reason[:100]) from None
+            if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
                 raise InvalidRecords(f"it holds {array.ndim} dimensions of {array.dtype}")
-            return array.reshape(-1)
+            return array
         size = path.stat().st_size
         if size % dtype.itemsize:
             raise InvalidRecords(f"its {size:,} bytes are no multiple of {dtype}")

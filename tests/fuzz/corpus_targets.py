@@ -179,15 +179,16 @@ def token_targets(directory: Path) -> dict[str, Target]:
         make_input(kind, home)
         patterns = {"megatron": "*.idx", "mds of bytes": "*.mds", "arrow": "*.arrow"}
         (path,) = home.glob(patterns.get(kind, "*"))
-        read = partial(_build_of_tokens, **changed)
+        name = path.with_suffix(".bin").name if path.suffix == ".idx" else path.name
+        read = partial(_build_of_tokens, name, **changed)
         targets[f"tokens: {kind}"] = Target(home, path.name, read, None, is_protected=False)
     return targets
 
 
-def _build_of_tokens(copy: Path, **settings: Any) -> object:
+def _build_of_tokens(name: str, copy: Path, **settings: Any) -> object:
     config = CorpusConfig(
-        input=(copy,),
-        output=copy.with_name("built"),
+        input=(copy / name,),
+        output=copy / "out",
         validation_fraction=0.0,
         threads=1,
         tokenizer=TokenizerConfig(kind="unknown", vocab_size=400, end_id=399),
