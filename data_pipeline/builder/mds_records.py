@@ -28,6 +28,7 @@ from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.files import named_errors, open_regular
 
 ZSTD_SUFFIX = ".zstd"
+TEXT_COLUMN, BYTES_COLUMN, ARRAY_COLUMN = "str", "bytes", "ndarray"  # how MDS encodes them
 BYTES_AT_ONCE = 1 << 20
 
 
@@ -50,7 +51,7 @@ def _document(
     raw: bytes, kind: str, name: str, location: str, config: CorpusConfig
 ) -> Document | Reject:
     if not config.tokens_field:
-        if kind != "str":
+        if kind != TEXT_COLUMN:
             raise InvalidRecords(f"column {config.text_field!r} holds {kind}, expected str")
         return document_of_bytes(raw, name, location, config)
     return document_of_tokens(_tokens(raw, kind, config), name, location, config)
@@ -60,9 +61,9 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
     """Return the numbers of a column: bytes, or an array of a stated type."""
     encoding, _, details = kind.partition(":")
     dtype, _, shape = details.partition(":")
-    if encoding == "bytes":
+    if encoding == BYTES_COLUMN:
         dtype = config.token_dtype
-    elif encoding != "ndarray" or dtype not in TOKEN_DTYPES:
+    elif encoding != ARRAY_COLUMN or dtype not in TOKEN_DTYPES:
         raise InvalidRecords(
             f"column {config.tokens_field!r} holds {kind}, expected ndarray of integers or bytes"
         )
@@ -139,7 +140,7 @@ class _Shard:
         return kind
 
     def has_text(self, name: str) -> bool:
-        return self._kinds.get(name) == "str"
+        return self._kinds.get(name) == TEXT_COLUMN
 
     def sample(self, number: int) -> dict[str, bytes]:
         """Return the bytes of each column of a sample."""
