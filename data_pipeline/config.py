@@ -23,7 +23,19 @@ from data_pipeline.setting_fields import (
     setting,
 )
 
-SourceKind = Literal["text", "jsonl", "tar", "parquet", "arrow", "mds", "megatron", "array"]
+SourceKind = Literal[
+    "text",
+    "lines",
+    "wikitext",
+    "stream",
+    "jsonl",
+    "tar",
+    "parquet",
+    "arrow",
+    "mds",
+    "megatron",
+    "array",
+]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
 ShardFormat = Literal["mds", "webdataset"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
@@ -91,6 +103,10 @@ class CorpusConfig:
     """Files or folders of a separate validation split; then no fraction is used."""
     validation_fraction: float = setting(0.01, Range(0, 1, below=True))
     """Part of the documents for validation, chosen by a hash of their id; 0: none."""
+    validation_bytes: int = setting(0, Range(0, MOST), unit="bytes")
+    """Of each file of format `stream`: bytes for validation, before those for tests."""
+    test_bytes: int = setting(0, Range(0, MOST), unit="bytes")
+    """Of each file of format `stream`: bytes at its end that are left out, for tests."""
     format: Literal["auto", SourceKind] = "auto"
     """Format of the input; auto: by name or head; text: one document per file."""
     suffixes: tuple[str, ...] = ()
@@ -111,6 +127,8 @@ class CorpusConfig:
     """Unusable records after which the build stops."""
     normalize_newlines: bool = False
     """Make every \\r\\n and \\r of a text a \\n."""
+    drop_newlines: bool = False
+    """Leave out every \\n of a text, as the original does with enwik8."""
     drop_duplicates: bool = False
     """Keep only the first of documents with equal text."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import (
     BuildJournal,
@@ -31,6 +32,7 @@ from data_pipeline.builder.journal import (
     is_finished,
     read_counts,
 )
+from data_pipeline.builder.plain_text import with_held_out
 from data_pipeline.builder.records import (
     REJECTS_NAME,
     Document,
@@ -59,6 +61,7 @@ from data_pipeline.corpora.manifest import (
     Manifest,
     read_manifest,
 )
+from data_pipeline.errors import ConfigError
 from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
 from data_pipeline.tokenizer import Tokenizer
@@ -105,6 +108,10 @@ def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> Bu
 def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -> Sources:
     """Return every input file in its order, with its split, or "" if each document decides."""
     sources = [("", source) for source in list_sources(config.input, config, report)]
+    if holds_stretches(config):
+        return with_held_out(sources, config)
+    if config.validation_bytes or config.test_bytes:
+        raise ConfigError("validation_bytes and test_bytes need format=stream; leave them out")
     if config.validation_input:
         validation = list_sources(config.validation_input, config, report)
         sources += [("validation", source) for source in validation]

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from data_pipeline.builder.decompression import BLOCK_BYTES, CORRUPTION, decompressed
 from data_pipeline.builder.formats import kind_by_name, stated_kind
 from data_pipeline.builder.mds_records import read_mds
+from data_pipeline.builder.plain_text import read_articles, read_lines, read_stream
 from data_pipeline.builder.records import (
     Document,
     InvalidRecords,
@@ -60,6 +61,12 @@ def read_documents(
                 yield from _read_bytes(_read_text, source, config, follow)
             case "jsonl":
                 yield from _read_bytes(_read_jsonl, source, config, follow)
+            case "lines":
+                yield from _read_bytes(read_lines, source, config, follow)
+            case "wikitext":
+                yield from _read_bytes(read_articles, source, config, follow)
+            case "stream":
+                yield from _read_bytes(read_stream, source, config, follow)
             case "tar":
                 yield from _read_bytes(_read_tar, source, config, follow)
             case _:

@@ -28,6 +28,9 @@ KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "mds": (".mds", ".mds.zstd"),
+    "lines": (),
+    "wikitext": (),
+    "stream": (),
     "megatron": (),
     "array": (),
     "text": (".txt", ".text", ".md", ".rst", ".tex"),
@@ -75,6 +78,8 @@ def stated_kind(config: CorpusConfig) -> SourceKind | None:
             return None
         case "text" | "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
             return config.format
+        case "lines" | "wikitext" | "stream":
+            return config.format
         case _:
             assert_never(config.format)
 
@@ -91,6 +96,24 @@ def holds_many(kind: SourceKind) -> bool:
             return False
         case "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
             return True
+        case "lines" | "wikitext" | "stream":
+            return True
+        case _:
+            assert_never(kind)
+
+
+def holds_stretches(config: CorpusConfig) -> bool:
+    """Whether files are long streams, whose splits are their stretches."""
+    kind = stated_kind(config)
+    if kind is None:
+        return False
+    match kind:
+        case "stream":
+            return True
+        case "text" | "lines" | "wikitext" | "jsonl" | "tar" | "parquet" | "arrow" | "mds":
+            return False
+        case "megatron" | "array":
+            return False
         case _:
             assert_never(kind)
 

@@ -138,9 +138,9 @@ def document_of_tokens(
 
 
 def _with_newlines(text: str, config: CorpusConfig) -> str:
-    if not config.normalize_newlines or "\r" not in text:
-        return text
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    if config.normalize_newlines and "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.replace("\n", "") if config.drop_newlines else text
 
 
 def document_id(value: object, name: str) -> str:

@@ -39,6 +39,7 @@ class SourceFile:
     kind: SourceKind
     size: int
     modified: int  # nanoseconds
+    start: int = 0  # of the `size` bytes that are read, of a stream
 
 
 def list_sources(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.records import Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
@@ -16,11 +17,14 @@ Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" fo
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
     """Whether a document of `config.input` belongs to the validation split."""
-    return not config.validation_input and fraction_of(document_id) < config.validation_fraction
+    has_own = config.validation_input or config.validation_bytes
+    return not has_own and fraction_of(document_id) < config.validation_fraction
 
 
 def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
     """Return the splits that a build with these settings writes."""
+    if holds_stretches(config):
+        return SPLITS if config.validation_bytes else SPLITS[:1]
     return SPLITS if config.validation_input or config.validation_fraction else SPLITS[:1]
 
 

@@ -12,7 +12,9 @@ from typing import Literal, TypeGuard
 
 from data_pipeline.builder.decompression import is_compressed
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.builder.plain_text import whole
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.splits import is_validation
@@ -96,9 +98,10 @@ def unknown_options(settings: TokenizerConfig) -> dict[str, int]:
 
 
 def training_texts(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
-    """Yield the text of every training document."""
+    """Yield the text of every training document; of a stream, also what is held out."""
     for source in sources:
-        for document in read_documents(source, config):
+        all_of_it = whole(source) if holds_stretches(config) else source
+        for document in read_documents(all_of_it, config):
             if _is_for_training(document, config):
                 yield document.text
 

@@ -6,8 +6,12 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.config import TokenizerConfig
 from data_pipeline.config_loader import load_config
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.config.run import RunConfig
@@ -19,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     written = "file written by torch.save(model.state_dict(), ...)"
     add("state_dict", type=Path, metavar="STATE_DICT", help=written)
     add("--config", type=Path, required=True, metavar="YAML", help="experiment file of the weights")
+    vocabulary = "its words, one a line in the order of ids, or the files of another tokenizer"
+    add("--vocabulary", type=Path, metavar="FILE", help=vocabulary)
+    end = "token that ends documents (default: what the files say, <eos> of words)"
+    add("--end-token", default="", metavar="TOKEN", help=end)
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("settings", nargs="*", metavar="KEY=VALUE", help="config overrides")
 
@@ -30,10 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrain.weights.original import checked_loss, import_state, read_state
 
     refuse_existing(arguments.output)
-    config = with_known_vocabulary(load_config(RunConfig, arguments.config, arguments.settings))
-    module = import_state(read_state(arguments.state_dict), config.model)
-    loss = checked_loss(module)
-    write_export(arguments.output, module, config, 0, config.data.directory())
+    config = load_config(RunConfig, arguments.config, arguments.settings)
+    with TemporaryDirectory(prefix="xl-pretrain-import-") as name:
+        home = config.data.directory()
+        if arguments.vocabulary:
+            home = Path(name)
+            settings = TokenizerConfig(kind="words", end_token=arguments.end_token)
+            given_tokenizer(arguments.vocabulary, settings).save(home / TOKENIZER_DIRECTORY)
+        config = with_known_vocabulary(config, home)
+        module = import_state(read_state(arguments.state_dict), config.model)
+        loss = checked_loss(module)
+        write_export(arguments.output, module, config, 0, home)
     total = sum(parameter.numel() for parameter in module.parameters())
     print(
         f"{arguments.output}: {total:,} parameters; {loss:.3f} nats per token on random tokens "
@@ -42,24 +57,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def with_known_vocabulary(config: RunConfig) -> RunConfig:
-    """Set the vocabulary's size from the corpus' tokenizer, if there is one.
+def with_known_vocabulary(config: RunConfig, home: Path) -> RunConfig:
+    """Set the vocabulary's size from the tokenizer in `home`, if there is one.
 
     Raises ConfigError if the two sizes differ or if neither is known.
     """
-    tokenizer = config.data.directory() / "tokenizer"
+    tokenizer = home / TOKENIZER_DIRECTORY
     if not tokenizer.is_dir():
         if not config.model.vocab_size:
             raise ConfigError(
                 f"{tokenizer} does not exist and model.vocab_size is 0; set it, or set data.path "
-                "to a corpus whose tokenizer gives tokens the same ids as the weights"
+                "to a corpus whose tokenizer gives tokens the same ids as the weights, or give "
+                "--vocabulary"
             )
         return config
     vocab_size = Tokenizer.load(tokenizer).vocab_size
     if config.model.vocab_size not in (0, vocab_size):
         raise ConfigError(
-            f"{config.data.path} has a tokenizer of {vocab_size} tokens, model.vocab_size is "
-            f"{config.model.vocab_size}; use the corpus that the weights were trained on"
+            f"{tokenizer} has {vocab_size} tokens, model.vocab_size is "
+            f"{config.model.vocab_size}; use the tokenizer that the weights were trained with"
         )
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, model=model)

@@ -138,6 +138,29 @@ optim: {{steps: 1}}
     assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
 
 
+def test_the_originals_words_come_along_and_generate_writes_them(tmp_path: Path, capsys) -> None:
+    words = ["<eos>", *(f"w{number}" for number in range(39))]
+    (tmp_path / "words.txt").write_text("".join(f"{word} 7\n" for word in words))
+    _, state = original({"n_token": len(words)})
+    torch.save(state, tmp_path / "state.pt")
+    (tmp_path / "original.yaml").write_text(
+        """model: {num_layers: 2, d_model: 16, num_heads: 2, d_head: 8, d_inner: 24,
+  memory_length: 6}
+data: {path: absent, lanes: 4, segment_length: 8}
+optim: {steps: 1}
+"""
+    )
+    command = ["import-original", str(tmp_path / "state.pt"), "--output", str(tmp_path / "out")]
+    command += ["--config", str(tmp_path / "original.yaml")]
+    assert main([*command, "--vocabulary", str(tmp_path / "words.txt")]) == 0
+    assert Tokenizer.load(tmp_path / "out" / "tokenizer").vocab_size == len(words)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "out"), "--prompt", "w3 w4", "--tokens", "20"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("w3 w4")
+    assert set(text[5:].split()) <= set(words)
+
+
 @pytest.mark.parametrize(
     "state",
     [
