@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -18,6 +19,8 @@ EXIT_INTERRUPTED = 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+# Longer than a path that a person can read; a name of a file has at most 255 bytes.
+_LONG_WORD = re.compile(r"(\S{300})\S{100,}(\S{100})")
 # A disk or file server that fails, or is away for a while.
 STORAGE_FAILS = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
@@ -67,6 +70,11 @@ def shown_id(name: str) -> str:
     return name if name.isprintable() else json.dumps(name)
 
 
+def short(text: str) -> str:
+    """The text with the middle of its very long words left out, such as paths that are no paths."""
+    return _LONG_WORD.sub(r"\1[...]\2", text)
+
+
 def _print_error(text: str) -> None:
     print(f"error: {printable(redacted(text))}", file=sys.stderr)
 
@@ -79,7 +87,7 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
     try:
         return command()
     except UserError as error:
-        report(str(error))
+        report(short(str(error)))
     except BrokenPipeError:
         # The reader of our output exited (`... | head`). Closing stderr keeps Python from
         # reporting the failed flush of stdout at exit.
@@ -88,12 +96,12 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
     except OSError as error:
         if error.errno is None:
             raise
-        report(_report(error))
+        report(short(_report(error)))
     except RuntimeError as error:
         # Path.resolve hides the error of a circle of links so, before Python 3.13.
         if not isinstance(cause := error.__context__, OSError) or cause.errno != errno.ELOOP:
             raise
-        report(_report(cause))
+        report(short(_report(cause)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

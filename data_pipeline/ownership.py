@@ -48,7 +48,7 @@ def refuse_foreign(path: Path, with_contents: bool = True) -> None:
         return
     if stat.S_ISLNK(status.st_mode):
         raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
-    if status.st_uid not in (_ROOT, os.geteuid()):
+    if not _is_trusted(status):
         raise DataError(
             f"{_of_another_user(path, status)}, because what it says is executed as this user; "
             "leave it to its owner, or start a run of your own"
@@ -61,6 +61,15 @@ def refuse_foreign(path: Path, with_contents: bool = True) -> None:
     if with_contents and stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
         for name in sorted(os.listdir(path)):
             refuse_foreign(path / name)
+
+
+def is_of_another_user(path: Path) -> bool:
+    """Whether another user than root owns the file."""
+    return not _is_trusted(path.stat())
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (_ROOT, os.geteuid())
 
 
 def refuse_open_parents(path: Path) -> None:

@@ -54,11 +54,10 @@ def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
 
 def paths_of(config: RunConfig, run_dir: Path, python: str) -> dict[str, Path]:
     """Return what the ranks read and write, by name; URLs are read over the network."""
-    parts = [*config.data.mixture, *(part for each in config.data.phases for part in each.mixture)]
     named = {
         "run directory": run_dir,
         "data.path": config.data.path,
-        **{f"mixture of {part.path}": part.path for part in parts},
+        **{f"mixture of {part.path}": part.path for part in config.data.all_parts},
     }
     if config.initial_weights is not None:
         named["initial_weights"] = config.initial_weights

@@ -34,6 +34,7 @@ from pretrain.costs.flops import (
     parameters_of,
 )
 from pretrain.costs.run_time import RunTime, run_time
+from pretrain.rundir.own_names import refuse_foreign_urls
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
@@ -59,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     path = run_path(arguments.experiment)
     if is_run := path.is_dir():
         path = RunDir.open(path).config_file
-    config = resolve_if_built(load_config(RunConfig, path, arguments.overrides))
+    config = load_config(RunConfig, path, arguments.overrides)
+    if is_run and not any(each.startswith("data.") for each in arguments.overrides):
+        refuse_foreign_urls(path, config)
+    config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.
         from pretrain.weights.initial_weights import check_initial_weights

@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = "run, or its name in runs/; its latest valid checkpoint is used"
     add("run", type=run_path, metavar="RUN", help=run)
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
+    add("--data", type=Path, help="corpus whose tokenizer is exported (default: the run's)")
     add("--ema", action="store_true", help="export the weight EMA, if the run has one")
 
 
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     refuse_existing(arguments.output)
     trained = load_trained(arguments.run, torch.device("cpu"), ema=arguments.ema)
-    home = trained.tokenizer_home
+    home = trained.tokenizer_directory(arguments.data)
     load_tokenizer(trained, home)
     write_export(arguments.output, trained.module, trained.config, trained.step, home)
     total = sum(parameter.numel() for parameter in trained.module.parameters())

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     trained = load_trained(arguments.run, inference_device(), ema=arguments.ema)
     use_threads(arguments, [trained.config])
-    tokenizer = load_tokenizer(trained, arguments.data or trained.tokenizer_home)
+    tokenizer = load_tokenizer(trained, arguments.data)
     tokens = generate(
         trained.module,
         prompt_tokens(tokenizer, arguments.prompt),

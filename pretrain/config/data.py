@@ -82,6 +82,11 @@ class DataConfig:
                 "before"
             )
 
+    @property
+    def all_parts(self) -> tuple[MixturePart, ...]:
+        """The parts of every mixture, also of those that phases change to."""
+        return (*self.mixture, *(part for phase in self.phases for part in phase.mixture))
+
     def directory(self) -> Path:
         """Where to read the corpus: `path`, or this node's cache of a URL.
 

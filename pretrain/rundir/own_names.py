@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.ownership import refuse_foreign, refuse_open_parents
+from data_pipeline.files import url_of
+from data_pipeline.ownership import is_of_another_user, refuse_foreign, refuse_open_parents
+from pretrain.config.run import RunConfig
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
@@ -38,6 +40,17 @@ def refuse_foreign_run(run_dir: Path) -> None:
             refuse_foreign(run_dir / name)
     except DataError as error:
         raise ConfigError(str(error)) from None
+
+
+def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
+    """Raise ConfigError if these are another user's settings and name a server to ask."""
+    paths = (config.data.path, *(part.path for part in config.data.all_parts))
+    url = next(filter(None, map(url_of, paths)), None)
+    if url is not None and is_of_another_user(config_file):
+        raise ConfigError(
+            f"{config_file} is another user's, whose settings do not choose what is contacted; if "
+            f"you want to ask that server, say so: data.path={url}"
+        )
 
 
 def refuse_links(run_dir: Path) -> None:

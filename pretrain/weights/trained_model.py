@@ -13,7 +13,8 @@ import torch
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from data_pipeline.files import path_text
+from data_pipeline.files import path_text, url_of
+from data_pipeline.ownership import is_of_another_user
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
@@ -42,7 +43,7 @@ class TrainedModel:
     step: int
     tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
     tokenizer: str = ""  # fingerprint of the one it was trained with; "" if that is unknown
-    is_export: bool = False  # which may be anybody's
+    untrusted: str = ""  # whose settings choose nothing: an export, another user's run
 
     @property
     def segment_length(self) -> int:
@@ -52,17 +53,26 @@ class TrainedModel:
     def corpus_directory(self, named: Path | None = None) -> Path:
         """Where to read the corpus that the user named, by default the run's.
 
-        ConfigError for an export without one: files of others do not choose what is contacted.
+        ConfigError without one for an export, and for another user's run of a corpus at a URL:
+        files of others do not choose what is contacted.
         """
         data = self.config.data
         if named:
             data = replace(data, path=named, manifest_hash="")
-        elif self.is_export:
+        elif self.untrusted:
             raise ConfigError(
-                f"{self.tokenizer_home} is an export, whose settings do not choose what is read; "
+                f"{self.untrusted}, whose settings do not choose what is read; "
                 f"name a corpus with --data (it was trained on {path_text(data.path)})"
             )
         return data.directory()
+
+    def tokenizer_directory(self, named: Path | None = None) -> Path:
+        """Where to read the tokenizer: beside the corpus that the user named, or its own.
+
+        ConfigError as for `corpus_directory`; an export has its own.
+        """
+        is_elsewhere = named is not None or url_of(self.tokenizer_home) is not None
+        return self.corpus_directory(named) if is_elsewhere else self.tokenizer_home
 
 
 def load_trained(
@@ -86,7 +96,8 @@ def load_trained(
             )
         module, config, step = load_export(run, model_settings)
         own = tokenizer_of(run).fingerprint if (run / TOKENIZER_DIRECTORY).is_dir() else ""
-        return TrainedModel(module.to(device), config, step, run, own, is_export=True)
+        whose = f"{run} is an export"
+        return TrainedModel(module.to(device), config, step, run, own, whose)
     run_dir = RunDir.open(run)
     found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:
@@ -95,9 +106,14 @@ def load_trained(
     require_bytes(config, found.num_bytes, found.directory)
     module = TransformerXL(config.model)
     load_weights(module, found, ema)
-    home, began = config.data.directory(), last_of(run_dir.ledger.read(), TrainingBegan)
-    tokenizer = began.tokenizer if began else ""
-    return TrainedModel(module.to(device).eval(), config, found.step, home, tokenizer)
+    began = last_of(run_dir.ledger.read(), TrainingBegan)
+    tokenizer, home, untrusted = began.tokenizer if began else "", config.data.path, ""
+    if url_of(home) is not None and is_of_another_user(run_dir.config_file):
+        untrusted = f"{run} is another user's run"
+    else:
+        home = config.data.directory()
+    module = module.to(device).eval()
+    return TrainedModel(module, config, found.step, home, tokenizer, untrusted)
 
 
 def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer:
@@ -105,7 +121,7 @@ def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer
 
     By default that of the run's corpus, or the one in the export.
     """
-    data = data or trained.tokenizer_home
+    data = trained.tokenizer_directory(data)
     if (
         data == trained.tokenizer_home
         and is_export(data)

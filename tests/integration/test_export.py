@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from data_pipeline.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export, load_model
 from pretrain.weights.trained_model import load_trained
+from tests.helpers.owners import give_away
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +265,26 @@ def test_an_export_chooses_neither_what_is_contacted_nor_where_a_cache_is_made(
     assert len(error.splitlines()) == 1
     assert load_trained(out).config.data.cache.directory is None
     assert not cache.exists()
+
+
+def test_another_user_s_run_does_not_choose_what_is_contacted(
+    exported, tiny_corpus, tmp_path, capsys, monkeypatch
+):
+    run, cache = shutil.copytree(exported[0], tmp_path / "run"), tmp_path / "cache"
+    config = run / "config.yaml"
+    tree = yaml.safe_load(config.read_text())
+    tree["data"] |= {"path": "http://127.0.0.1:9/corpus", "cache": {"directory": str(cache)}}
+    config.write_text(yaml.safe_dump(tree))
+    give_away(config, monkeypatch)
+    for command in (["evaluate"], ["generate"], ["export", f"--output={tmp_path / 'out'}"]):
+        assert main([command[0], str(run), *command[1:]]) == 2
+        error = capsys.readouterr().err
+        assert "is another user's run, whose settings do not choose what is read" in error
+        assert "name a corpus with --data" in error
+    assert main(["describe", str(run)]) == 2
+    assert "say so: data.path=http://127.0.0.1:9/corpus" in capsys.readouterr().err
+    assert not cache.exists()
+    assert main(["export", str(run), f"--output={tmp_path / 'out'}", f"--data={tiny_corpus}"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from data_pipeline.errors import exit_status_of
+from data_pipeline.errors import ConfigError, exit_status_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from tests.helpers.small_disks import can_mount
@@ -102,3 +102,18 @@ def test_an_exceeded_quota_is_not_told_to_free_the_disk(capsys):
     said = capsys.readouterr().err
     assert "Disk quota exceeded; free space within the quota, or have it raised" in said
     assert "disk space" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError(f"/shared/{'x' * 4000}/run.json is missing; check the path"),
+        OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "y" * 4000),
+    ],
+)
+def test_a_path_of_thousands_of_characters_is_shortened_in_the_middle(capsys, error):
+    assert exit_status_of(raising(error)) == 2
+    said = capsys.readouterr().err
+    assert len(said) < 600
+    assert "[...]" in said
+    assert "check the path" in said

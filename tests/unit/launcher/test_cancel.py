@@ -31,8 +31,8 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
+from tests.helpers.owners import give_away
 
-NOBODY = 65_534
 # Stands for a launcher: holds its lock until it is asked to stop, and then notes that it did.
 HOLDER = """
 import signal, sys
@@ -111,10 +111,7 @@ def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
     assert main([command, str(run_dir.path)]) == 2
     assert f"error: {path} can be written by other users" in capsys.readouterr().err
     path.chmod(path.stat().st_mode & 0o755)
-    if os.geteuid() == 0:
-        os.chown(path, NOBODY, -1)
-    else:  # then all is another user's
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    give_away(path, monkeypatch)
     assert main([command, str(run_dir.path)]) == 2
     assert f"error: {path if os.getuid() == 0 else ''}" in (error := capsys.readouterr().err)
     assert "belongs to the user with number" in error
