@@ -8,6 +8,9 @@ A command is a module with these two functions:
 Related commands may share a module: the target "package.module:fetch" stands for its functions
 `add_fetch_arguments` and `run_fetch`.
 
+A module may have HINTS: what to do instead of a flag that others would guess (`--length`), of
+settings (`KEY=VALUE`) or of further arguments (`TEXT`) that the command does not take.
+
 A command with actions (`pretrain scale fit`) is a module that defines `PROGRAM` instead: another
 Program, named "pretrain scale", whose commands are the actions. Programs nest to any depth.
 
@@ -19,18 +22,22 @@ argparse's own subparsers do not support that.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
 from data_pipeline.yaml_files import did_you_mean
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+_UNKNOWN = "unrecognized arguments: "  # argparse's words
 
 
 @dataclass(frozen=True)
@@ -81,24 +88,42 @@ class Program:
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
-        parser.given = rest
+        parser.hints = getattr(module, "HINTS", parser.hints)
+        parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as every other error: in one line."""
 
-    given: Sequence[str] = ()
+    hints: Mapping[str, str] = MappingProxyType({})  # HINTS of the command's module
+
+    def refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
+        """Raise UserError for a flag that there is not, whose value may look like an argument."""
+        flags = itertools.takewhile(lambda each: each != "--", arguments)
+        for flag in (each for each in flags if each.startswith("--")):
+            if flag.partition("=")[0] not in self._option_string_actions:
+                self.error(f"{_UNKNOWN}{flag}")
 
     def error(self, message: str) -> NoReturn:
-        flags = [each for each in self.given if each.startswith("--")]
-        unknown = [x for x in flags if x.partition("=")[0] not in self._option_string_actions]
-        if "are required:" in message and unknown:  # perhaps the required one, misspelt
-            message = f"unrecognized arguments: {' '.join(unknown)}"
-        _, _, rest = message.partition("unrecognized arguments: ")
-        flag = next((each.partition("=")[0] for each in rest.split() if each[0] == "-"), "")
-        hint = did_you_mean(flag, list(self._option_string_actions)) if flag else ""
+        _, _, rest = message.partition(_UNKNOWN)
+        hint = self._hint(rest.split()[0].partition("=")[0], rest) if rest else ""
+        if "expected one argument" in message:
+            hint = "; a value that starts with a dash follows an equals sign, as in --flag=-1"
         raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
+
+    def _hint(self, name: str, unknown: str) -> str:
+        """Return how to write what was not recognized: a flag of this name, or arguments."""
+        if not name.startswith("-"):
+            kind = "KEY=VALUE" if _OVERRIDE.match(unknown) else "TEXT"
+            return f"; {self.hints[kind]}" if kind in self.hints else ""
+        if name in self.hints:
+            return f"; {self.hints[name]}"
+        flags = list(self._option_string_actions)
+        takes_overrides = any(isinstance(action, _Overrides) for action in self._actions)
+        if takes_overrides and not difflib.get_close_matches(name, flags, n=1):
+            return f"; a setting has no dashes: {name.lstrip('-')}=VALUE"
+        return did_you_mean(name, flags)
 
 
 def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:

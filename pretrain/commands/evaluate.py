@@ -14,6 +14,13 @@ from pretrain.terminal.text import text_table
 
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 
+HINTS = {
+    **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
+    **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
+    **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),
+    "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

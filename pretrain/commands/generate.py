@@ -17,13 +17,27 @@ from pretrain.rundir.run_paths import run_path
 if TYPE_CHECKING:
     from torch import Tensor
 
+HINTS = {
+    **dict.fromkeys(
+        ("--length", "--max-length", "--max-tokens", "--max-new-tokens", "--num-tokens"),
+        "use --tokens",
+    ),
+    **dict.fromkeys(("--num-samples", "--num-return-sequences"), "use --samples"),
+    **dict.fromkeys(("--text", "--input"), "use --prompt"),
+    "TEXT": "give the text to continue with --prompt, in quotes if it has spaces",
+    "KEY=VALUE": "a trained model keeps its settings; see pretrain generate --help for flags",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
     run = "run (latest valid checkpoint), its name in runs/, or export"
     add("run", type=run_path, metavar="RUN", help=run)
-    add("--prompt", default="", help="text to continue (default: start a document)")
+    prompt = parser.add_mutually_exclusive_group().add_argument
+    prompt("--prompt", default="", help="text to continue (default: start a document)")
+    file = "file with the text to continue; - is the standard input"
+    prompt("--prompt-file", type=Path, metavar="FILE", help=file)
     add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
     add(
         "--tokens",
@@ -50,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and its continuation: one sample as it is generated, several at the end."""
+    _take_prompt_file(arguments)
     _check(arguments)
     # Late: torch takes seconds.
     from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
@@ -79,6 +94,20 @@ def run(arguments: argparse.Namespace) -> int:
     print_samples = _print_streaming if arguments.samples == 1 else _print_at_end
     print_samples(tokens, tokenizer, arguments.prompt)
     return 0
+
+
+def _take_prompt_file(arguments: argparse.Namespace) -> None:
+    """Read the prompt from the file that was named, if any; ConfigError if it is no text."""
+    file: Path | None = arguments.prompt_file
+    if file is None:
+        return
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        arguments.prompt = content.decode()
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--prompt-file {file} contains bytes that are not UTF-8") from None
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import ConfigError
+from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
+from pretrain.commands import generate
 
 ROOT = Path(__file__).parents[3]
 # Prints, of each command line, its exit status, its error, and whether torch was imported by then.
@@ -60,6 +64,11 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
     [
         ("--promt=x", "unrecognized arguments: --promt=x; did you mean '--prompt'?"),
         ("--prom=x", "did you mean '--prompt'?"),
+        ("--length=9", "unrecognized arguments: --length=9; use --tokens"),
+        ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
+        ("optim.steps=9", "unrecognized arguments: optim.steps=9; a trained model keeps its sett"),
+        ("Once upon", "unrecognized arguments: Once upon; give the text to continue with --prompt"),
+        ("--top-k", "--top-k: expected one argument; a value that starts with a dash follows"),
         ("--temperature=hot", "invalid float value: 'hot'; see pretrain generate --help"),
     ],
 )
@@ -110,3 +119,25 @@ def test_a_misspelt_flag_is_named_also_where_it_should_have_been_a_required_one(
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
     assert main(["trian"]) == 2
     assert "did you mean 'train'" in capsys.readouterr().err
+
+
+def test_a_setting_with_dashes_is_told_to_have_none(capsys):
+    assert main(["train", "x.yaml", "--run-dir", "runs/x", "--name", "mine"]) == 2
+    expected = "error: unrecognized arguments: --name; a setting has no dashes: name=VALUE\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_settings_for_a_run_that_resumes_belong_to_the_command_that_started_it(tmp_path, capsys):
+    assert launcher(["resume", str(tmp_path), "optim.steps=9"]) == 2
+    assert "a run resumes with its own settings; to change some" in capsys.readouterr().err
+
+
+def test_a_prompt_may_come_from_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Grüße\n")
+    (tmp_path / "latin").write_bytes("Grüße".encode("latin-1"))
+    arguments = argparse.Namespace(prompt="", prompt_file=tmp_path / "prompt.txt")
+    generate._take_prompt_file(arguments)
+    assert arguments.prompt == "Grüße\n"
+    arguments.prompt_file = tmp_path / "latin"
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        generate._take_prompt_file(arguments)
