@@ -45,6 +45,7 @@ from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
+from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.determinism import check_tiles, set_determinism
 from pretrain.processes.precision import set_tf32, with_precision_of_run
@@ -178,7 +179,7 @@ def _train_from(
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
-    engine = process.fault.wrap(build_engine(config, world))
+    engine = process.fault.wrap(build_engine(config, world, draws=found is None))
     checkpointer = Checkpointer(
         config,
         run_dir.checkpoints,
@@ -271,8 +272,11 @@ def set_threads_of_rank(config: RunConfig) -> None:
     set_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_on_this_node()))
 
 
-def build_engine(config: RunConfig, world: World) -> Engine:
-    """The engine the run asks for, with the same published initialization on every rank."""
+def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
+    """The engine the run asks for, with the same published initialization on every rank.
+
+    Without `draws` its matrices are zero, for a checkpoint to replace.
+    """
     torch.manual_seed(config.seed)
     engine = config.engine
     build = partial(
@@ -283,7 +287,8 @@ def build_engine(config: RunConfig, world: World) -> Engine:
         engine.logits_chunk_tokens,
         engine.checkpoint_every_n_layers,
     )
-    built = _engine_of_kind(config, build, world)
+    with contextlib.nullcontext() if draws else WithoutDrawing():
+        built = _engine_of_kind(config, build, world)
     if not config.optim.ema_decay:
         return built
     from pretrain.engines.ema import EmaEngine

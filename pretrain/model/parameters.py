@@ -7,9 +7,11 @@ partition it at that moment, and a later initialization would be lost.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from data_pipeline.errors import CheckpointError
 from data_pipeline.setting_fields import assert_never
@@ -21,6 +23,21 @@ NORM_EPSILON = 1e-5
 def normal(*shape: int, std: float, mean: float = 0.0) -> nn.Parameter:
     """Return a parameter drawn from a normal distribution with torch's default generator."""
     return nn.Parameter(torch.empty(shape).normal_(mean, std))
+
+
+class WithoutDrawing(TorchFunctionMode):
+    """Within it, parameters that would be drawn are zero, and the generator stands still.
+
+    For weights that will be replaced: a normal number takes 3.6 ns of one core, so that 30 billion
+    of them take two minutes.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.normal_:
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
 
 
 def zeros(*shape: int) -> nn.Parameter:

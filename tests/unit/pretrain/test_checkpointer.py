@@ -19,6 +19,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -250,3 +251,23 @@ def test_memories_of_another_model_are_refused_before_they_are_used(
     found = marker.verify(files.step_directory(tmp_path, 1))
     with pytest.raises(CheckpointError, match="memories of other shapes"):
         saving._restore_memories(engine, found, range(4))
+
+
+def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it(
+    engine, world, tmp_path
+):
+    saver = checkpointer(tmp_path, world, asynchronous=False)
+    saver.save(engine, state_of(engine, 1))
+    torch.manual_seed(RUN.seed)
+    undrawn = torch.get_rng_state()
+    empty = build_engine(RUN, world, draws=False)
+    assert torch.equal(torch.get_rng_state(), undrawn)
+    weights = [weight for weight in empty.module.parameters() if weight.ndim > 1]
+    assert not any(weight.any() for weight in weights)
+    found = marker.verify(files.step_directory(tmp_path, 1))
+    load_fragments(empty, found)
+    restore_counters(empty, found)
+    for ours, theirs in zip(empty.fragments(), engine.fragments(), strict=True):
+        assert all(torch.equal(ours.values[kind], theirs.values[kind]) for kind in ours.values)
+    for ours, theirs in zip(empty.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
