@@ -24,6 +24,7 @@ from pretrain.distributed.world import World
 CELLS: dict[str, dict[str, object]] = {
     **{f"ZeRO {stage}, bf16": {"zero_stage": stage, "precision": "bf16"} for stage in range(4)},
     **{f"ZeRO {stage}, fp16": {"zero_stage": stage, "precision": "fp16"} for stage in range(4)},
+    "ZeRO 2, reduced in bf16": {"zero_stage": 2, "reduction_precision": "bf16"},
     "ZeRO 2, recomputed layers": {"zero_stage": 2, "activation_checkpointing": "full"},
     "ZeRO 1, recomputed scores": {"zero_stage": 1, "activation_checkpointing": "selective"},
     "ZeRO 1, offloaded optimizer": {"zero_stage": 1, "offload_optimizer": True},

@@ -20,6 +20,7 @@ from pretrain.costs.device_memory import (
     largest_micro_batch,
     largest_phase,
     memory_parts,
+    offloaded_bytes,
     total_bytes,
 )
 from pretrain.costs.devices import CPU_MFU, GIB, GPU_MFU
@@ -173,6 +174,8 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     lines = [_row(name, _gib(total), f"per rank, {words}")]
     for part in parts:
         lines.append(_row(f"  {part.name}", _gib(part.bytes), part.formula if explain else ""))
+    if hardware.on_gpu and (offloaded := offloaded_bytes(config, world_size)):
+        lines.append(_row("host memory", _gib(offloaded), "per rank, for what is offloaded"))
     if not fits:
         lines.append(_row("  to fit", "", advice(run, world_size, capacity, hardware.on_gpu)))
     lines.append(_row("checkpoint", _gib(saved), of_checkpoint))

@@ -24,6 +24,15 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "atomic", "plain"]
+ReductionPrecision = Literal["fp32", "bf16"]
+# DeepSpeed's classes around our optimizer; empty: none.
+ZeroOptimizer = Literal[
+    "",
+    "FP16_UnfusedOptimizer",
+    "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +186,17 @@ def resolved_precision(setting: PrecisionSetting, best: Precision) -> Precision:
             return setting
         case _:
             assert_never(setting)
+
+
+def reduction_bytes(precision: ReductionPrecision) -> int:
+    """Return the bytes of an element of a gradient on its way between ranks."""
+    match precision:
+        case "fp32":
+            return 4
+        case "bf16":
+            return 2
+        case _:
+            assert_never(precision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,15 @@ from pretrain.config.choices import (
     EngineKind,
     Precision,
     PrecisionSetting,
+    ReductionPrecision,
+    reduction_bytes,
     resolved_precision,
     shards,
 )
 from pretrain.config.model import MOST_LAYERS
 from pretrain.config.resume_rules import fixed
+
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +38,12 @@ class EngineConfig:
 
     kind: EngineKind = fixed("deepspeed")
     """What runs the updates; torch is for one device."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 2
     """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0: nothing."""
+    reduction_precision: ReductionPrecision = "fp32"
+    """In which gradients are summed over the ranks; bf16: half the traffic, rounded sums."""
+    secondary_shard_ranks: int = setting(0, Range(0, MOST_RANKS), unit="ranks")
+    """ZeRO-3: ranks, such as a node's, that share a second copy of the weights; 0: no copy."""
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
     tf32: bool = False
@@ -67,7 +75,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("engine.", self)
-        if not shards(self.kind) and self.zero_stage > 1:
+        if not shards(self.kind) and self.zero_stage > 2:  # 2 is the default, nobody asked for it
             raise ConfigError(
                 f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
                 f"{self.kind}, which shards nothing; remove one of them"
@@ -77,11 +85,27 @@ class EngineConfig:
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
                 f"or more, found {self.kind} and {self.zero_stage}"
             )
+        self._check_reduction()
         if math.frexp(self.initial_loss_scale)[0] != 0.5:
             raise ConfigError(
                 f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two"
             )
         _reject_nvme(self.deepspeed_extra)
+
+    def _check_reduction(self) -> None:
+        is_plain = not shards(self.kind) or self.zero_stage == 0
+        if is_plain and reduction_bytes(self.reduction_precision) < 4:
+            raise ConfigError(
+                f"engine.reduction_precision={self.reduction_precision} needs "
+                "engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
+                f"{self.kind} and {self.zero_stage}"
+            )
+        if self.secondary_shard_ranks > 1 and (not shards(self.kind) or self.zero_stage < 3):
+            raise ConfigError(
+                f"engine.secondary_shard_ranks={self.secondary_shard_ranks} needs "
+                f"engine.kind=deepspeed and engine.zero_stage=3, found {self.kind} and "
+                f"{self.zero_stage}: in lower stages every rank has all weights"
+            )
 
     @property
     def number_format(self) -> Precision:

@@ -26,6 +26,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
+from pretrain.costs.zero_buffers import buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
@@ -52,12 +53,13 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
     logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
     if rows < pass_rows and _width(run) == 2:  # gradients are summed over chunks in float32
         logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
-    gradients = _gradients(run, world_size)
+    buffers = buffers_of(run, world_size, on_gpu)
     return [
         *_weights_and_optimizer(run, world_size),
-        gradients,
+        Part("gradients", buffers.gradients, buffers.gradients_formula),
+        Part("gradient buckets", buffers.buckets, buffers.buckets_formula),
         _recurrent_memory(run, world_size, on_gpu),
-        _activations(run, world_size, on_gpu, logits, gradients.bytes),
+        _activations(run, world_size, on_gpu, logits, buffers.gradients),
         Part(
             "logits", logits, f"{LOGIT_COPIES} * 4 T B V; in chunks, less of T B, and in bf16 4 d V"
         ),
@@ -102,12 +104,21 @@ def checkpoint_bytes(run: RunConfig) -> float:
     )
 
 
+def offloaded_bytes(run: RunConfig, world_size: int) -> float:
+    """Return the bytes of a rank's host memory for what its GPU offloads, 0 if it does not."""
+    needed = buffers_of(run, world_size, on_gpu=True).offloaded
+    if run.engine.offload_memories:
+        kept = replace(run, engine=replace(run.engine, offload_memories=False))
+        needed += _recurrent_memory(kept, world_size, on_gpu=True).bytes
+    return needed
+
+
 def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gpu: bool) -> None:
     """Raise ConfigError if this node cannot hold the weights that its ranks draw, in float32."""
-    if on_gpu and _stage(run) == 3:
+    if on_gpu and stage_of(run) == 3:
         return  # each parameter goes to the GPUs before the next one is drawn
     parameters = parameters_of(run.model).total
-    drawn = parameters * ranks_on_node / (world_size if _stage(run) == 3 else 1)
+    drawn = parameters * ranks_on_node / (world_size if stage_of(run) == 3 else 1)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if MASTER_BYTES * drawn > room:
         raise ConfigError(
@@ -118,21 +129,23 @@ def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gp
 
 
 def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
-    parameters, stage, width = parameters_of(run.model), _stage(run), _width(run)
+    parameters, stage, width = parameters_of(run.model), stage_of(run), _width(run)
     # float32 weights that ZeRO does not shard are their own masters.
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
     offloaded = run.engine.offload_optimizer
     each = master + MOMENT_BYTES + _ema_bytes(run)
     held = "master weights, two moments" + (" and an EMA" if run.optim.ema_decay else "")
     formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
-    # Stage 3 gathers a layer for its use, and prefetches the next one.
-    gathered = 2 * parameters.body / run.model.num_layers * width if stage == 3 else 0
+    weights = Part("weights", parameters.total * width, f"{width} P")
+    if stage == 3:  # it gathers a layer for its use, and prefetches the next one
+        gathered = 2 * parameters.body / run.model.num_layers + largest_parameter(run.model)
+        sharers = run.engine.secondary_shard_ranks
+        shares = 1 / world_size + (1 / sharers if sharers > 1 else 0)
+        formula = f"{width} P / R, two gathered layers and the largest matrix"
+        formula += f", and {width} P / {sharers} once more" if sharers > 1 else ""
+        weights = Part("weights", width * (parameters.total * shares + gathered), formula)
     return [
-        Part(
-            "weights",
-            parameters.total * width / (world_size if stage == 3 else 1) + gathered,
-            f"{width} P" + (" / R and two gathered layers" if stage == 3 else ""),
-        ),
+        weights,
         Part(
             "optimizer",
             0.0 if offloaded else parameters.total * each / (world_size if stage else 1),
@@ -150,13 +163,6 @@ def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
     lanes = len(lanes_of_rank(run, 0, world_size))
     formula = "2 L M d b for each of the rank's lanes, old and new"
     return Part("recurrent memory", 2 * of_one_lane * lanes, formula)
-
-
-def _gradients(run: RunConfig, world_size: int) -> Part:
-    stage, width = _stage(run), _width(run)
-    one = 4 if width == 4 or stage > 0 or not shards(run.engine.kind) else 2
-    size = parameters_of(run.model).total * one / (world_size if stage >= 2 else 1)
-    return Part("gradients", size, f"{one} P" + (" / R" if stage >= 2 else ""))
 
 
 def _activations(
@@ -295,11 +301,6 @@ def _memory_length(run: RunConfig) -> int:
 
 def _ema_bytes(run: RunConfig) -> int:
     return EMA_BYTES if run.optim.ema_decay else 0
-
-
-def _stage(run: RunConfig) -> int:
-    """Return the ZeRO stage; plain torch has none."""
-    return run.engine.zero_stage if shards(run.engine.kind) else 0
 
 
 def _width(run: RunConfig) -> int:

@@ -18,7 +18,12 @@ from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
-from pretrain.costs.device_memory import largest_phase, memory_parts, total_bytes
+from pretrain.costs.device_memory import (
+    largest_phase,
+    memory_parts,
+    offloaded_bytes,
+    total_bytes,
+)
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_of_step
 
@@ -79,7 +84,7 @@ def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool)
                 for name, value in vars(engine).items()
                 if value != getattr(run.engine, name)
             }
-            host = _offloaded_bytes(run, engine, world_size) if changes else 0.0
+            host = offloaded_bytes(tried, world_size) if changes else 0.0
             return Fit(engine, changes, needed, cost, host, world_size)
     return None
 
@@ -133,18 +138,6 @@ def _cost(run: RunConfig, world_size: int, passes: int) -> float:
         + _COST_OF_OFFLOADED_MEMORIES * engine.offload_memories
         + _COST_OF_OFFLOADED_OPTIMIZER * engine.offload_optimizer
     )
-
-
-def _offloaded_bytes(run: RunConfig, engine: EngineConfig, world_size: int) -> float:
-    """Host memory of a rank for what these settings offload: as much as the device would need."""
-    needed = 0.0
-    for name in ("offload_optimizer", "offload_memories"):
-        if getattr(engine, name):
-            kept = replace(run, engine=replace(engine, **{name: False}))
-            part = "optimizer" if name == "offload_optimizer" else "recurrent memory"
-            parts = memory_parts(kept, world_size, on_gpu=True)
-            needed += next(each.bytes for each in parts if each.name == part)
-    return needed
 
 
 def _text(value: Any) -> str:

@@ -45,7 +45,8 @@ class DeepSpeedEngine:
     ) -> None:
         """`build` makes the model; under stage 3 its parameters are sharded while it does."""
         deepspeed = _import_deepspeed(world.device)
-        settings = deepspeed_settings(run, world.world_size, accumulation_steps)
+        on_gpu = world.device.type == "cuda"
+        settings = deepspeed_settings(run, world.world_size, accumulation_steps, on_gpu)
         check_settings(deepspeed, settings)
         self.world = world
         self._run = run
@@ -55,7 +56,12 @@ class DeepSpeedEngine:
         self.loss_scaler = loss_scaler_of(run)
         dtype = dtype_of(run.engine.number_format)
         if self._stage == 3:
-            zero = deepspeed.zero.Init(config_dict_or_path=settings)
+            # Without the group of a start before in this process, it fails to make it again.
+            sharers = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+            zero = deepspeed.zero.Init(
+                config_dict_or_path=settings,
+                zero_param_parallel_group=sharers if run.engine.secondary_shard_ranks > 1 else None,
+            )
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )

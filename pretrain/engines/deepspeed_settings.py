@@ -6,18 +6,20 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.choices import precision_traits
 from pretrain.config.run import RunConfig
+from pretrain.costs.flops import parameters_of
+from pretrain.costs.zero_buffers import bucket_elements, overlaps_reduction
 
 # DeepSpeed ignores these sections when it is given an optimizer; the value is what to use instead.
 UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "optim.schedule"}
 
 
-def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int) -> dict[str, Any]:
+def deepspeed_settings(
+    run: RunConfig, world_size: int, accumulation_steps: int, on_gpu: bool
+) -> dict[str, Any]:
     """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged in (no contradictions)."""
     derived: dict[str, Any] = {
         "train_batch_size": run.data.lanes,
@@ -33,10 +35,11 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
             "memory_efficient_linear": False,
         },
     }
+    _share_among(run.engine.secondary_shard_ranks, world_size, derived["zero_optimization"])
     if run.engine.offload_optimizer:
         derived["zero_optimization"]["offload_optimizer"] = {
             "device": "cpu",
-            "pin_memory": torch.cuda.is_available(),
+            "pin_memory": on_gpu,
         }
         # torch's fused AdamW is as fast on the CPU as DeepSpeed's, and needs no compiler.
         derived["zero_force_ds_cpu_optimizer"] = False
@@ -53,12 +56,49 @@ def deepspeed_settings(run: RunConfig, world_size: int, accumulation_steps: int)
     if precision_traits(run.engine.number_format).is_half and run.engine.zero_stage > 0:
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
-        derived["communication_data_type"] = "fp32"
+    if run.engine.zero_stage > 0:
+        derived["communication_data_type"] = run.engine.reduction_precision
     for key in UNUSED_SECTIONS.keys() & run.engine.deepspeed_extra.keys():
         raise ConfigError(
             f"engine.deepspeed_extra.{key} has no effect; use {UNUSED_SECTIONS[key]} instead"
         )
-    return _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
+    merged = _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
+    merged["zero_optimization"] = _buckets(run, on_gpu) | merged["zero_optimization"]
+    return merged
+
+
+def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
+    """Return sizes that follow from the model, and may be set otherwise.
+
+    DeepSpeed's own are for models of billions of parameters: buckets of 2 GB, and in ZeRO-3 as much
+    of the model that stays gathered because it will be used again.
+    """
+    if run.engine.zero_stage == 0:
+        return {}
+    settings: dict[str, Any] = {
+        "reduce_bucket_size": bucket_elements(run),
+        "overlap_comm": overlaps_reduction(run, on_gpu),
+    }
+    if run.engine.zero_stage == 3:
+        layer = parameters_of(run.model).body // run.model.num_layers
+        settings |= {
+            "stage3_prefetch_bucket_size": layer,
+            "stage3_max_live_parameters": 2 * layer + bucket_elements(run),
+            "stage3_max_reuse_distance": layer,
+        }
+    return settings
+
+
+def _share_among(ranks: int, world_size: int, zero: dict[str, Any]) -> None:
+    """Let so many neighbouring ranks share a second copy of ZeRO-3's weights (hpZ)."""
+    if ranks <= 1:
+        return
+    if world_size % ranks:
+        raise ConfigError(
+            f"engine.secondary_shard_ranks={ranks} does not divide {world_size} ranks; use a "
+            "divisor, such as the ranks of a node"
+        )
+    zero["zero_hpz_partition_size"] = ranks
 
 
 def check_settings(deepspeed: Any, settings: dict[str, Any]) -> None:

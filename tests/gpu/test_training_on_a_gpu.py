@@ -16,6 +16,7 @@ from benchmarks.gpu.kernels import CASES, repeats_its_bits
 from benchmarks.gpu.training import Trainer, one_rank, small_run
 from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
+from pretrain.costs.zero_buffers import optimizer_of
 from pretrain.engines.memory_offload import MemoryOffload
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -96,6 +97,17 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
                 trainer.engine.step(1e-3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(
+    name: str, context: Context
+) -> None:
+    run = small_run(context, EngineConfig(**CELLS[name]))  # pyright: ignore[reportArgumentType]
+    with one_rank() as world:
+        engine = Trainer(run, context.corpus, world, context.work).engine
+        wrapper = engine._optimizer  # pyright: ignore[reportAttributeAccessIssue]
+        assert type(wrapper).__name__ == optimizer_of(run)
 
 
 @pytest.mark.parametrize("kind", get_args(EngineKind))

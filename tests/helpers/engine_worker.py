@@ -75,7 +75,12 @@ MODEL: dict[str, Any] = {
 def run_of_cell(
     corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]
 ) -> RunConfig:
-    """Return a tiny run with 8 lanes, dropout and a low clip_norm; `settings` are the engine's."""
+    """Return a tiny run with 8 lanes, dropout and a low clip_norm; `settings` are the engine's.
+
+    Their "zero" is merged into DeepSpeed's zero_optimization.
+    """
+    own = {name: value for name, value in settings.items() if name != "zero"}
+    zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero", {})}
     return RunConfig(
         seed=5,
         model=ModelConfig(**{**MODEL, **model}),
@@ -88,8 +93,8 @@ def run_of_cell(
             schedule=ScheduleConfig(warmup_steps=5),
         ),
         engine=EngineConfig(
-            deepspeed_extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-            **settings,
+            deepspeed_extra={"zero_optimization": zero},
+            **own,
         ),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
         recovery=RecoveryConfig(**healing),

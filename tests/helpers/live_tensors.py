@@ -1,20 +1,24 @@
-"""What of a model is alive while its engine is built: `python -m tests.helpers.live_tensors OUTPUT
-CELLS.json RANKS`.
+"""What is alive while an engine is built and in its backward passes: `python -m
+tests.helpers.live_tensors OUTPUT CELLS.json RANKS`.
 
 Every rank counts the bytes of all tensors that hold as much as one whole parameter, operation by
-operation, and compares its fragments with the model built whole. It writes OUTPUT/SETTING-RANK.json
-for each of the settings.
+operation, and compares its fragments with the model built whole. Then it counts the bytes of all
+tensors while it trains. It writes OUTPUT/SETTING-RANK.json for each of the settings.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,9 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data_pipeline.config_loader import parse_config
-from pretrain.config.run import RunConfig
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from data_pipeline.own_programs import own_command
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import Engine
+from pretrain.engines.engine import Engine, Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
@@ -32,24 +38,31 @@ from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 class LiveTensors(TorchDispatchMode):
     """Within it: `peak` bytes at a time in storages of exactly one of the given sizes, however they
-    came about.
+    came about. Without sizes: in all storages, those that were there before included.
     """
 
-    def __init__(self, sizes: set[int]) -> None:
+    def __init__(self, sizes: set[int] | None) -> None:
         super().__init__()
         self._sizes = sizes
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        if sizes is None:
+            self._add(each for each in gc.get_objects() if isinstance(each, Tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() in self._sizes:
-                storage = tensor.untyped_storage()
+        self._add(tree_leaves(result))
+        return result
+
+    def _add(self, found: Iterable[Any]) -> None:
+        for tensor in found:
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            if self._sizes is None or storage.nbytes() in self._sizes:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return result
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
@@ -72,9 +85,31 @@ def measure(run: RunConfig) -> dict[str, Any]:
         "as_drawn": _is_as_drawn(engine, {name: value.detach() for name, value in whole.items()}),
         "random_state_as_drawn": torch.equal(state, torch.get_rng_state()),
     }
+    del whole
+    result |= peak_of_training(run, engine)
     del engine
     gc.collect()
     return result
+
+
+def peak_of_training(run: RunConfig, engine: Engine) -> dict[str, Any]:
+    """The bytes of all tensors at the peak of a second step's passes; DeepSpeed's optimizer."""
+    slots = accumulation_steps(run, engine.world.world_size)
+    lanes = lanes_of_rank(run, engine.world.rank, engine.world.world_size)
+    tokens = np.ones((len(lanes), run.data.segment_length), np.int64)
+    batch = SegmentBatch(tokens, tokens, np.zeros_like(tokens, bool), lanes)
+    memories: list[Memory | None] = [None] * slots
+    peak = 0
+    for step in (1, 2):
+        gc.collect()
+        with LiveTensors(None) as live:
+            for slot, part in enumerate(batch.split(slots)):
+                _, memories[slot] = engine.forward_backward(part, memories[slot], step)
+        engine.step(1e-3)
+        peak = live.peak
+    wrapper = type(engine._optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+    is_deepspeeds = wrapper.__module__.startswith("deepspeed.")
+    return {"peak_of_training": peak, "optimizer": wrapper.__name__ if is_deepspeeds else ""}
 
 
 def _is_as_drawn(engine: Engine, whole: dict[str, Tensor]) -> bool:
@@ -91,15 +126,32 @@ def _is_as_drawn(engine: Engine, whole: dict[str, Tensor]) -> bool:
     return seen > 0 and engine.optimizer_step_count() == 0
 
 
-def measure_rank(output: Path, settings: dict[str, Any]) -> int:
-    """One rank's results, a file for each setting."""
+def measure_rank(output: Path, name: str, tree: dict[str, Any]) -> int:
+    """One rank's result, in a file."""
     torch.set_num_threads(1)
-    rank = init_world().rank
-    for name, tree in settings.items():
-        result = measure(parse_config(RunConfig, tree, name))
-        (output / f"{name}-{rank}.json").write_text(json.dumps(result))
+    result = measure(parse_config(RunConfig, tree, name))
+    (output / f"{name}-{init_world().rank}.json").write_text(json.dumps(result))
     destroy_process_group()
     return 0
+
+
+def measured_by_ranks(
+    cells: dict[str, dict[str, Any]], num_ranks: int, output: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """The findings of every rank in each cell; the ranks are forked from a process of their own."""
+    path = output / "settings.json"
+    path.write_text(json.dumps(cells))
+    command = own_command("tests.helpers.live_tensors", str(output), str(path), str(num_ranks))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr + "".join(
+        log.read_text() for log in output.glob("*.log")
+    )
+    return {
+        name: [
+            json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
+        for name in cells
+    }
 
 
 def main() -> None:
@@ -109,9 +161,11 @@ def main() -> None:
         int(sys.argv[3]),
     )
     import_everything()
-    pids = fork_ranks(num_ranks, lambda: measure_rank(output, settings), output)
-    while not all_ended(pids):
-        time.sleep(0.01)
+    for name, tree in settings.items():  # each in new processes, where nothing else is alive
+        rank = partial(measure_rank, output, name, tree)
+        pids = fork_ranks(num_ranks, rank, output)
+        while not all_ended(pids):
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":

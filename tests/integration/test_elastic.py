@@ -24,6 +24,12 @@ LANES = range(8)
 # (ranks, ZeRO stage, last step)
 CHAIN = ((2, 1, 4), (4, 3, 7), (1, 0, 10), (2, 2, 13))
 END = CHAIN[-1][-1]
+# What no other test has: pairs of ranks that share a second copy of the weights; the two buckets in
+# turn of a GPU, into which most parameters do not fit.
+OPTIONS: dict[tuple[int, int], dict[str, Any]] = {
+    (4, 3): {"secondary_shard_ranks": 2},
+    (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}},
+}
 
 
 def chain_cells() -> list[dict[str, Any]]:
@@ -32,6 +38,7 @@ def chain_cells() -> list[dict[str, Any]]:
     begin = 0
     for ranks, stage, end in CHAIN:
         link = cell(f"{ranks}-ranks-zero-{stage}", ranks, stage, until=end, save_at=[end])
+        link["engine"] |= OPTIONS.get((ranks, stage), {})
         if begin:
             link |= {"resume": cells[-1]["name"], "save_at": [begin, end]}
         link["evaluate_at"] = link["save_at"]

@@ -38,11 +38,14 @@ from tests.helpers.engine_worker import MODEL
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 
+RESUMED = ("offload", "reduced", "shared")
+
+
 def further_cells(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Whole; where the optimizer lies elsewhere, resumed as well."""
+    """Whole; where optimizer or gradients take another way, resumed as well."""
     return (
         whole_and_resumed(name, engine)
-        if "offload" in name
+        if name.endswith(RESUMED)
         else [cell(f"{name}-whole", engine, save_at=[])]
     )
 
@@ -78,6 +81,16 @@ FURTHER = {
     }.items()
     for stage, precision in (*((stage, "fp32") for stage in STAGES), (3, "bf16"))
     if kind != "offload" or (precision == "fp32" and stage in (1, 3))
+} | {
+    "zero2-bf16-reduced": {
+        **engine_settings(2, "bf16", "none", micro=2),
+        "reduction_precision": "bf16",
+        "zero": {"overlap_comm": True},
+    },
+    "zero3-fp32-shared": {
+        **engine_settings(3, "fp32", "none", micro=2),
+        "secondary_shard_ranks": 2,
+    },
 }
 
 # Non-finite gradients on one rank, and gradients above the limit: by every way
@@ -225,8 +238,8 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FURTHER if "offload" in name])
-def test_a_run_with_an_offloaded_optimizer_resumes_bitwise(
+@pytest.mark.parametrize("name", [name for name in FURTHER if name.endswith(RESUMED)])
+def test_a_run_with_an_offloaded_optimizer_or_another_reduction_resumes_bitwise(
     further: Results, output: Path, name: str
 ) -> None:
     assert_resumed_bitwise(further, output, name)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.helpers.live_tensors import measured_by_ranks
 from tests.helpers.models import VARIANTS
 
 RANKS = 3  # no part of a parameter then is as large as another whole one
@@ -62,25 +60,7 @@ CELLS = {
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Return the findings of every rank in each cell."""
-    output = tmp_path_factory.mktemp("started")
-    path = output / "settings.json"
-    path.write_text(json.dumps(CELLS))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.helpers.live_tensors",
-        str(output),
-        str(path),
-        str(RANKS),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + "".join(
-        log.read_text() for log in output.glob("*.log")
-    )
-    return {
-        name: [json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
-        for name in CELLS
-    }
+    return measured_by_ranks(CELLS, RANKS, tmp_path_factory.mktemp("started"))
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
 def test_the_large_model_has_its_size_and_pairs_that_no_query_sees_do_not_count() -> None:
     run = large_run()
     assert 1.25e9 < cost_of(run).parameters < 1.4e9
-    assert run.engine.zero_stage == 1  # what trains by default
+    assert run.engine.zero_stage == 2  # what trains by default
     every, visible = cost_of(run).flops_per_token, cost.visible_flops_per_token(run)
     # Counted pair by pair, for products of content, positions and values, forward and backward.
     length, memory = run.data.segment_length, run.model.memory_length

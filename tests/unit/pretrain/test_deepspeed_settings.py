@@ -1,15 +1,28 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.zero_buffers import (
+    SMALLEST_BUCKET,
+    largest_parameter,
+    optimizer_of,
+    smallest_bucket,
+)
 from pretrain.engines.deepspeed_settings import check_settings, deepspeed_settings
+from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import TINY, VARIANTS
+
+MODEL = ModelConfig(vocab_size=64)
 
 
 @pytest.mark.parametrize(
@@ -90,23 +103,103 @@ def test_settings_out_of_range_are_rejected_in_one_line(
         ({"train_batch_size": 3}, "deepspeed_extra.train_batch_size: found 3, expected 16"),
         (
             {"zero_optimization": {"stage": 3}},
-            "deepspeed_extra.zero_optimization.stage: found 3, expected 1",
+            "deepspeed_extra.zero_optimization.stage: found 3, expected 2",
         ),
     ],
 )
 def test_settings_that_contradict_the_run_are_rejected(extra: dict, said: str) -> None:
+    run = RunConfig(model=MODEL, engine=EngineConfig(deepspeed_extra=extra))
     with pytest.raises(ConfigError, match=said):
-        deepspeed_settings(RunConfig(engine=EngineConfig(deepspeed_extra=extra)), 2, 4)
+        deepspeed_settings(run, 2, 4, on_gpu=False)
 
 
 @pytest.mark.parametrize("wrong", [{"overlap_com": True}, {"reduce_bucket_size": "large"}])
 def test_settings_that_deepspeed_rejects_are_reported_in_one_line(wrong: dict) -> None:
     import deepspeed
 
-    run = RunConfig(engine=EngineConfig(deepspeed_extra={"zero_optimization": wrong}))
+    run = RunConfig(model=MODEL, engine=EngineConfig(deepspeed_extra={"zero_optimization": wrong}))
     with pytest.raises(ConfigError) as caught:
-        check_settings(deepspeed, deepspeed_settings(run, 1, 1))
+        check_settings(deepspeed, deepspeed_settings(run, 1, 1, on_gpu=False))
     assert str(caught.value).startswith("engine.deepspeed_extra: DeepSpeed rejects it: ")
     assert next(iter(wrong)) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    check_settings(deepspeed, deepspeed_settings(RunConfig(), 1, 1))
+    check_settings(deepspeed, deepspeed_settings(RunConfig(model=MODEL), 1, 1, on_gpu=False))
+
+
+# What DeepSpeed makes of each is compared by tests/integration/test_zero_memory.py; fp16 needs a
+# GPU and is compared in tests/gpu.
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload", "optimizer", "overlaps"),
+    [
+        (0, "fp32", False, "", None),
+        (0, "bf16", False, "FP16_UnfusedOptimizer", None),
+        (1, "bf16", False, "BF16_Optimizer", False),
+        (1, "fp16", False, "DeepSpeedZeroOptimizer", False),
+        (1, "bf16", True, "DeepSpeedZeroOptimizer", False),
+        (2, "bf16", False, "DeepSpeedZeroOptimizer", True),
+        (2, "fp16", False, "DeepSpeedZeroOptimizer", True),
+        (2, "bf16", True, "DeepSpeedZeroOptimizer", False),
+        (3, "bf16", False, "DeepSpeedZeroOptimizer_Stage3", True),
+        (3, "fp32", True, "DeepSpeedZeroOptimizer_Stage3", True),
+    ],
+)
+def test_on_a_gpu_stages_2_and_3_reduce_gradients_while_the_backward_pass_goes_on(
+    stage: int, precision: str, offload: bool, optimizer: str, overlaps: bool | None
+) -> None:
+    engine: dict = {"zero_stage": stage, "precision": precision, "offload_optimizer": offload}
+    run = RunConfig(model=MODEL, engine=EngineConfig(**engine))
+    assert optimizer_of(run) == optimizer
+    on_gpu, on_cpu = (deepspeed_settings(run, 2, 1, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert on_gpu["zero_optimization"].get("overlap_comm") == overlaps
+    assert not on_cpu["zero_optimization"].get("overlap_comm")
+    assert on_gpu.get("communication_data_type") == ("fp32" if stage else None)
+
+
+def test_an_unset_stage_is_one_that_overlaps() -> None:
+    run = RunConfig(model=MODEL, engine=EngineConfig(precision="bf16"))
+    assert deepspeed_settings(run, 8, 1, on_gpu=True)["zero_optimization"]["overlap_comm"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_largest_parameter_is_that_of_the_built_model(name: str) -> None:
+    model = replace(TINY, **VARIANTS[name])
+    with torch.device("meta"):
+        found = max(each.numel() for each in TransformerXL(model).parameters())
+    assert largest_parameter(model) == found
+
+
+def test_every_parameter_fits_into_a_bucket() -> None:
+    wordy = ModelConfig(vocab_size=267_735, num_layers=2, d_model=410, num_heads=10, d_head=41)
+    assert smallest_bucket(wordy) == largest_parameter(wordy) == 267_735 * 410
+    few = replace(wordy, vocab_size=2000, num_layers=16)
+    assert largest_parameter(few) < smallest_bucket(few) == SMALLEST_BUCKET
+    run = RunConfig(model=wordy, engine=EngineConfig(zero_stage=3))
+    settings = deepspeed_settings(run, 2, 1, on_gpu=True)["zero_optimization"]
+    assert settings["reduce_bucket_size"] == smallest_bucket(wordy)
+    assert settings["stage3_max_reuse_distance"] < smallest_bucket(wordy)
+    extra = {"zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": False}}
+    run = replace(run, engine=EngineConfig(zero_stage=3, deepspeed_extra=extra))
+    settings = deepspeed_settings(run, 2, 1, on_gpu=True)["zero_optimization"]
+    assert (settings["reduce_bucket_size"], settings["overlap_comm"]) == (5e8, False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"reduction_precision": "bf16", "zero_stage": 0}, "needs engine.kind=deepspeed and"),
+        ({"reduction_precision": "bf16", "kind": "torch"}, "needs engine.kind=deepspeed and"),
+        ({"secondary_shard_ranks": 2}, "and engine.zero_stage=3, found deepspeed and 2"),
+        ({"zero_stage": 3, "kind": "torch"}, "needs engine.kind=deepspeed, found torch"),
+    ],
+)
+def test_settings_that_the_stage_does_not_have_are_rejected(engine: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**engine)
+
+
+def test_ranks_that_share_a_second_copy_divide_all_ranks() -> None:
+    run = RunConfig(model=MODEL, engine=EngineConfig(zero_stage=3, secondary_shard_ranks=4))
+    settings = deepspeed_settings(run, 8, 1, on_gpu=True)
+    assert settings["zero_optimization"]["zero_hpz_partition_size"] == 4
+    with pytest.raises(ConfigError, match="secondary_shard_ranks=4 does not divide 6 ranks"):
+        deepspeed_settings(run, 6, 1, on_gpu=True)

@@ -1,0 +1,62 @@
+"""What DeepSpeed's optimizers keep in real steps of three ranks, against what `describe` counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from data_pipeline.config_loader import parse_config
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import memory_parts, offloaded_bytes, total_bytes
+from pretrain.costs.zero_buffers import optimizer_of
+from tests.helpers.live_tensors import measured_by_ranks
+
+RANKS = 3
+# Weights outweigh everything else; the largest bucket is half of the model.
+MODEL = {"vocab_size": 2000, "num_layers": 2, "d_model": 128, "num_heads": 2, "d_inner": 128}
+LARGEST = 2000 * 128
+SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+BUCKET = {"zero_optimization": {**SHARDED["zero_optimization"], "reduce_bucket_size": LARGEST}}
+
+
+def cell(stage: int, precision: str, lanes: int = 1, **engine: Any) -> dict[str, Any]:
+    sizes = {"lanes": RANKS * lanes, "segment_length": 4}
+    settings = {"zero_stage": stage, "precision": precision, "deepspeed_extra": BUCKET, **engine}
+    return {"model": MODEL, "data": sizes, "engine": {"micro_batch_lanes": 1, **settings}}
+
+
+CELLS = {
+    **{f"zero{stage}-fp32": cell(stage, "fp32") for stage in range(4)},
+    **{f"zero{stage}-bf16": cell(stage, "bf16") for stage in range(4)},
+    "zero2-slots": cell(2, "fp32", lanes=2),
+    "zero2-reduced": cell(2, "bf16", reduction_precision="bf16"),
+    **{f"zero{stage}-offloaded": cell(stage, "bf16", offload_optimizer=True) for stage in (2, 3)},
+    "zero3-shared": cell(3, "bf16", secondary_shard_ranks=RANKS),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The findings of every rank in each cell."""
+    return measured_by_ranks(CELLS, RANKS, tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_the_estimate_of_a_passes_peak_is_within_15_per_cent(
+    measured: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    run = parse_config(RunConfig, CELLS[name], name)
+    expected = total_bytes(memory_parts(run, RANKS)) + offloaded_bytes(run, RANKS)
+    for found in measured[name]:
+        assert found["peak_of_training"] == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_the_optimizer_that_results_is_the_expected_one(
+    measured: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    expected = optimizer_of(parse_config(RunConfig, CELLS[name], name))
+    assert {found["optimizer"] for found in measured[name]} == {expected}
