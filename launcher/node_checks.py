@@ -185,14 +185,17 @@ def _report(
     ]
     links = _slow_links(node, pairs)
     strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
+    missing = sorted({one.missing for one in own if one.missing})
     if broken and not any(node in pair.nodes and not pair.problem for pair in pairs):
         verdict = "broken"
     else:
-        verdict = "slow" if slow else "link" if broken or links else "busy" if strays else "ok"
+        verdict = (
+            "slow" if slow or missing else "link" if broken or links else "busy" if strays else "ok"
+        )
     return NodeReport(
         node=node,
         verdict=verdict,
-        problems=(*broken, *slow, *links, *strays),
+        problems=(*broken, *missing, *slow, *links, *strays),
         device=own[0].device,
         ranks=len(own),
         matmul_flops=min(one.matmul_flops for one in own),

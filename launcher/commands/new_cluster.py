@@ -85,7 +85,8 @@ modules: []
 setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'
 environment:
   OMP_NUM_THREADS: "{max(1, cores // ranks)}"
-  # NCCL_SOCKET_IFNAME: ib0  # the interface that ranks meet over, where nodes have several
+  # NCCL_SOCKET_IFNAME: ib0  # interfaces that ranks meet over, where nodes have several
+  # GLOO_SOCKET_IFNAME: ib0  # unset: the one that the host's name resolves to
 # container_image: /shared/images/pretrain.sqsh  # with this project's dependencies
 # container_runtime: pyxis  # or apptainer
 # container_mounts: [/shared]

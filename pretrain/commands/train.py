@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
@@ -41,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         init_world,
         world_from_environment,
     )
+    from pretrain.processes.device_variables import set_device_variables
     from pretrain.run import run_training, set_threads_of_rank
 
     set_up_logging(f"rank {world_from_environment(os.environ).rank}", arguments.log_level)
     set_threads_of_rank(config)
+    set_device_variables(os.environ, Path(tempfile.gettempdir()))
     world = init_world(config.engine.watchdog_timeout_seconds)
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)

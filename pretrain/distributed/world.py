@@ -70,8 +70,28 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
             f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
             "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
         )
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    return World(rank, world_size, local_rank, device)
+    return World(rank, world_size, local_rank, _device_of(local_rank))
+
+
+def _device_of(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count()))
+
+
+def gpu_index(local_rank: int, visible: int) -> int:
+    """Return which of a rank's visible GPUs is its own.
+
+    Where the site binds a GPU to each task, a task sees only that one, whatever its local rank.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} found {visible} GPUs, expected one for each rank of its "
+            "node; start as many ranks as GPUs (gpus_per_node), or let each see only its own"
+        )
+    return local_rank
 
 
 def ranks_on_this_node() -> int:
@@ -115,6 +135,8 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
+        # NCCL then connects now, on this device, and not at the first collective.
+        device_id=world.device if world.device.type == "cuda" else None,
     )
     return world
 

@@ -36,6 +36,7 @@ from data_pipeline.files import await_text, write_json
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 from pretrain.distributed.world import World, world_from_environment
+from pretrain.kernels.triton.settings import missing_for_compiling
 from pretrain.processes.node_findings import (
     END,
     TOKEN,
@@ -145,6 +146,7 @@ def measure_rank(world: World, out: Path) -> RankMeasurement:
         matmul_flops=measured_matmul_peak(world.device, dtype, MATMUL_SECONDS),
         disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if is_first else None,
         strays=strays,
+        missing=(missing_for_compiling() or "") if world.device.type == "cuda" else "",
     )
 
 

@@ -16,7 +16,8 @@ END = "end"
 class RankMeasurement:
     """What a rank measured alone.
 
-    Rates per second. Disk and strays are None except on a node's first rank.
+    Rates per second. Disk and strays are None except on a node's first rank. `missing` is what the
+    fused kernels need on a GPU and did not find.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class RankMeasurement:
     matmul_flops: float
     disk_bytes: float | None
     strays: list[str] | None
+    missing: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

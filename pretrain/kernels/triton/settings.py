@@ -9,7 +9,10 @@ import functools
 import importlib.util
 import math
 import os
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -49,6 +52,20 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
         major, minor = capability
         return f"the GPU has compute capability {major}.{minor}; the kernel supports {known}"
+    return missing_for_compiling()
+
+
+@functools.cache
+def missing_for_compiling() -> str | None:
+    """Return what triton lacks to compile its launchers when they first run, or None.
+
+    It looks for CC, then gcc and clang, and builds against this Python's headers.
+    """
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler, which triton needs; install gcc or clang, or set CC"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return f"{header} is missing, which triton needs; install Python's headers (python3-dev)"
     return None
 
 

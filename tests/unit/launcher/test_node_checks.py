@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -110,3 +111,11 @@ def test_two_nodes_can_not_be_compared_but_a_lost_connection_breaks_both():
     assert set(verdicts(ranks, slow).values()) == {("ok", "")}
     lost = [PairResult(nodes=("n1", "n2"), bytes_per_second=None, problem="no connection")]
     assert {verdict for verdict, _ in verdicts(ranks, lost).values()} == {"broken"}
+
+
+def test_a_node_that_cannot_compile_kernels_is_slow_and_says_what_it_lacks():
+    lacking = replace(found(1, "n2"), missing="there is no C compiler")
+    others = [found(rank, node) for rank, node in enumerate(NODES) if node != "n2"]
+    reports = {one.node: one for one in rate_nodes([lacking, *others], pairs(), ())}
+    assert (reports["n2"].verdict, reports["n2"].problems) == ("slow", ("there is no C compiler",))
+    assert {reports[name].verdict for name in ("n1", "n3", "n4")} == {"ok"}

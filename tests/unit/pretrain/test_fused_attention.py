@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
 
-from pretrain.kernels.triton.settings import unsupported_reason
+from pretrain.kernels.triton.settings import missing_for_compiling, unsupported_reason
 from tests.helpers.fused_attention_cases import CASES
 
 # The 2-norm of the error over that of the exact value.
@@ -55,6 +56,19 @@ def test_the_reason_for_not_using_the_kernel_is_given(
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert reason in (unsupported_reason(torch.device(device), dtype, head_width) or "")
+
+
+def test_a_missing_compiler_or_header_is_named_before_triton_needs_it(monkeypatch, tmp_path):
+    include = tmp_path / "include"
+    include.mkdir()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(include))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in (missing_for_compiling.__wrapped__() or "")
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert f"{include / 'Python.h'} is missing" in (missing_for_compiling.__wrapped__() or "")
+    (include / "Python.h").touch()
+    assert missing_for_compiling.__wrapped__() is None
 
 
 @pytest.mark.slow

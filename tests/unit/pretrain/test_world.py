@@ -7,6 +7,7 @@ import pytest
 from data_pipeline.errors import ConfigError
 from pretrain.distributed.world import (
     destroy_process_group,
+    gpu_index,
     init_world,
     ranks_on_this_node,
     world_from_environment,
@@ -21,6 +22,20 @@ def test_impossible_rank_variables_are_one_line(rank, world_size, local_rank):
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
     with pytest.raises(ConfigError, match="RANK"):
         world_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"),
+    [(0, 1, 0), (0, 8, 0), (7, 8, 7), (3, 1, 0), (7, 1, 0), (1, 2, 1)],
+)
+def test_a_rank_takes_its_own_gpu_whether_the_site_shows_it_one_or_all(local_rank, visible, index):
+    assert gpu_index(local_rank, visible) == index
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match="local rank 2 found 2 GPUs, expected one for each") as it:
+        gpu_index(2, 2)
+    assert "\n" not in str(it.value)
 
 
 TASK = {
