@@ -16,7 +16,7 @@ from pretrain.reporting.run_history import History, read_histories
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import SPEED
 from pretrain.scaling.which_runs import runs_of
-from pretrain.terminal.text import si, text_table
+from pretrain.terminal.text import distinguished, si, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +49,8 @@ def compare(histories: Sequence[History], output: Path | None) -> int:
     print(text_table([heads_of(histories), *rows]))
     if changed:
         print("\n" + text_table([("setting", *heads_of(histories)[1:]), *changed]))
+    if left_out := _left_out(histories):
+        print(f"\n{left_out}")
     if output:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "compare.html", render(histories, rows, changed))
@@ -76,7 +78,8 @@ def render(
         section("Different settings", settings),
         section("Speed", panel_html(speeds, 2.2, f"{SPEED} of every interval of each run")),
     ]
-    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
+    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses. "
+    lead += _left_out(histories)
     return page(
         "Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain compare'."
     )
@@ -98,7 +101,13 @@ def _numbers(history: History) -> dict[str, str]:
 
 def heads_of(histories: Sequence[History]) -> tuple[str, ...]:
     """Return the heads of a table with a column per run."""
-    return ("run", *(printable(history.path.name) for history in histories))
+    return ("run", *distinguished([printable(history.path.name) for history in histories]))
+
+
+def _left_out(histories: Sequence[History]) -> str:
+    """Say what all names start with, if the heads leave it out; else ""."""
+    name, shown = printable(histories[0].path.name), heads_of(histories)[1]
+    return f"All names start with {name.removesuffix(shown)!r}." if name != shown else ""
 
 
 def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:

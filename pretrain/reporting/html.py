@@ -47,7 +47,7 @@ section { padding: 24px; margin-top: 20px; }
   margin-top: 6px; }
 svg { display: block; width: 100%; max-width: 620px; height: auto; margin: 14px auto 6px; }
 svg text { font-family: var(--sans); }
-.scroll { overflow-x: auto; margin: 12px -24px 4px; padding: 0 24px; }
+.scroll { overflow-x: auto; margin: 12px 0 4px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px;
   font-variant-numeric: tabular-nums; }
 th, td { text-align: right; white-space: nowrap; padding: 6px 0 6px 18px; }
@@ -55,6 +55,8 @@ th { font-weight: 600; color: var(--faint); font-size: 12.5px; }
 td { border-top: 1px solid var(--grid); }
 th:first-child, td:first-child { padding-left: 0; }
 .named th:first-child, .named td:first-child, .words th, .words td { text-align: left; }
+.named th:first-child, .named td:first-child { position: sticky; left: 0;
+  background: var(--surface); }
 .words td { white-space: normal; vertical-align: top; }
 .words td:first-child { color: var(--faint); white-space: nowrap; }
 .words tr:first-child td { border-top: 0; }
@@ -68,7 +70,9 @@ footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
   main { padding: 24px 14px 40px; }
   section { padding: 18px 16px; }
   svg { width: calc(100% + 20px); margin-left: -10px; }
-  .scroll { margin: 12px -16px 4px; padding: 0 16px; }
+  .scroll { margin: 12px 0 4px; padding: 0; }
+  th, td { padding-left: 12px; }
+  .named td:first-child { white-space: normal; }
 }
 @media print { body { background: #fff; } section, .card { break-inside: avoid; } }
 """

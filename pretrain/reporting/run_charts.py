@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_pipeline.errors import printable
 from pretrain.reporting.charts import SERIES, Palette, Panel, log_ticks
 from pretrain.reporting.run_history import History
 from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS
+from pretrain.terminal.text import distinguished
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,17 +165,23 @@ def _progress(history: History, axes: Axes, palette: Palette) -> None:
 
 def _losses(histories: Sequence[History], axes: Axes, palette: Palette) -> None:
     """Smoothed losses over tokens, and validation losses as dots, a color per run."""
-    for number, history in enumerate(histories):
-        color = SERIES[number % len(SERIES)]
+    for history, color, name in _series(histories):
         steps_X, losses_X = history.smooth_loss
         tokens_X = _tokens_at(steps_X, history)
-        axes.plot(tokens_X, losses_X, color=color, linewidth=1.6, label=history.name)
+        axes.plot(tokens_X, losses_X, color=color, linewidth=1.6, label=name)
         if history.evaluations:
             steps_X, losses_X = history.series("loss", history.evaluations)
             axes.plot(_tokens_at(steps_X, history), losses_X, "o", color=color, markersize=3.5)
     validated = [history.series("loss", history.evaluations)[1] for history in histories]
     trained = [history.smooth_loss[1] for history in histories]
     _hide_the_first_losses(axes, trained, np.concatenate(validated))
+
+
+def _series(histories: Sequence[History]) -> Iterator[tuple[History, str, str]]:
+    """Each run with its color and its name, as the tables beside the charts have it."""
+    names = distinguished([printable(history.path.name) for history in histories])
+    for number, (history, name) in enumerate(zip(histories, names, strict=True)):
+        yield history, SERIES[number % len(SERIES)], name
 
 
 def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
@@ -187,8 +195,6 @@ def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
 
 def _speeds(histories: Sequence[History], axes: Axes, palette: Palette) -> None:
     """Tokens per second over steps, a color per run."""
-    for number, history in enumerate(histories):
-        speeds = history.series("tokens_per_second")
-        color = SERIES[number % len(SERIES)]
-        axes.plot(*speeds, color=color, linewidth=1.4, label=history.name)
+    for history, color, name in _series(histories):
+        axes.plot(*history.series("tokens_per_second"), color=color, linewidth=1.4, label=name)
     axes.set_ylim(bottom=0)

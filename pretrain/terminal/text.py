@@ -65,5 +65,19 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+def distinguished(names: Sequence[str]) -> list[str]:
+    """Return the names without the words that all begin with: `a-sweep-lr1` becomes `lr1`.
+
+    Words end at `-`, `_`, `/`, `+` or a space. Something is left of every name.
+    """
+    cut = 0
+    for end, letters in enumerate(zip(*names, strict=False), start=1):
+        if len(set(letters)) > 1 or len(names) < 2:
+            break
+        if letters[0] in "-_/+ " and end < min(map(len, names)):
+            cut = end
+    return [name[cut:] for name in names]
+
+
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -262,7 +262,21 @@ def test_a_comparison_names_the_settings_that_differ(run, tmp_path, capsys):
     assert re.search(r"^skipped windows +1 +1$", printed, re.MULTILINE)
     html = (tmp_path / "out" / "compare.html").read_text()
     assert "optim.learning_rate" in html
+    assert "All names start with" not in html + printed
     assert (tmp_path / "out" / "compare.png").stat().st_size > 10_000
+
+
+def test_tables_and_legends_of_a_comparison_leave_out_what_all_names_begin_with(tmp_path, capsys):
+    runs = [make_run(tmp_path / f"name-of-a-sweep-{rate}", "cell", rate) for rate in (1e-3, 2e-3)]
+    assert main(["compare", *map(str, runs), "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^run +0\.001 +0\.002$", printed, re.MULTILINE)
+    html = (tmp_path / "out" / "compare.html").read_text()
+    assert html.count("<th>0.001</th>") == 2
+    assert len(re.findall(r"<text[^>]*>0\.002</text>", html)) == 2, "in the legends of both charts"
+    said = "All names start with 'name-of-a-sweep-'."
+    assert said in printed
+    assert said.replace("'", "&#x27;") in html
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from pretrain.terminal.text import markdown_table, number, step_time, text_table
+import pytest
+
+from pretrain.terminal.text import distinguished, markdown_table, number, step_time, text_table
 
 ROWS = [["case", "loss", "verdict"], ["short", "12.5", "ok"], ["a longer one", "3", "-"]]
 
@@ -8,6 +10,22 @@ ROWS = [["case", "loss", "verdict"], ["short", "12.5", "ok"], ["a longer one", "
 def test_a_missing_number_is_a_dash():
     assert number(None, ",.0f") == "-"
     assert number(1234.5678, ",.1f") == "1,234.6"
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["books-lr0.1", "books-lr0.2"], ["lr0.1", "lr0.2"]),
+        (["sweep/c1-d64", "sweep/c1-d128"], ["d64", "d128"]),
+        (["small", "smaller"], ["small", "smaller"]),
+        (["a-", "a-b"], ["a-", "a-b"]),
+        (["a-b", "a-b"], ["b", "b"]),
+        (["a-b"], ["a-b"]),
+        ([], []),
+    ],
+)
+def test_names_are_shown_without_the_words_that_all_begin_with(names, shown):
+    assert distinguished(names) == shown
 
 
 def test_columns_are_flush_right_except_those_named():
