@@ -52,13 +52,13 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data
 	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
-		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --out $(SCALING)/sweep.yaml
+		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
-	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --out $(SCALING)/runs.csv
+	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv
 	pretrain scale predict $(SCALING)/runs.csv --flops 3.6e12 \
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
-	pretrain scale report $(SCALING)/runs.csv --out $(SCALING)/report \
+	pretrain scale report $(SCALING)/runs.csv --output $(SCALING)/report \
 		--title "Scaling demo: the workflow on tiny models, no law of large ones"
 	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
 	@echo "Open $(SCALING)/report/report.html"

@@ -89,6 +89,7 @@ class Program:
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
         parser.hints = getattr(module, "HINTS", parser.hints)
+        rest = parser.with_output(rest)
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
 
@@ -104,6 +105,12 @@ class _Parser(argparse.ArgumentParser):
         for flag in (each for each in flags if each.startswith("--")):
             if flag.partition("=")[0] not in self._option_string_actions:
                 self.error(f"{_UNKNOWN}{flag}")
+
+    def with_output(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments with `--out`, which many guess, as `--output` where that is a flag."""
+        if "--output" not in self._option_string_actions:
+            return list(arguments)
+        return [re.sub(r"^--out(?==|$)", "--output", each) for each in arguments]
 
     def error(self, message: str) -> NoReturn:
         _, _, rest = message.partition(_UNKNOWN)

@@ -99,9 +99,11 @@ def kind_of(setting: Setting) -> str:
 
 def default_of(setting: Setting) -> str:
     """Return the default as a file would set it; `required` where there is none."""
-    value = setting.default
-    if value is MISSING:
-        return "required"
+    return "required" if setting.default is MISSING else value_text(setting.default)
+
+
+def value_text(value: Any) -> str:
+    """Return a setting's value as a file would have it: `false`, `null`, `[1, 2]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (tuple, list)):

@@ -29,6 +29,7 @@ from launcher.sweep_runs import array_of, classes, parts_of, run_cells, submit_a
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
+from pretrain.scaling.which_runs import cells_directory, started_cells
 from pretrain.terminal.text import counted
 
 PROGRAM = Program(
@@ -43,6 +44,10 @@ PROGRAM = Program(
         "status": (
             "launcher.commands.sweep:status",
             "show state, results and settings of each cell",
+        ),
+        "report": (
+            "launcher.commands.sweep:report",
+            "compare the cells: results, differing settings and curves as tables and one page",
         ),
         "collect": ("launcher.commands.sweep:collect", "write settings and results as CSV"),
     },
@@ -68,6 +73,17 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument(
         "--output", type=Path, metavar="CSV", help="output file (default RUNS/results.csv)"
+    )
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep report`."""
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="directory for compare.html and compare.png (default RUNS)",
     )
 
 
@@ -98,18 +114,24 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --cluster: nodes of each cell; 1:4 gives each the fewest that it needs",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the batch scripts; write and submit nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the batch scripts, or with --local the cells in order; start nothing",
     )
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print a row per cell."""
-    from launcher.commands.tables import console, plain_table
-
     cells = _cells_of(arguments)
-    console().print(plain_table(list(map(planned, cells, settings_of(cells)))))
+    _print_plan(cells)
     print(describe(cells))
     return 0
+
+
+def _print_plan(cells: Sequence[CellRun]) -> None:
+    from launcher.commands.tables import console, plain_table
+
+    console().print(plain_table(list(map(planned, cells, settings_of(cells)))))
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -132,6 +154,16 @@ def run_collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_report(arguments: argparse.Namespace) -> int:
+    """Compare the cells that have made a step, as `pretrain compare` does."""
+    from pretrain.commands.compare import compare
+    from pretrain.reporting.run_history import read_histories
+
+    runs = _runs_of(arguments, read_sweep(arguments.sweep))
+    started = started_cells(arguments.sweep, runs)
+    return compare(read_histories(started, at_least=1), arguments.output or runs)
+
+
 def run_submit(arguments: argparse.Namespace) -> int:
     """0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
     sweep = read_sweep(arguments.sweep)
@@ -141,10 +173,6 @@ def run_submit(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name}={value} must be 1 or more")
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
-    if arguments.dry_run and arguments.local:
-        raise ConfigError(
-            "--dry-run prints batch scripts and --local has none; use 'launcher sweep status'"
-        )
     cells = read_cells(sweep, arguments.sweep, runs)
     print(describe(cells), flush=True)
     if arguments.cluster:
@@ -158,7 +186,7 @@ def _cells_of(arguments: argparse.Namespace) -> list[CellRun]:
 
 
 def _runs_of(arguments: argparse.Namespace, sweep: Sweep) -> Path:
-    return arguments.runs_dir or Path("runs") / sweep.name
+    return cells_directory(sweep, arguments.runs_dir)
 
 
 def _submit(
@@ -200,10 +228,15 @@ def _largest_array(is_dry_run: bool) -> int:
 
 
 def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
-    runs.mkdir(parents=True, exist_ok=True)
     waiting = [cell for cell in cells if cell.is_waiting]
+    order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
+    if arguments.dry_run:
+        if order:
+            _print_plan(order)
+        print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")
+        return 0
+    runs.mkdir(parents=True, exist_ok=True)
     with StopSignals() as stop, RunDir(runs).locked("sweep"):
-        order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
         failed = run_cells(order, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
         if stop.requests:
             print("stopped on request; rerun the same command to continue")
@@ -214,7 +247,7 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
         print(
-            f"all {len(cells)} cells are done; next: launcher sweep collect {arguments.sweep} "
+            f"all {len(cells)} cells are done; next: launcher sweep report {arguments.sweep} "
             f"--runs-dir {runs}"
         )
         print(

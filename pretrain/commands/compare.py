@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.files import write_text
+from data_pipeline.setting_pages import value_text
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.results import differing_settings
@@ -113,4 +114,4 @@ def _left_out(histories: Sequence[History]) -> str:
 def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
     """A row per setting that is not the same everywhere, with every run's value."""
     found = differing_settings([history.config for history in histories])
-    return [(key, *map(str, values)) for key, values in found.items()]
+    return [(key, *map(value_text, values)) for key, values in found.items()]

@@ -9,7 +9,8 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
 from pretrain.config.run import RunConfig
-from pretrain.scaling.sweep_file import sweep_path
+from pretrain.scaling.sweep_file import Sweep, sweep_path
+from pretrain.scaling.which_runs import cells_directory
 
 PROGRAM = Program(
     "pretrain scale",
@@ -88,7 +89,7 @@ def add_sweep_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", default="", help="name of the sweep (default: from the experiment's)")
     path = "sweep file to write (default configs/sweeps/NAME.yaml)"
-    add("--out", type=Path, metavar="FILE", help=path)
+    add("--output", type=Path, metavar="FILE", help=path)
     overrides = "config override of the experiment"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
 
@@ -100,33 +101,42 @@ def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str
     """
     base = load_config(RunConfig, arguments.experiment, arguments.set)
     name = arguments.name or f"{base.name}-{kind}"
-    check_output_file("--out", sweep_path(arguments.out, name), f"{name}.yaml")
+    check_output_file("--output", sweep_path(arguments.output, name), f"{name}.yaml")
     return base, name
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """The flags of an action that reads a sweep's runs."""
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
+    directory = "parent of the cells' run directories (default runs/SWEEP)"
+    add("--runs-dir", type=Path, metavar="DIR", help=directory)
 
 
 def add_sweep_input(parser: argparse.ArgumentParser, table: str) -> None:
     """The flags of an action that reads a sweep's runs and writes a table."""
     add = parser.add_argument
-    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
-    directory = "directory that contains one run directory per cell"
-    add("--runs-dir", type=Path, required=True, metavar="DIR", help=directory)
+    add_sweep(parser)
     path = "table to write (default %(default)s)"
-    add("--out", type=Path, default=Path(table), metavar="FILE", help=path)
+    add("--output", type=Path, default=Path(table), metavar="FILE", help=path)
 
 
 def add_report_output(parser: argparse.ArgumentParser, directory: str, title: str) -> None:
     """The flags of an action that writes a report."""
     path = "output directory (default %(default)s)"
-    parser.add_argument("--out", type=Path, default=Path(directory), metavar="DIR", help=path)
+    parser.add_argument("--output", type=Path, default=Path(directory), metavar="DIR", help=path)
     parser.add_argument("--title", default=title, help="title of the page (default %(default)s)")
 
 
-def check_runs_directory(path: Path) -> None:
-    """Raise DataError unless the sweep's run directories can be in this one."""
+def runs_directory(sweep: Sweep, given: Path | None) -> Path:
+    """The parent of the sweep's run directories; DataError if there is no such directory."""
+    path = cells_directory(sweep, given)
     if not path.is_dir():
         raise DataError(
-            f"{path} is not a directory; name the one that contains the sweep's run directories"
+            f"{path} is not a directory; name the one that contains the sweep's run directories "
+            "with --runs-dir, or start the sweep with 'launcher sweep submit'"
         )
+    return path
 
 
 # An output path is checked before the work: a fit takes seconds and an evaluation minutes.

@@ -15,7 +15,7 @@ from pretrain.commands.scale import (
     add_sweep_output,
     check_output_directory,
     check_output_file,
-    check_runs_directory,
+    runs_directory,
     sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
@@ -93,7 +93,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
     print("\n".join([f"total: {total}", replaced_settings(base), *unchecked]))
-    write_plan(arguments, name, base, runs, [total])
+    write_plan(arguments, name, base, runs, [total], "pretrain scale context collect")
     return 0
 
 
@@ -109,20 +109,21 @@ def run_collect(arguments: argparse.Namespace) -> int:
     from pretrain.scaling.collect import write_rows
 
     sweep = read_sweep(arguments.sweep)
-    check_runs_directory(arguments.runs_dir)
+    runs = runs_directory(sweep, arguments.runs_dir)
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
-    check_output_file("--out", arguments.out, "context.csv")
-    plans = plan_evaluations(sweep, arguments.runs_dir, arguments.out, arguments.max_tokens)
+    check_output_file("--output", arguments.output, "context.csv")
+    plans = plan_evaluations(sweep, runs, arguments.output, arguments.max_tokens)
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []
     for found in evaluated_rows(plans, _evaluator(arguments.max_tokens)):
         rows += found
-        write_rows(arguments.out, rows)  # so that a collection that is stopped need not repeat it
+        write_rows(
+            arguments.output, rows
+        )  # so that a collection that is stopped need not repeat it
     left_out = [row for row in rows if row.excluded]
-    print(
-        f"{arguments.out}: {len(sweep.cells) - len(left_out)} of {len(sweep.cells)} cells evaluated"
-    )
+    cells = len(sweep.cells)
+    print(f"{arguments.output}: {cells - len(left_out)} of {cells} cells evaluated")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
     return 0
@@ -138,10 +139,10 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
     from pretrain.scaling.context_report import write_context_report
 
-    check_output_directory("--out", arguments.out)
+    check_output_directory("--output", arguments.output)
     print(
         "report: "
-        f"{write_context_report(read_context(arguments.table), arguments.out, arguments.title)}"
+        f"{write_context_report(read_context(arguments.table), arguments.output, arguments.title)}"
     )
     return 0
 

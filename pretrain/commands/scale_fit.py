@@ -14,7 +14,7 @@ from pretrain.commands.scale import (
     add_sweep_input,
     check_output_directory,
     check_output_file,
-    check_runs_directory,
+    runs_directory,
 )
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
@@ -87,8 +87,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
     from pretrain.scaling.report import write_report
 
-    check_output_directory("--out", arguments.out)
-    path = write_report(fit_of(arguments), arguments.out, arguments.title)
+    check_output_directory("--output", arguments.output)
+    path = write_report(fit_of(arguments), arguments.output, arguments.title)
     print(f"report: {path}")
     return 0
 
@@ -107,19 +107,19 @@ def run_collect(arguments: argparse.Namespace) -> int:
     from pretrain.scaling.sweep_file import read_sweep
 
     sweep = read_sweep(arguments.sweep)
-    check_runs_directory(arguments.runs_dir)
-    check_output_file("--out", arguments.out, "runs.csv")
+    runs = runs_directory(sweep, arguments.runs_dir)
+    check_output_file("--output", arguments.output, "runs.csv")
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")
-    rows = collect_rows(sweep, arguments.runs_dir)
-    write_rows(arguments.out, rows)
+    rows = collect_rows(sweep, runs)
+    write_rows(arguments.output, rows)
     left_out = [row for row in rows if row.excluded]
-    print(f"{arguments.out}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
+    print(f"{arguments.output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
     versions = {version for row in rows for version in row.code.split()}
     if len(versions) > 1:
         print(f"note: {len(versions)} versions of the code trained these cells; see column code")
     if arguments.curves_out:
-        count = write_curves(arguments.curves_out, sweep, arguments.runs_dir)
+        count = write_curves(arguments.curves_out, sweep, runs)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
     return 0

@@ -8,9 +8,10 @@ from pathlib import Path
 from data_pipeline.program import Program
 from pretrain.commands.scale import (
     add_report_output,
+    add_sweep,
     add_sweep_output,
     check_output_directory,
-    check_runs_directory,
+    runs_directory,
     sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
@@ -66,15 +67,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{amount(runs[0].cost.tokens)} tokens and about {runs[0].cost.flops:.3g} FLOPs each"
     print("\n".join([total, *unchecked]))
-    write_plan(arguments, name, base, runs, [total])
+    write_plan(arguments, name, base, runs, [total], "pretrain scale tune report")
     return 0
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale tune report`."""
-    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="sweep file that plan wrote")
-    directory = "directory that contains one run directory per cell"
-    parser.add_argument("--runs-dir", type=Path, required=True, metavar="DIR", help=directory)
+    add_sweep(parser)
     add_report_output(parser, "tune-report", "Learning rates")
 
 
@@ -82,10 +81,11 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Print the answer and write the page with its chart."""
     from pretrain.scaling.tune_report import write_tune_report
 
-    check_runs_directory(arguments.runs_dir)
-    check_output_directory("--out", arguments.out)
-    found, left_out = tuned_rates(read_sweep(arguments.sweep), arguments.runs_dir)
+    sweep = read_sweep(arguments.sweep)
+    runs = runs_directory(sweep, arguments.runs_dir)
+    check_output_directory("--output", arguments.output)
+    found, left_out = tuned_rates(sweep, runs)
     print(text_table(tuned_table(found)))
     print("\n".join([*verdicts(found), *left_out]))
-    print(f"report: {write_tune_report(found, arguments.out, arguments.title)}")
+    print(f"report: {write_tune_report(found, arguments.output, arguments.title)}")
     return 0

@@ -169,11 +169,16 @@ def write_plan(
     base: RunConfig,
     runs: Sequence[PlannedRun],
     notes: Sequence[str],
+    then: str,
 ) -> None:
-    """Write the sweep `name` and print its path; `base` includes the changes of --set."""
-    path = sweep_path(arguments.out, name)
+    """Write the sweep `name`; print its path, and what comes next, at last the command `then`.
+
+    `base` includes the changes of --set.
+    """
+    path = sweep_path(arguments.output, name)
     write_sweep(path, make_sweep(name, arguments.experiment, base, runs, path.parent, notes))
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
+    print(f"next: launcher sweep submit {path} --local (or --cluster FILE), then {then} {path}")
 
 
 def make_sweep(

@@ -40,6 +40,7 @@ from pretrain.config.run import RunConfig
 FORMAT = 1
 MOST_CELLS = 100_000
 LARGEST_FACT = 1e300  # an integer may be larger than any float
+_LIST_CELLS = "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
 _SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # characters that a directory's name should not have
 
 
@@ -83,6 +84,7 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
     tree = read_tree(path)
+    _check_form(tree, path)
     if "grid" in tree:
         tree = _expanded(tree, path)
     cells = tree.get("cells")
@@ -116,6 +118,32 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
         "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
     )
     write_text(path, header + dump_yaml(to_tree(sweep)))
+
+
+def _check_form(tree: Tree, path: Path) -> None:
+    """ConfigError, with what to write, for what people try first in place of this format."""
+    grid, cells = tree.get("grid"), tree.get("cells")
+    problem = ""
+    if "format" not in tree:
+        problem = f"format is missing; write 'format: {FORMAT}' first"
+    elif "name" not in tree:
+        problem = "name is missing; write 'name: NAME', also the folder of its runs in runs/"
+    elif "grid" not in tree and "cells" not in tree:
+        problem = "found neither grid nor cells; write 'grid: {optim.learning_rate: [3e-4, 1e-3]}'"
+    elif isinstance(tree.get("experiment"), list) or (
+        isinstance(grid, dict) and "experiment" in grid
+    ):
+        problem = f"a grid varies the settings of one experiment; for several, {_LIST_CELLS}"
+    elif "grid" not in tree and ("experiment" in tree or not isinstance(cells, list)):
+        problem = f"expected cells that each name their experiment; {_LIST_CELLS}"
+    if problem:
+        raise ConfigError(f"{path}: {problem}")
+    for number, cell in enumerate(cells if isinstance(cells, list) else ()):
+        if isinstance(cell, dict) and not isinstance(cell.get("overrides", []), list):
+            raise ConfigError(
+                f"{path}: cells[{number}]: overrides is {abbreviated(cell['overrides'])}; write "
+                "settings as on a command line: [seed=1, model.memory_length=64]"
+            )
 
 
 def _expanded(tree: Tree, path: Path) -> Tree:
@@ -178,5 +206,8 @@ def _value_text(value: Any) -> str:
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
-    """The run of a cell."""
-    return load_config(RunConfig, sweep_path.parent / cell.experiment, cell.overrides)
+    """The run of a cell; ConfigError names the cell."""
+    try:
+        return load_config(RunConfig, sweep_path.parent / cell.experiment, cell.overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{sweep_path}: cell {cell.name}: {error}") from None

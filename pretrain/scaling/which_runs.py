@@ -38,7 +38,7 @@ def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) 
     found: list[Path] = []
     for path in paths:
         if path.suffix in (".yaml", ".yml") and find_config(path).is_file():
-            found += _started_cells(path, is_run)
+            found += started_cells(path, is_run=is_run)
         elif inner := list(find_runs(path, is_run)):
             found += inner
         elif len(paths) == 1 or not _is_beside_cells(path):
@@ -69,7 +69,10 @@ def find_runs(
             yield from find_runs(entry, is_run, depth - 1)
 
 
-def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
+def started_cells(
+    path: Path, runs_dir: Path | None = None, is_run: Callable[[Path], bool] = _holds_run
+) -> list[Path]:
+    """Run directories of the cells of a sweep file that have started; ConfigError if none has."""
     tree = read_tree(path)
     if not tree.keys() & {"cells", "grid"}:
         raise ConfigError(
@@ -77,7 +80,7 @@ def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
             f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
         )
     sweep = read_sweep(path)
-    folder = cells_directory(sweep)
+    folder = cells_directory(sweep, runs_dir)
     found = [folder / cell.name for cell in sweep.cells if is_run(folder / cell.name)]
     if not found:
         raise ConfigError(

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,6 +234,13 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
         ("grid: {seed: [1, !!set {x}]}\nexperiment: e.yaml", "found a YAML set"),
         ("grid: {1: [2]}\nexperiment: e.yaml", "under the name of a setting"),
+        ("experiment: tiny.yaml\ngrid: {stps: [1]}", "grid.yaml: cell stps_1: "),
+        ("experiment: [a.yaml, b.yaml]\ngrid: {seed: [1]}", "for several, list '- {name"),
+        ("experiment: e.yaml\ngrid: {experiment: [a.yaml]}", "for several, list '- {name"),
+        ("experiment: e.yaml\ncells: [{name: a}]", "cells that each name their experiment"),
+        ("cells: {a: {experiment: e.yaml}}", "cells that each name their experiment"),
+        ("cells: [{name: a, experiment: e, overrides: {seed: 1}}]", "on a command line: [seed=1"),
+        ("experiment: tiny.yaml", "found neither grid nor cells; write 'grid: "),
         (
             "experiment: e.yaml\ngrid:\n"
             + "".join(f"  a{n}: [{', '.join('0123456789')}]\n" for n in range(10)),
@@ -245,15 +254,56 @@ def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["format", "name"])
+def test_what_every_sweep_file_has_is_asked_for_with_what_to_write(grid, capsys, name):
+    lines = grid.read_text().splitlines()
+    grid.write_text("\n".join(line for line in lines if not line.startswith(f"{name}:")))
+    assert main(["sweep", "plan", str(grid)]) == 2
+    assert f"{name} is missing; write '{name}: " in capsys.readouterr().err
+
+
+def test_the_list_of_cells_in_the_docs_runs_as_it_stands(sweep, capsys, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    text = (ROOT / "docs" / "launcher.md").read_text()
+    (example,) = re.findall(r"\n\n((?:    .*\n)*    cells:\n(?:    .*\n)+)", text)
+    Path("parts.yaml").write_text(textwrap.dedent(example))
+    for name in ("paper", "modern"):
+        (sweep.parent / f"{name}.yaml").write_text((sweep.parent / "tiny.yaml").read_text())
+    assert main(["sweep", "submit", "parts.yaml", "--local", "--dry-run", "-j2"]) == 0
+    output = capsys.readouterr().out
+    assert "would start 4 cells, 2 at a time" in output
+    first, second = (output.index(f"modern-{length}") for length in (64, 0))
+    assert first < second, "the most expensive cells first, as they would start"
+    assert not Path("runs").exists()
+
+
+def test_a_report_compares_the_cells_that_have_made_a_step(grid, capsys, caplog, monkeypatch):
+    monkeypatch.chdir(grid.parent)
+    assert main(["sweep", "report", str(grid)]) == 2
+    assert "none of its 4 cells has started in runs/grid" in capsys.readouterr().err
+    cells = cells_of(grid)
+    make_done(cells[1])
+    make_done(cells[3])
+    RunDir.create(cells[0].path, cells[0].config)
+    assert main(["sweep", "report", str(grid), f"--runs-dir={grid.parent / 'runs/grid'}"]) == 0
+    output = capsys.readouterr().out
+    names = [cells[index].cell.name for index in (1, 3)]
+    assert re.search(rf"^run +{names[0]} +{names[1]}$", output, re.MULTILINE)
+    assert re.search(r"^memory gain +\+0\.5000 +\+0\.5000$", output, re.MULTILINE)
+    assert re.search(r"^optim\.learning_rate +0\.0003 +0\.001$", output, re.MULTILINE)
+    assert f"left out: {cells[0].path} has no measured step" in caplog.text
+    assert "optim.learning_rate" in Path("runs/grid/compare.html").read_text()
+
+
 def test_each_action_explains_its_own_flags_and_takes_no_others(grid, capsys):
     pages = []
-    for action in ("plan", "submit", "status", "collect"):
+    for action in ("plan", "submit", "status", "report", "collect"):
         with pytest.raises(SystemExit):
             main(["sweep", action, "--help"])
         pages.append(capsys.readouterr().out.partition("\n\n")[2])
-    assert len(set(pages)) == 4
-    assert ["--jobs" in page for page in pages] == [False, True, False, False]
-    assert ["--output" in page for page in pages] == [False, False, False, True]
+    assert len(set(pages)) == 5
+    assert ["--jobs" in page for page in pages] == [False, True, False, False, False]
+    assert ["--output" in page for page in pages] == [False, False, False, True, True]
     assert main(["sweep", "collect", str(grid), "--local"]) == 2
     assert "unrecognized arguments: --local" in capsys.readouterr().err
 
@@ -347,7 +397,6 @@ def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
         ([], "neither --local nor --cluster is given"),
         (["--local", "--jobs=0"], "--jobs=0 must be 1 or more"),
         (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
-        (["--local", "--dry-run"], "--dry-run prints batch scripts"),
         (
             ["--cluster={folder}/cluster.yaml", "--nodes=x"],
             "--nodes=x is neither a number nor a range",

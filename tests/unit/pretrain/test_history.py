@@ -251,9 +251,13 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
 
 def test_a_comparison_names_the_settings_that_differ(run, tmp_path, capsys):
     other = make_run(tmp_path / "other\udce9\x1b", learning_rate=2e-3)
+    config = (other / "config.yaml").read_text()
+    assert "tensorboard: true" in config
+    (other / "config.yaml").write_text(config.replace("tensorboard: true", "tensorboard: false"))
     assert main(["compare", str(run), str(other), "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"optim\.learning_rate +0\.001 +0\.002", printed)
+    assert re.search(r"metrics\.tensorboard +true +false", printed)
     assert "optim.steps" not in printed
     assert re.search(r"^run +small +other\\udce9\\x1b$", printed, re.MULTILINE)
     assert re.search(r"^goodput +44% +44%$", printed, re.MULTILINE)

@@ -342,12 +342,15 @@ def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
             ("fit", runs, *draws, "--json", file / "fit.json"),
             f"{file} is a file, not a directory",
         ),
-        (("report", runs, *draws, "--out", file), f"--out {file} is a file; name a directory"),
+        (("report", runs, *draws, "--out", file), f"--output {file} is a file; name a directory"),
         (
             ("report", runs, *draws, "--out", file / "report"),
             f"{file} is a file, not a directory",
         ),
-        (("context", "report", runs, "--out", file), f"--out {file} is a file; name a directory"),
+        (
+            ("context", "report", runs, "--out", file),
+            f"--output {file} is a file; name a directory",
+        ),
         (
             ("collect", sweep, "--runs-dir", collected / "runs", "--out", tmp_path),
             "is a directory; name a file",
@@ -358,7 +361,7 @@ def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
         ),
         (
             ("plan", books, "--budgets", "1e15", "--out", tmp_path),
-            f"--out {tmp_path} is a directory",
+            f"--output {tmp_path} is a directory",
         ),
         (
             ("predict", runs, "--flops", "1e16", "--experiment", books, "--write", tmp_path),

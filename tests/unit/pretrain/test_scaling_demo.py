@@ -34,7 +34,7 @@ def commands() -> list[list[str]]:
 def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, tmp_path, capsys):
     plan = next(words for words in commands if words[:3] == ["pretrain", "scale", "plan"])
     plan[3] = str(REPOSITORY / plan[3])
-    plan[plan.index("--out") + 1] = str(tmp_path / "sweep.yaml")
+    plan[plan.index("--output") + 1] = str(tmp_path / "sweep.yaml")
     assert (
         main([*plan[1:], "--set", "model.vocab_size=257", "--set", f"data.path={tmp_path}/absent"])
         == 0
