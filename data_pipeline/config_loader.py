@@ -19,7 +19,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
 from data_pipeline.setting_fields import UNIT
 from data_pipeline.setting_tree import section_hint, section_of_list, suggestion
-from data_pipeline.sizes import parse_size
+from data_pipeline.sizes import parse_size, size_problem
 from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, read_tree
 
 T = TypeVar("T")
@@ -105,10 +105,14 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: _Problems, 
             problems.append(f"{_dotted(where, key)}: unknown setting{hint}")
     values: Tree = {}
     for field in known:
-        if field.name in tree:
+        unit = field.metadata.get(UNIT, "")
+        if field.name in tree and (problem := size_problem(tree[field.name], unit)):
+            problems.append(f"{_dotted(where, field.name)}: {problem}")
+            values[field.name] = _WRONG
+        elif field.name in tree:
             values[field.name] = _value_of(
                 hints[field.name],
-                _with_sizes(tree[field.name], field.metadata.get(UNIT, "")),
+                _with_sizes(tree[field.name], unit),
                 (*where, field.name),
                 problems,
                 root,

@@ -16,6 +16,7 @@ _OF_BYTES = {
 }
 _OF_COUNTS = {**_COUNTS, **_BINARY}
 _LONGEST = 40  # digits; Python refuses to read thousands
+_LIKE_A_SIZE = re.compile(r"\d[\d_.,]{0,40}\s?[A-Za-z]{1,20}")
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)")
 
 
@@ -35,7 +36,18 @@ def parse_size(text: str, unit: str) -> int | float | None:
 
 def size_example(unit: str) -> str:
     """Return how to write such a number, for an error message."""
-    return "8MiB or 2GB" if unit == BYTES else "4k or 10M"
+    if unit == BYTES:
+        return "8MiB or 2GB (kB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB of 1,024)"
+    return "4k or 10M (k, M, B or G, T are powers of 1,000; Ki, Mi, Gi, Ti of 1,024)"
+
+
+def size_problem(value: object, unit: str) -> str:
+    """Return what is wrong with a number whose unit or prefix is unknown; else ''."""
+    if not unit or not isinstance(value, str) or not _LIKE_A_SIZE.fullmatch(value.strip()):
+        return ""
+    if parse_size(value, unit) is not None:
+        return ""
+    return f"found {value!r}, expected a number of {unit}, such as {size_example(unit)}"
 
 
 def size_of(unit: str) -> Callable[[str], int]:

@@ -111,7 +111,9 @@ def _parse_yaml(text: str, path: Path) -> Tree:
         tree = _load(text)
     except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
         where = f"{path}{_place_of(error, text)}"
-        raise ConfigError(f"{where}: not valid YAML: {_problem_of(error)}") from None
+        raise ConfigError(
+            f"{where}: not valid YAML: {_problem_of(error)}{_line_of(error, text)}"
+        ) from None
     if tree is None:
         raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
     if not isinstance(tree, dict):
@@ -135,6 +137,13 @@ def _place_of(error: Exception, text: str) -> str:
         return ""
     before = text[:position]
     return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
+
+
+def _line_of(error: Exception, text: str) -> str:
+    """`, in 'key: [a'`: the line of the error; '' if it has no place or an empty line."""
+    mark, lines = getattr(error, "problem_mark", None), text.split("\n")
+    line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
+    return f", in {abbreviated(line)}" if line else ""
 
 
 def _load(text: str) -> Any:

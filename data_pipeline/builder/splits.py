@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from data_pipeline.builder.documents import read_documents
@@ -34,7 +35,7 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
     Reads only as far as the first document of each split. Copies of documents count, although
     `drop_duplicates` may drop them later.
     """
-    documents = dict.fromkeys(splits_of_build(config), 0)
+    documents, lowest = dict.fromkeys(splits_of_build(config), 0), 1.0
     rejects: list[Reject] = []
     for split, source in sources:
         targets = (split,) if split else ("train",) if config.validation_input else tuple(documents)
@@ -48,13 +49,16 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
                 continue
             target = split or ("validation" if is_validation(document.id, config) else "train")
             documents[target] += 1
+            lowest = min(lowest, fraction_of(document.id))
             if all(documents.values()):
                 return
             if all(documents[target] for target in targets):
                 break
     hint = ""
+    if not config.validation_input and documents["train"] > 1:
+        hint = f"; the smallest that gives it one is {_above(lowest):g}"
     if rejects:
-        hint = (
+        hint += (
             f"; the first of {len(rejects)} unusable records is {rejects[0].source}: "
             f"{rejects[0].reason}"
         )
@@ -81,6 +85,13 @@ def check_not_empty(
         )
     raise DataError(
         f"no documents for the validation split: validation_fraction="
-        f"{config.validation_fraction} of {documents['train']} documents; raise it, set it to "
-        f"0 for none, or give validation_input{remove}"
+        f"{config.validation_fraction} of {documents['train']} documents{hint}; raise it, set it "
+        f"to 0 for no split, or name other text with validation_input{remove}"
     )
+
+
+def _above(fraction: float) -> float:
+    """A number of three decimals, or as many as it takes, just above a fraction below 1."""
+    digits = max(3, 1 - math.floor(math.log10(fraction))) if fraction else 3
+    rounded = (math.floor(fraction * 10**digits) + 1) / 10**digits
+    return rounded if rounded < 1 else (1 + fraction) / 2

@@ -44,6 +44,7 @@ PARSED_FLAGS = (
     *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
     *("split_characters", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
+_SWITCHES = ("true", "false", "yes", "no", "on", "off")
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
@@ -93,7 +94,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     known = {each.name: each for each in settings_of(CorpusConfig)}
     for name, count in SETTING_FLAGS.items():
         help_text = f"{known[name].meaning.rstrip('.')} ({kind_of(known[name])})"
-        parser.add_argument(_flag_of(name), nargs=count, help=help_text.replace("%", "%%"))
+        alone: dict[str, Any] = {"nargs": count}
+        if known[name].hint is bool:
+            alone = {"nargs": "?", "const": "true"}
+        parser.add_argument(_flag_of(name), help=help_text.replace("%", "%%"), **alone)
     words = (
         f"{', '.join(TOKENIZER_KINDS)}; or an existing tokenizer: a directory, tokenizer.json, "
         "SentencePiece model or .tiktoken file"
@@ -149,6 +153,7 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
+    _free_settings_after_switches(arguments)
     files = [text for text in arguments.settings if "=" not in text]
     if len(files) > 1:
         raise ConfigError(
@@ -163,6 +168,15 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     if isinstance(tree.get("input"), str):
         tree["input"] = [tree["input"]]
     return parse_config(CorpusConfig, tree, source=files[0] if files else "data-pipeline build")
+
+
+def _free_settings_after_switches(arguments: argparse.Namespace) -> None:
+    """In `--normalize-newlines CONFIG.yaml` the file is not the value of the flag."""
+    for each in settings_of(CorpusConfig):
+        value = getattr(arguments, each.name, None)
+        if each.hint is bool and value is not None and value.lower() not in _SWITCHES:
+            setattr(arguments, each.name, "true")
+            arguments.settings.append(value)
 
 
 def _tree_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:

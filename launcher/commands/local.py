@@ -20,6 +20,7 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure, train_co
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
+from pretrain.terminal.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable
     def start(number: int) -> LocalRanks:
         ranks = LocalRanks(command, num_ranks, run_dir.logs, number, echo_rank_zero=True)
         pids = " ".join(map(str, ranks.pids))
-        _log.info("attempt %d: %d ranks, processes %s", number, num_ranks, pids)
+        _log.info("attempt %d: %s, processes %s", number, counted(num_ranks, "rank"), pids)
         return ranks
 
     return start

@@ -15,8 +15,10 @@ from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.credentials import is_variable_name, referenced_variable
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST_THREADS, Range, assert_never, setting
+from data_pipeline.yaml_files import did_you_mean, find_config
 from pretrain.costs.devices import NodeConfig
 
+EXAMPLES = Path("configs/clusters")
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
 # days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -159,7 +161,14 @@ def control_characters(text: str) -> bool:
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Read a cluster file; ConfigError lists all its errors."""
+    """Read a cluster file; ConfigError lists all its errors, or the files that there are."""
+    if not find_config(path).exists():
+        shipped = [str(EXAMPLES / file.name) for file in find_config(EXAMPLES).glob("*.yaml")]
+        named = [name for name in shipped if Path(name).stem == path.stem]
+        hint = did_you_mean(named[0] if named else str(path), shipped)
+        raise ConfigError(
+            f"the cluster file {path} does not exist{hint}; 'launcher new-cluster FILE' writes one"
+        )
     return load_config(ClusterConfig, path)
 
 

@@ -47,6 +47,7 @@ from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
+from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ def starter(
             raise ExcludeNode(node)
         shared = {VARIABLE: fences.claim(number)}
         where = ", ".join(job.nodes[:count])
-        _log.info("attempt %d: %d ranks on %s", number, step.ranks, where)
+        _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
         return SlurmRanks(command, step, run_dir, number, shared, fences.check)
 
     return start

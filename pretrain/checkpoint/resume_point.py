@@ -13,6 +13,7 @@ from data_pipeline.patience import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
+from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,6 @@ def refuse(directory: Path, reason: str, using: str, world: World) -> None:
 
 
 def _cost(found: marker.Checkpoint, start: float, world: World) -> str:
-    ranks = f"{world.world_size} rank{'' if world.world_size == 1 else 's'}"
+    ranks = counted(world.world_size, "rank")
     seconds = time.monotonic() - start
     return f"verified in {seconds:.1f} s ({found.num_bytes / 2**20:,.1f} MiB by {ranks})"

@@ -29,6 +29,7 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure, train_co
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.launch_events import Interrupted
 from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.text import counted
 
 EXIT_DIFFERENT = 1
 START_SECONDS = 600.0
@@ -116,7 +117,7 @@ def train_and_compare(
             raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
     train_one = train_with or train_ranks
     train = functools.partial(train_one, arguments.experiment, timeout=START_SECONDS)
-    _report(f"1/3 {arguments.steps} steps on {arguments.ranks} ranks, uninterrupted")
+    _report(f"1/3 {arguments.steps} steps on {counted(arguments.ranks, 'rank')}, uninterrupted")
     train(settings, uninterrupted, arguments.ranks)
     _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
     train(settings, killed, arguments.ranks, fault=f"sigkill@{arguments.kill_at}")

@@ -36,7 +36,7 @@ RUN_NAMES = {
     "model.projection_init_std": "proj_init_std",
     "data.path": "corpus dataset data_path data_dir train_data",
     "data.mixture": "blend data_blend sources",
-    "data.lanes": "batch_size global_batch_size train_batch_size",
+    "data.lanes": "batch batch_size global_batch_size train_batch_size",
     "data.segment_length": "tgt_len seq_len seq_length sequence_length context_length block_size "
     "max_seq_len max_length bptt",
     "data.cache.directory": "cache_dir",

@@ -27,6 +27,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.other_names import RUN_NAMES
 from pretrain.config.resume_rules import changeable, fixed
+from pretrain.terminal.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
     """
     if run.data.lanes % world_size:
         raise ConfigError(
-            f"data.lanes={run.data.lanes} does not divide over {world_size} ranks; "
+            f"data.lanes={run.data.lanes} does not divide over {counted(world_size, 'rank')}; "
             f"use a multiple of {world_size} lanes or another number of ranks"
         )
     count = run.data.lanes // world_size
@@ -195,6 +196,7 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
     if per_rank % micro:
         raise ConfigError(
             f"engine.micro_batch_lanes={micro} does not divide the {per_rank} lanes of each rank "
-            f"(data.lanes={run.data.lanes} over {world_size} ranks); use a divisor of {per_rank}"
+            f"(data.lanes={run.data.lanes} over {counted(world_size, 'rank')}); "
+            f"use a divisor of {per_rank}"
         )
     return per_rank // micro

@@ -11,6 +11,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import url_of
 from data_pipeline.ownership import is_of_another_user, refuse_foreign, refuse_open_parents
 from pretrain.config.run import RunConfig
+from pretrain.rundir.run_paths import warn_of_missing_disk
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
@@ -24,6 +25,7 @@ _OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
 
 def make_run_directory(run_dir: Path) -> None:
     """Create the directory of a run, which nobody else may write whatever the umask."""
+    warn_of_missing_disk(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
 
 

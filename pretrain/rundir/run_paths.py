@@ -5,11 +5,15 @@ Torch-free.
 
 from __future__ import annotations
 
+import logging
+import os
+import tempfile
 from pathlib import Path
 
 from data_pipeline.yaml_files import did_you_mean
 
 RUNS = Path("runs")
+logger = logging.getLogger(__name__)
 
 
 def run_path(text: str | Path) -> Path:
@@ -17,6 +21,26 @@ def run_path(text: str | Path) -> Path:
     path = Path(text)
     named = RUNS / path
     return named if not path.exists() and named.exists() else path
+
+
+def warn_of_missing_disk(path: Path) -> None:
+    """Warn if making `path` would make parents in a place for mounts, where a disk may be missing.
+
+    That is where the first of them would be at the root, or in a folder of the root that is no
+    mount itself (/mnt/disk), temporary files excepted.
+    """
+    missing = [parent for parent in path.absolute().parents if not parent.exists()]
+    if not missing:
+        return
+    above = missing[-1].parent
+    is_place_for_mounts = len(above.parts) == 2 and not os.path.ismount(above)
+    if len(above.parts) == 1 or (is_place_for_mounts and above != Path(tempfile.gettempdir())):
+        logger.warning(
+            "%s did not exist and is made for %s; if a disk should be mounted there, stop, mount "
+            "it and remove the new directory",
+            missing[-1],
+            path,
+        )
 
 
 def advice_on(path: Path) -> str:

@@ -116,9 +116,24 @@ def test_settings_with_a_unit_take_sizes_and_others_do_not():
     assert run.model.cutoffs == (2000, 10_000)
     corpus = parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "4MiB"}, "file")
     assert corpus.shard_bytes == 4 << 20
-    for tree in ({"seed": "4k"}, {"optim": {"steps": "1.2345k"}}, {"data": {"lanes": "4kB"}}):
+    for tree in ({"seed": "4k"}, {"optim": {"steps": "1.2345k"}}):
         with pytest.raises(ConfigError, match="expected a valid integer"):
             parse_config(RunConfig, tree, "file")
+
+
+@pytest.mark.parametrize("text", ["10q", "20GB", "1K", "4kB", "1,000k"])
+def test_a_number_with_an_unknown_unit_is_told_which_there_are(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, {"data": {"lanes": text}}, "file")
+    expected = f"found {text!r}, expected a number of lanes, such as 4k or 10M (k, M, B or G, T"
+    assert expected in str(caught.value)
+    with pytest.raises(ConfigError, match=r"of bytes, such as 8MiB or 2GB \(kB, MB"):
+        parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "8Q"}, "file")
+
+
+def test_batch_means_lanes():
+    with pytest.raises(ConfigError, match=r"batch: unknown setting; use data\.lanes"):
+        parse_config(RunConfig, {"batch": 8}, "file")
 
 
 def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -42,6 +43,29 @@ def test_flags_win_over_overrides_and_overrides_over_the_config_file(tmp_path, c
     assert max(shard.size for shard in corpus.manifest.shards) < 2500
     assert 60 < corpus.num_documents < 80
     assert f"{corpus.num_documents} documents" in out
+
+
+def test_a_fraction_that_leaves_no_validation_text_is_told_the_smallest_that_works(
+    tmp_path, capsys
+):
+    (tmp_path / "in").mkdir()
+    for number in range(7):
+        (tmp_path / "in" / f"{number}.txt").write_text("some text\r\n" * 50)
+    build = ["build", "--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer=bytes"]
+    status, _, error = run(capsys, *build)
+    assert status == 2
+    assert "validation_fraction=0.01 of 7 documents" in error
+    assert "set it to 0 for no split, or name other text with validation_input" in error
+    (least,) = re.findall(r"the smallest that gives it one is (\S+);", error)
+    too_small = f"--validation-fraction={float(least) - 0.001}"
+    assert run(capsys, *build, too_small)[0] == 2
+    # A switch without a value is on, and takes no settings file for its value.
+    (tmp_path / "c.yaml").write_text("max_rejects: 0\n")
+    last = [f"--validation-fraction={least}", "--normalize-newlines", tmp_path / "c.yaml"]
+    status, out, _ = run(capsys, *build, *last)
+    assert status == 0
+    assert re.search(r"validation +1 documents", out)
+    assert "line endings" not in out
 
 
 def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path, capsys):

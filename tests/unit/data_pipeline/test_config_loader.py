@@ -179,7 +179,8 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:"),
+        ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:6: not valid YAML: "),
+        ("name: x\ninner: {rate: 3\ncount: 1\n", ", in 'count: 1'"),
         ("name: x\ncount: 1\ncount: 2\n", "a.yaml:3:1: not valid YAML: 'count' is given twice"),
         ("- name\n", "holds ['name'], expected settings"),
         ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),

@@ -83,6 +83,13 @@ def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
         load_cluster(tmp_path / "cluster.yaml")
 
 
+def test_an_unknown_cluster_gets_the_files_that_there_are(tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean 'configs/clusters/cpu.yaml'"):
+        load_cluster(Path("cpu"))
+    with pytest.raises(ConfigError, match=r"8xh100.yaml, .*'launcher new-cluster FILE' writes"):
+        load_cluster(tmp_path / "my-site.yaml")
+
+
 def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_supervisor():
     cluster = dataclasses.replace(
         GPU,

@@ -18,6 +18,7 @@ from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import warn_of_missing_disk
 from pretrain.rundir.training_events import SettingsChanged
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
@@ -39,6 +40,23 @@ def test_a_new_directory_holds_identity_and_resolved_settings(tmp_path):
     assert opened.identity == created.identity
     assert opened.identity.name == "first"
     assert opened.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("/mnt-is-not-there/me/run", "/mnt-is-not-there"),
+        ("/usr/a-disk/run", "/usr/a-disk"),
+        ("/usr/run", ""),  # only the run's own directory is new
+        ("{tmp}/a/b/run", ""),
+        ("runs/run", ""),
+    ],
+)
+def test_a_run_where_a_disk_may_be_missing_names_the_directory_it_makes(
+    tmp_path, caplog, name, first
+):
+    warn_of_missing_disk(Path(name.format(tmp=tmp_path)))
+    assert [record.getMessage().split()[0] for record in caplog.records] == [first] * bool(first)
 
 
 def test_two_runs_of_one_name_have_different_ids(tmp_path):
