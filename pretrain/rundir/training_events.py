@@ -8,12 +8,13 @@ RUN/ledger.jsonl and reads them back. `description` renders an event for people;
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(ABC):
     """One line of the ledger. `time` is set when the event is written: seconds since 1970."""
 
     time: float = field(default=0.0, compare=False)
@@ -24,9 +25,9 @@ class Event:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """What happened, as a sentence for a reader who does not know the names of fields."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
