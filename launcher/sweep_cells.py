@@ -99,7 +99,7 @@ def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
     return [{key: found[key][index] for key in found} for index in range(len(cells))]
 
 
-def in_words(settings: Mapping[str, Any]) -> str:
+def as_overrides(settings: Mapping[str, Any]) -> str:
     """The settings as they would stand on a command line."""
     return " ".join(f"{key}={value_text(value)}" for key, value in settings.items())
 
@@ -117,7 +117,7 @@ def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
         row |= {"parameters": si(cost.parameters), "FLOPs": f"{cost.flops:.3g}"}
     except ConfigError:  # the corpus, and with it the vocabulary size, is missing
         pass
-    return {**row, "settings": in_words(settings)}
+    return {**row, "settings": as_overrides(settings)}
 
 
 def result_of(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from data_pipeline.errors import printable
 from launcher.commands.tables import RunsTable, plain_table
-from launcher.sweep_cells import CellRun, describe, in_words, settings_of
+from launcher.sweep_cells import CellRun, as_overrides, describe, settings_of
 from pretrain.reporting.results import HEADS
 
 FULL_WIDTH = 140
@@ -30,8 +30,8 @@ def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
     settings = settings_of(cells)
     if any(settings):
         names = (cell.cell.name for cell in cells)
-        words = map(in_words, settings)
-        rows = [{"cell": name, "settings": each} for name, each in zip(names, words, strict=True)]
+        texts = map(as_overrides, settings)
+        rows = [{"cell": name, "settings": text} for name, text in zip(names, texts, strict=True)]
         yield from ("", plain_table(rows))
     yield Text(describe(cells))
 

@@ -13,7 +13,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json, write_text
 from data_pipeline.progress import duration
 from pretrain.demo.page import render
-from pretrain.demo.stages import RANKS, STAGES, Demo, Stage, losses_in_words, new_demo
+from pretrain.demo.stages import RANKS, STAGES, Demo, Stage, losses_text, new_demo
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.run_dir import RunDir
 
@@ -77,7 +77,7 @@ def conclude(demo: Demo) -> int:
         memory = f"did not help ({-gain:.2f} nats per token more loss); use more --steps"
     print(f"""
 Results (all stages took {duration(seconds)})
-  losses at the end   {losses_in_words(read_history(demo.killed.path))}
+  losses at the end   {losses_text(read_history(demo.killed.path))}
   killed and resumed  {resumed}
   memory              {memory}
   report              {demo.directory / "report.html"}

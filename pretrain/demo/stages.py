@@ -242,7 +242,7 @@ def _train(demo: Demo, run_dir: RunDir, fault: str = "", attempt: int = 0) -> No
         )
 
 
-def losses_in_words(history: History) -> str:
+def losses_text(history: History) -> str:
     """Return the run's train and validation loss, as its other reports have them."""
     results = history.results
     train, validation = results.train_loss, results.validation_loss
@@ -253,7 +253,7 @@ def _speed(run_dir: RunDir) -> str:
     history = read_history(run_dir.path)
     mfu, memory = (median_of(history, name) for name in ("mfu", "used_memory_gib"))
     speed = number(history.results.run_tokens_per_second, ",.0f")
-    losses = losses_in_words(history)
+    losses = losses_text(history)
     return f"{losses}, {speed} {RUN_SPEED}, MFU {mfu:.0%}, {memory:.2f} GiB per rank"
 
 
