@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
+
+import pytest
 
 
 @functools.cache
@@ -15,3 +18,9 @@ def can_mount() -> bool:
         shutil.which("unshare") is not None
         and subprocess.run(probe, capture_output=True, check=False).returncode == 0
     )
+
+
+# In CI every test runs, and fails where it cannot mount.
+needs_mounts = pytest.mark.skipif(
+    "CI" not in os.environ and not can_mount(), reason="needs a mount namespace for a small disk"
+)

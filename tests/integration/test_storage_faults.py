@@ -18,7 +18,7 @@ import pytest
 
 from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.small_disks import can_mount
+from tests.helpers.small_disks import needs_mounts
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 # A checkpoint of this model takes 1.2 MiB. `$TRAIN` and `$VERIFY` are commands on the directory
@@ -56,7 +56,7 @@ def command(experiment: Path, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
+@needs_mounts
 def test_a_full_and_a_read_only_disk_are_named_and_a_run_outlasts_a_disk_that_is_full_for_a_while(
     experiment, tmp_path
 ):

@@ -23,7 +23,7 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import sha256_of
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
-from tests.helpers.small_disks import can_mount
+from tests.helpers.small_disks import needs_mounts
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ sha256sum "$1/out/train/manifest.json"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small disk")
+@needs_mounts
 def test_a_full_disk_gives_one_line_and_with_space_the_same_command_resumes(tmp_path):
     config = config_of(tmp_path, many_texts(), shard_bytes=50_000, validation_fraction=0.01)
     build_corpus(config)

@@ -15,7 +15,7 @@ from data_pipeline.cli import main as data_pipeline
 from data_pipeline.errors import ConfigError, exit_status_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
-from tests.helpers.small_disks import can_mount
+from tests.helpers.small_disks import needs_mounts
 
 EXPERIMENT = "configs/experiments/demo.yaml"
 
@@ -77,7 +77,7 @@ exec "$PYTHON" -c 'from data_pipeline.cli import main; import sys; sys.exit(main
 """
 
 
-@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace for a small disk")
+@needs_mounts
 def test_a_disk_without_inodes_is_not_told_to_free_space(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "text").mkdir()

@@ -33,7 +33,8 @@ def read_all(path: Path, notes: list | None = None, **settings) -> list[Document
 
 
 def arrow_bytes() -> bytes:
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
+
     file = io.BytesIO()
     table = pyarrow.table({"text": ["a"]})
     with pyarrow.ipc.new_file(file, table.schema) as writer:
@@ -174,7 +175,9 @@ def test_links_that_lead_out_of_the_input_are_followed_and_named(tmp_path):
 
 
 def test_string_views_in_parquet_are_text(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     texts = ["one \u00e9", "two"]
     table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string_view())})
     parquet.write_table(table, tmp_path / "x.PARQUET")

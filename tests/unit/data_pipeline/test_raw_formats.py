@@ -139,7 +139,9 @@ def test_a_corrupted_tar_is_named_and_never_silently_truncated(tmp_path, name, k
 
 
 def test_parquet_gives_a_document_for_each_row(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     texts = [f"text {i} \u00e9" for i in range(3000)]
     table = pyarrow.table(
         {"n": range(3000), "body": texts, "key": [f"k{i}" if i != 7 else None for i in range(3000)]}
@@ -155,7 +157,9 @@ def test_parquet_gives_a_document_for_each_row(tmp_path):
 
 
 def test_a_long_text_of_many_rows_of_parquet_is_in_memory_once(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     words = pyarrow.array(["a " * (1 << 16)])
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), words)
     for text in (column, column.cast(pyarrow.string())):
@@ -175,7 +179,9 @@ def test_a_long_text_of_many_rows_of_parquet_is_in_memory_once(tmp_path):
 
 
 def test_bad_rows_of_parquet_are_rejected_with_location_and_reason(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     raw = [b"good", None, b"caf\xe9", b" ", b"x" * 101]
     column = pyarrow.array(raw, pyarrow.binary())
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
@@ -192,7 +198,9 @@ def test_bad_rows_of_parquet_are_rejected_with_location_and_reason(tmp_path):
 
 
 def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"n": [1, 2], "body": ["a", "b"]}), path)
     with pytest.raises(DataError, match="has the columns n, body, not 'text'; set text_field"):
