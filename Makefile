@@ -68,8 +68,11 @@ check: $(DEV_STAMP)  ## format, lint and types
 	ruff check .
 	pyright
 
+# In the order of collection: the integration tests, whose files take longest, start first. By default
+# xdist starts the files with the most tests first, and these have few.
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
-	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile --durations=10
+	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder --durations=10
 
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
