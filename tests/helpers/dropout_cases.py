@@ -1,7 +1,6 @@
 """The kernel of dropout against the CPU, bit by bit; as a module it prints JSON.
 
-It runs in triton's interpreter in a process of its own, started with TRITON_INTERPRET=1, or on a
-GPU.
+It runs in triton's interpreter, or on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.dropout import LEVELS, DropoutStream, Site
+from tests.helpers.triton_interpreter import patch_language_once
 
 LANES = [7, -1, 1 << 40]  # -1 is the mask that all lanes share
 
@@ -78,5 +78,6 @@ def _by_kernel(stream: DropoutStream, values: Tensor, case: Case) -> Tensor:
 
 
 if __name__ == "__main__":
+    patch_language_once()
     cpu = torch.device("cpu")
     print(json.dumps({name: differences_of(case, cpu) for name, case in CASES.items()}))

@@ -1,8 +1,4 @@
-"""Cases of the fused kernel in triton's interpreter; as a module it runs them, prints JSON.
-
-The interpreter is chosen when triton is imported, so it needs its own process, started with
-TRITON_INTERPRET=1.
-"""
+"""Cases of the fused kernel in triton's interpreter; as a module it runs them, prints JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from torch import Tensor
 
 from data_pipeline.files import write_json
 from tests.helpers.exact_attention import exact_attention, kept_weights
+from tests.helpers.triton_interpreter import patch_language_once
 
 if TYPE_CHECKING:
     from pretrain.kernels.triton.tiling import Tiles
@@ -249,4 +246,5 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 if __name__ == "__main__":
     # New tensors are filled with NaN, so that nothing the kernels have not written is used.
     torch.use_deterministic_algorithms(True)
+    patch_language_once()
     print(json.dumps({name: errors_of(CASES[name]) for name in sys.argv[1:] or CASES}))

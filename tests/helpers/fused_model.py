@@ -14,6 +14,7 @@ from pretrain.config.choices import AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.triton_interpreter import patch_language_once
 
 LANES, LENGTH, SEGMENTS = 2, 9, 3
 SMALL = {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 2, "memory_length": 13}
@@ -75,6 +76,7 @@ def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
+    patch_language_once()
     result = {
         name: largest_error(ModelConfig(**{**SMALL, **options}))
         for name, options in VARIANTS.items()

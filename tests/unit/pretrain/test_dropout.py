@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +9,7 @@ from torch import Tensor
 
 from pretrain.model.dropout import LEVELS, DropoutStream, Site, drop, realized_rate
 from tests.helpers.dropout_cases import CASES, differences_of
+from tests.helpers.triton_interpreter import interpreted
 
 MANY = 100_000
 
@@ -143,16 +139,8 @@ def test_every_part_changes_the_keys_of_the_fused_attentions_masks(part: str) ->
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, dict[str, int]]:
-    """Bits that differ between the kernel and the CPU, from a process with the interpreter."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.dropout_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    """Bits that differ between the kernel and the CPU."""
+    return interpreted("tests.helpers.dropout_cases")
 
 
 @pytest.mark.parametrize("name", CASES)

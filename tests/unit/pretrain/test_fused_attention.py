@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import sysconfig
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 
 from pretrain.kernels.triton.settings import missing_for_compiling, unsupported_reason
 from tests.helpers.fused_attention_cases import CASES
+from tests.helpers.triton_interpreter import interpreted
 
 # The 2-norm of the error over that of the exact value.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -23,16 +20,8 @@ pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower on 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
-    """Errors by case and tensor, from one process: importing triton chooses the interpreter."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.fused_attention_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    """Errors by case and tensor."""
+    return interpreted("tests.helpers.fused_attention_cases")
 
 
 @pytest.mark.slow
@@ -73,15 +62,7 @@ def test_a_missing_compiler_or_header_is_named_before_triton_needs_it(monkeypatc
 
 @pytest.mark.slow
 def test_the_model_takes_the_fused_path_and_agrees_with_plain_operations():
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.fused_model"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
+    found = interpreted("tests.helpers.fused_model")
     assert found["depends_on"] == {"neighbors": False, "dropout": True}
     for variant, error in found["errors"].items():
         assert 0.0 < error < 1e-5, (variant, error)  # zero would mean that both took the same path
