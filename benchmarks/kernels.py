@@ -8,15 +8,13 @@ neither has kernels of its own: rope is `no_position`, alibi and t5 are that wit
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from pretrain.terminal.text import markdown_table
 from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
+from tests.helpers.triton_compiler import compiling
 
 HEAD_WIDTHS = (64, 80, 96, 128)
 _SCORES = ("", "documents", "dropout", "documents,dropout", "grouped", "no_position")
@@ -63,14 +61,11 @@ def all_kernels() -> list[str]:
 
 def compiled(names: list[str]) -> dict[str, Resources]:
     """Return what each kernel takes; compiled in a process without triton's interpreter."""
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *names],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return {name: Resources(**found) for name, found in json.loads(finished.stdout).items()}
+    kernels = {}
+    for name, found in compiling("tests.helpers.compiled_kernels", names):
+        kernels[name] = Resources(**found)
+        print(f"compiled {name}", file=sys.stderr, flush=True)
+    return kernels
 
 
 def table(kernels: dict[str, Resources]) -> str:

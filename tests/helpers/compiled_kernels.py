@@ -2,7 +2,7 @@
 
 It cannot share a process with the interpreter, which replaces what would be compiled. Run as a
 module it compiles what the arguments name, "kernel:head width:compute capability[:option,option]",
-and prints JSON.
+and prints a line of JSON for each: its name, and what it takes.
 """
 
 from __future__ import annotations
@@ -187,4 +187,5 @@ def _type_of(name: str, dtype: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({wanted: vars(resources_of(wanted)) for wanted in sys.argv[1:]}))
+    for each in sys.argv[1:]:
+        print(json.dumps([each, vars(resources_of(each))]), flush=True)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from pretrain.kernels.triton.tiling import Tile, Tiles
@@ -20,6 +15,7 @@ from tests.helpers.kernel_work import (
     missed_limits,
     programs_per_multiprocessor,
 )
+from tests.helpers.triton_compiler import compiling
 
 # `python -m benchmarks kernels` compiles the rest.
 WANTED = [
@@ -27,9 +23,8 @@ WANTED = [
         f"{kernel}:{width}:{target}"
         for kernel in ("forward", "query_gradient", "key_gradient", "position_gradient")
         for width in (64, 128)
-        for target in (80, 90)
+        for target in DEVICES
     ),
-    *(f"{kernel}:128:100" for kernel in ("query_gradient", "key_gradient", "position_gradient")),
     *(
         f"{kernel}:{width}:90:documents,dropout"
         for kernel in ("forward", "key_gradient")
@@ -52,15 +47,8 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def resources() -> dict[str, Resources]:
     """What every kernel takes, compiled in a process without the interpreter."""
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *WANTED],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return {name: Resources(**found) for name, found in json.loads(finished.stdout).items()}
+    found = compiling("tests.helpers.compiled_kernels", WANTED)
+    return {name: Resources(**resources) for name, resources in found}
 
 
 @pytest.mark.slow
