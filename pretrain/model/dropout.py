@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.kernels.triton.settings import has_triton
+from pretrain.kernels.triton.settings import has_triton, missing_for_compiling
 
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
@@ -57,7 +57,7 @@ class DropoutStream:
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
         """Zero a fraction `rate` of the values and rescale the rest, with a mask per lane."""
-        if values.is_cuda and has_triton():
+        if values.is_cuda and has_triton() and missing_for_compiling() is None:
             from pretrain.kernels.triton.dropout import Mask, dropped
 
             self._check(values.shape, lane_axis)
