@@ -27,11 +27,9 @@ def cell(stage: int, precision: str, lanes: int = 1, **engine: Any) -> dict[str,
 
 
 CELLS = {
-    **{f"zero{stage}-fp32": cell(stage, "fp32") for stage in range(4)},
     **{f"zero{stage}-bf16": cell(stage, "bf16") for stage in range(4)},
-    "zero2-slots": cell(2, "fp32", lanes=2),
-    "zero2-reduced": cell(2, "bf16", reduction_precision="bf16"),
-    **{f"zero{stage}-offloaded": cell(stage, "bf16", offload_optimizer=True) for stage in (2, 3)},
+    **{f"zero{stage}-fp32": cell(stage, "fp32") for stage in (1, 2)},
+    "zero2-offloaded": cell(2, "bf16", offload_optimizer=True),
     "zero3-shared": cell(3, "bf16", secondary_shard_ranks=RANKS),
 }
 
