@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 
@@ -14,6 +15,10 @@ from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 # cost many times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 THREADS = int(os.environ["OMP_NUM_THREADS"])
+# Nothing is looked up on the web, and the code of exports is copied to where it is removed.
+os.environ["HF_HUB_OFFLINE"] = "1"
+HUGGINGFACE_MODULES = tempfile.TemporaryDirectory(prefix="huggingface-modules-")
+os.environ["HF_MODULES_CACHE"] = HUGGINGFACE_MODULES.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

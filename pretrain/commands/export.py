@@ -1,11 +1,20 @@
-"""`pretrain export`: write a run's model to a directory that needs no run and no DeepSpeed."""
+"""`pretrain export`: write a run's model to a directory that needs no run and no DeepSpeed, or, for
+Hugging Face transformers, nothing of this project.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import ExportFormat
 from pretrain.rundir.run_paths import run_path
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizer import Tokenizer
+    from pretrain.weights.trained_model import TrainedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("--data", type=Path, help="corpus whose tokenizer is exported (default: the run's)")
     add("--ema", action="store_true", help="export the weight EMA, if the run has one")
+    formats = "own: for this project (default); huggingface: for transformers, which needs no run"
+    add("--format", choices=get_args(ExportFormat), default="own", help=formats)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +39,35 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output)
     trained = load_trained(arguments.run, torch.device("cpu"), ema=arguments.ema)
     home = trained.tokenizer_directory(arguments.data)
-    load_tokenizer(trained, home)
-    write_export(arguments.output, trained.module, trained.config, trained.step, home)
+    tokenizer = load_tokenizer(trained, home)
+    export_format: ExportFormat = arguments.format
+    match export_format:
+        case "own":
+            write_export(arguments.output, trained.module, trained.config, trained.step, home)
+        case "huggingface":
+            _write_huggingface(arguments, trained, tokenizer)
+        case _:
+            assert_never(export_format)
     total = sum(parameter.numel() for parameter in trained.module.parameters())
     print(f"{arguments.output}: {total:,} parameters after step {trained.step}")
     return 0
+
+
+def _write_huggingface(
+    arguments: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer
+) -> None:
+    from pretrain.rundir.metrics_summary import summarize_file
+    from pretrain.rundir.run_dir import RunDir
+    from pretrain.weights.export import is_export
+    from pretrain.weights.huggingface.export import write_huggingface
+    from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
+
+    evaluation = None
+    if not is_export(arguments.run):
+        evaluation = summarize_file(RunDir.open(arguments.run).metrics).evaluation
+    write_huggingface(arguments.output, trained, tokenizer, evaluation)
+    if tokenizer_files(tokenizer) is None:
+        print(
+            f"{arguments.output} has no tokenizer: transformers has none of kind "
+            f"{tokenizer.kind}; encode with data_pipeline.Tokenizer.load"
+        )

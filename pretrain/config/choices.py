@@ -24,6 +24,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "atomic", "plain"]
+ExportFormat = Literal["own", "huggingface"]
 ReductionPrecision = Literal["fp32", "bf16"]
 # DeepSpeed's classes around our optimizer; empty: none.
 ZeroOptimizer = Literal[

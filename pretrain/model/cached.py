@@ -49,6 +49,11 @@ class HiddenStateStream:
         )
         return logits_BLV
 
+    def select(self, rows_B: Tensor) -> None:
+        """Continue with these of the present rows, in this order; one may occur several times."""
+        if self._memory is not None:
+            self._memory = tuple(part[rows_B] for part in self._memory)
+
 
 class RowBuffer:
     """The last rows of a stream, in order, in a buffer that is allocated once.
@@ -80,6 +85,11 @@ class RowBuffer:
         self._end += count
         return self._rows[:, self._start : self._end]
 
+    def select(self, rows_B: Tensor) -> None:
+        """Keep these lanes, as many as there are, in place of the present ones."""
+        part = self._rows[:, self._start : self._end]
+        part.copy_(part[rows_B])
+
 
 class CachedStream:
     """A stream that remembers projected keys and values and projects positions once."""
@@ -110,6 +120,13 @@ class CachedStream:
     ) -> Tensor:
         hidden_BLD = self._hidden_states(tokens_BL, starts_BL)
         return self._module.head(hidden_BLD[:, -(num_last or 0) :], None)
+
+    def select(self, rows_B: Tensor) -> None:
+        for buffer in self._caches:
+            buffer.select(rows_B)
+        if self._documents is not None and self._document_B is not None:
+            self._documents.select(rows_B)
+            self._document_B = self._document_B[rows_B]
 
     def _hidden_states(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)

@@ -8,17 +8,19 @@ DIR/config.json         the run's settings, the step, size and SHA-256 of each o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config import CacheConfig
@@ -59,34 +61,47 @@ def refuse_existing(output: Path) -> None:
         raise ConfigError(f"{output} already exists; choose a new --output")
 
 
-def write_export(
-    output: Path, module: TransformerXL, config: RunConfig, step: int, tokenizer_home: Path
-) -> None:
-    """Write to a directory beside `output` and rename it, so that `output` is never incomplete."""
+@contextlib.contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """Yield a directory beside `output`, renamed to it if the block succeeds, else removed."""
     beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     beside.mkdir(parents=True)
     try:
-        weights = beside / WEIGHTS
-        parameters = module.named_parameters()
-        tensors = {name: parameter.detach().contiguous() for name, parameter in parameters}
-        try:
-            save_file(tensors, weights, metadata={"format": "pt"})
-        except SafetensorError as error:  # also a full disk
-            raise CheckpointError(f"{weights} cannot be written: {error}") from None
-        # safetensors creates files that only their owner can read; give them the usual mode.
-        shutil.copymode(beside, weights)
-        weights.chmod(weights.stat().st_mode & 0o666)
-        fsync_file(weights)
-        if (tokenizer_home / TOKENIZER).is_dir():  # imported weights may come without one
-            Tokenizer.load(tokenizer_home / TOKENIZER).save(beside / TOKENIZER)
-        files = {name: _entry_of(beside / name) for name in FILES if (beside / name).exists()}
-        about = {"format": FORMAT, "step": step, "run": to_tree(config), "files": files}
-        write_json(beside / CONFIG, {**about, "hash": _hash_of(about)})
+        yield beside
         os.rename(beside, output)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     fsync_directory(output.parent)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors to a safetensors file and sync it; CheckpointError if that fails."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # also a full disk
+        raise CheckpointError(f"{path} cannot be written: {error}") from None
+    # safetensors creates files that only their owner can read; give them the usual mode.
+    shutil.copymode(path.parent, path)
+    path.chmod(path.stat().st_mode & 0o666)
+    fsync_file(path)
+
+
+def write_export(
+    output: Path, module: TransformerXL, config: RunConfig, step: int, tokenizer_home: Path
+) -> None:
+    """Write to a directory beside `output` and rename it, so that `output` is never incomplete."""
+    with new_directory(output) as beside:
+        parameters = module.named_parameters()
+        write_weights(
+            beside / WEIGHTS,
+            {name: parameter.detach().contiguous() for name, parameter in parameters},
+        )
+        if (tokenizer_home / TOKENIZER).is_dir():  # imported weights may come without one
+            Tokenizer.load(tokenizer_home / TOKENIZER).save(beside / TOKENIZER)
+        files = {name: _entry_of(beside / name) for name in FILES if (beside / name).exists()}
+        about = {"format": FORMAT, "step": step, "run": to_tree(config), "files": files}
+        write_json(beside / CONFIG, {**about, "hash": _hash_of(about)})
 
 
 def load_model(directory: Path | str) -> TransformerXL:
@@ -161,6 +176,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(read_regular(path, LARGEST_CONFIG_BYTES))
         fields = Fields(tree)
+        if fields.has("model_type"):
+            raise CheckpointError(
+                f"{path} is for Hugging Face transformers; export the run without --format to read "
+                "it here"
+            )
         if (found := fields.integer("format")) != FORMAT:
             raise CheckpointError(
                 f"{path} has format {found}, this version reads format {FORMAT}; {EXPORT_AGAIN}"

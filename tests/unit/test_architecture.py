@@ -32,10 +32,12 @@ HOMES = {
     "sentencepiece": (
         "data_pipeline/vocabularies/sentencepiece_model.py",
         "data_pipeline/builder/train_tokenizer.py",
+        "pretrain/weights/huggingface/tokenization_xl_pretrain.py",  # runs in exports only
     ),
     "pyarrow": ("data_pipeline/builder/tables.py",),
     "tokenizers": ("data_pipeline/vocabularies/huggingface.py",),
     "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
+    "transformers": ("pretrain/weights/huggingface/",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),
 }

@@ -1,0 +1,50 @@
+"""The settings of a Transformer-XL that xl-pretrain has trained, for Hugging Face transformers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from pretrain.config.model import ModelConfig
+
+
+# An export has these two in place of the project's own.
+class ConfigError(ValueError):
+    """A setting is missing, unknown, or contradicts another one."""
+
+
+def abbreviated(value: object) -> str:
+    """Return `value` for an error message."""
+    return repr(value)[:60]
+
+
+class XLPretrainConfig(PretrainedConfig):
+    """The settings of `ModelConfig`, the length of a segment, and the token that ends a document.
+
+    `memory_length` may be another one than in training.
+    """
+
+    model_type = "xl-pretrain"
+    keys_to_ignore_at_inference = ("mems", "past_key_values")
+    attribute_map = {  # noqa: RUF012  (transformers declares it so)
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+    }
+
+    def __init__(
+        self, segment_length: int = 128, document_end_id: int = 0, **settings: Any
+    ) -> None:
+        self.segment_length = segment_length
+        self.document_end_id = document_end_id
+        for each in fields(ModelConfig):
+            value = settings.pop(each.name, each.default)
+            setattr(self, each.name, tuple(value) if isinstance(value, list) else value)
+        # What is tied follows from `tie_embeddings` and other settings, not from this.
+        super().__init__(**{**settings, "tie_word_embeddings": True})
+
+    def model_config(self) -> ModelConfig:
+        """Return the settings of the model; ValueError if they are inconsistent."""
+        return ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})

@@ -1,0 +1,95 @@
+"""The model card of an export, filled in with what is known about the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from data_pipeline.files import path_text
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from pretrain.config.phases import spans_of_phases
+from pretrain.costs.flops import parameters_of
+from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
+from pretrain.weights.trained_model import TrainedModel
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- transformer-xl
+- xl-pretrain
+---
+
+# {name}
+
+A Transformer-XL language model (Dai et al. 2019) of {parameters:,} parameters, trained with
+xl-pretrain for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`. It reads text in
+segments and remembers {memory:,} tokens of hidden states per layer from one segment to the next.
+
+License, intended use and limitations are for whoever publishes the model to state here.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
+inputs = tokenizer("The ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+The code in this directory needs torch, transformers and numpy{requirement}. It has no dropout and
+no fused kernels for GPUs. A text of any length can be read, in linear time: `model(input_ids,
+mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to the right of a text;
+`generate` takes prompts of equal length.
+
+## Model
+
+{model_rows}
+
+## Training
+
+{training_rows}
+"""
+
+
+def model_card(
+    trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
+) -> str:
+    """Return the text; `evaluation` is the line of the run's latest one."""
+    config, model = trained.config, trained.config.model
+    spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
+    training = {
+        "steps": f"{trained.step:,}",
+        "tokens per step, at the end": f"{config.tokens_per_step:,}",
+        "segment length": f"{trained.segment_length:,}",
+        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "seed": str(config.seed),
+    }
+    for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
+        if evaluation is not None and evaluation.get(name) is not None:
+            training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
+    settings = {
+        name: json.dumps(value)
+        for name, value in model.function_settings().items()
+        if value not in (False, 0, ()) or name == "num_layers"
+    }
+    tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
+    needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
+    return CARD.format(
+        name=config.name or "Transformer-XL",
+        parameters=parameters_of(model).total,
+        step=trained.step,
+        tokens=sum(phase.tokens_per_step * count for phase, count in spans),
+        corpus=path_text(config.data.path).rstrip("/").rpartition("/")[2],
+        memory=model.memory_length,
+        requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
+        model_rows=_table({"tokenizer": tokenizer_text, **settings}),
+        training_rows=_table(training),
+    )
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {rows[name]} |" for name in rows)])
