@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what("--context-length", action="store_true", help=measure)
     compare = "compare tokens/s with computing a window for every token"
     what("--compare-sliding-window", action="store_true", help=compare)
+    what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
+    harness = parser.add_argument_group("with --tasks").add_argument
+    harness("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
+    few_shot = "examples in front of each (default: the task's)"
+    harness("--few-shot", type=int, metavar="N", help=few_shot)
     context = parser.add_argument_group("with --context-length")
     for name, value in CONTEXT_DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -89,6 +94,12 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
         raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
+    if not arguments.tasks and (arguments.limit, arguments.few_shot) != (None, None):
+        raise ConfigError("--limit and --few-shot require --tasks")
+    if min(arguments.limit or 0, arguments.few_shot or 0) < 0:
+        raise ConfigError("--limit and --few-shot must be 0 or more")
+    if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
+        raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")
     if arguments.same_length and 0 in memory_lengths:
         raise ConfigError(
             "--same-length needs a --memory-length above 0, the number of keys each token sees"

@@ -13,7 +13,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from pretrain.commands.threads import use_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.evaluation import context_length, sliding_window
+from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.terminal.text import counted
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
@@ -40,6 +40,8 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
             outputs = _context_lengths(arguments, models, world)
         elif arguments.compare_sliding_window:
             outputs = _sliding_windows(arguments, models, world)
+        elif arguments.tasks:
+            outputs = _tasks(arguments, models, world)
         else:
             outputs = _losses(arguments, models, world)
     finally:
@@ -155,6 +157,28 @@ def _sliding_windows(
         title = f"{path}: segments of {segment}, one stream"
         rows = sliding_window.comparison_rows(results)
         outputs.append(EvaluationOutput(title, rows, {"results": values}))
+    return outputs
+
+
+def _tasks(
+    arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World
+) -> list[EvaluationOutput]:
+    _require_one_rank(world, "--tasks")
+    outputs = []
+    for path, trained in zip(arguments.runs, models, strict=True):
+        memory, segment = _memory_length(arguments, trained), _segment_length(arguments, trained)
+        results = harness.run_tasks(
+            trained,
+            arguments.tasks,
+            limit=arguments.limit or 0,
+            few_shot=arguments.few_shot,
+            data=arguments.data,
+            memory_length=memory,
+            segment_length=segment,
+            batch_size=arguments.lanes or 1,
+        )
+        title = f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}"
+        outputs.append(EvaluationOutput(title, harness.task_rows(results), {"results": results}))
     return outputs
 
 

@@ -19,6 +19,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from pretrain.model.cached import new_stream
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
 THRESHOLD = 0.01  # of perplexity
@@ -126,8 +127,7 @@ class SplitPositions:
         for offsets_B in self.offsets_P.split(LANES):
             windows_BW = self.tokens_T[(offsets_B[:, None] + torch.arange(-length, 1))]
             tokens_BL, targets_B = windows_BW[:, :-1].to(device), windows_BW[:, -1].to(device)
-            starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
-            starts_BL[:, 1:] = tokens_BL[:, :-1] == self._end_id
+            starts_BL = document_starts(tokens_BL, self._end_id)
             stream = new_stream(module, memory_length, segment_length)
             # The first segment is the short one: the last is full, as in training.
             start, end = 0, length % segment_length or segment_length

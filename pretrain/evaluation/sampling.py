@@ -16,6 +16,7 @@ from torch import Tensor
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer, tokenizer_traits
 from pretrain.model.cached import new_stream
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
 
@@ -66,8 +67,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     module.eval()
     tokens_BL = torch.tensor([prompt] * num_samples, device=device)
-    starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
-    starts_BL[:, 1:] = tokens_BL[:, :-1] == end_id
+    starts_BL = document_starts(tokens_BL, end_id)
     length = module.config.memory_length if memory_length is None else memory_length
     length = min(length, len(prompt) + num_tokens)  # there are no more tokens to remember
     stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))

@@ -74,6 +74,13 @@ def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor 
     return starts_BL.cumsum(1, dtype=torch.int32)
 
 
+def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
+    """Return which tokens follow the end of a document, [B, L]; the first has none before it."""
+    starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
+    starts_BL[:, 1:] = tokens_BL[:, :-1] == end_id
+    return starts_BL
+
+
 def extended(
     recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor, length: int
 ) -> Memory:

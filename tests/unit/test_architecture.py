@@ -37,6 +37,7 @@ HOMES = {
     "pyarrow": ("data_pipeline/builder/tables.py",),
     "tokenizers": ("data_pipeline/vocabularies/huggingface.py",),
     "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
+    "lm_eval": ("pretrain/evaluation/",),
     "transformers": ("pretrain/weights/huggingface/",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),

@@ -24,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 from pretrain.config.choices import AttentionKernel
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
 from pretrain.model.cached import new_stream
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
 
@@ -65,8 +66,7 @@ def logits_BTV(
     the tokens before these, if any.
     """
     num_tokens = tokens_BT.shape[1]
-    starts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = tokens_BT[:, :-1] == config.document_end_id
+    starts_BT = document_starts(tokens_BT, config.document_end_id)
     if last_B is not None:
         starts_BT[:, 0] = last_B == config.document_end_id
     first = num_tokens - (num_last or num_tokens)  # whose logits are returned

@@ -1,0 +1,221 @@
+"""Tasks of lm-eval, from local files, on a model of ours and on its export for Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.cli import main
+from pretrain.config.data import DataConfig
+from pretrain.config.run import RunConfig
+from pretrain.evaluation.harness import run_tasks, task_rows
+from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
+from pretrain.weights.export import write_export
+from pretrain.weights.huggingface.export import write_huggingface
+from pretrain.weights.trained_model import TrainedModel, load_trained
+from tests.helpers.corpora import some_texts
+from tests.helpers.models import tiny_model
+
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "cloze": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": " {{choices[0]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
+    },
+    "continued": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{expected}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def places(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An export of a tiny model, the same for Hugging Face, and the files of the tasks."""
+    folder = tmp_path_factory.mktemp("lm-eval")
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer")
+    module = tiny_model(dtype=torch.float32, vocab_size=tokenizer.vocab_size).eval()
+    config = RunConfig(model=module.config, data=DataConfig(path=tiny_corpus, segment_length=16))
+    write_export(folder / "own", module, config, 7, tiny_corpus)
+    lm = TrainedModel(module, config, 7, tiny_corpus)
+    write_huggingface(folder / "hf", lm, tokenizer)
+    lines = []
+    for number, text in enumerate(some_texts(8)):
+        choices = [text[30 : 34 + 5 * k] for k in range(4)]
+        question = text[:30].rstrip()
+        expected = _greedy(lm, tokenizer, question) if number % 2 else "-"
+        line = {"question": question, "choices": choices, "answer": number % 4}
+        lines.append(json.dumps({**line, "text": text, "expected": expected}) + "\n")
+    (folder / "data.jsonl").write_text("".join(lines))
+    files = []
+    for name, settings in TASKS.items():
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": f"{folder}/data.jsonl"}}
+        task = {"task": name, **data, "test_split": "train", "num_fewshot": 0, **settings}
+        (folder / f"{name}.yaml").write_text(json.dumps(task))
+        files.append(str(folder / f"{name}.yaml"))
+    return {"folder": folder, "tasks": files}
+
+
+def _greedy(trained: TrainedModel, tokenizer: Tokenizer, question: str) -> str:
+    tokens = generate(
+        trained.module,
+        prompt_tokens(tokenizer, question),
+        sampling=Sampling(temperature=0.0),
+        num_tokens=6,
+        end_id=tokenizer.end_id,
+        segment_length=16,
+    )
+    ids = [int(token) for token in tokens]
+    ids = ids[: ids.index(tokenizer.end_id)] if tokenizer.end_id in ids else ids
+    return tokenizer.decode(ids).split("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def ours(places) -> dict[str, dict[str, Any]]:
+    trained = load_trained(places["folder"] / "own", torch.device("cpu"))
+    return run_tasks(trained, places["tasks"], batch_size=3)
+
+
+def test_scores_are_those_of_the_export_in_transformers(places, ours):
+    """The harness on the export, with transformers alone and one text at a time."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (
+        each.from_pretrained(places["folder"] / "hf", trust_remote_code=True)
+        for each in (AutoModelForCausalLM, AutoTokenizer)
+    )
+
+    class ExportLM(TemplateLM):
+        eot_token_id = tokenizer.eos_token_id
+
+        def tok_encode(self, string, add_special_tokens=None, **options):
+            return tokenizer(string, add_special_tokens=add_special_tokens is not False).input_ids
+
+        @torch.no_grad()
+        def _loglikelihood_tokens(self, requests, **options):
+            for _, context, continuation in requests:
+                logits = model(torch.tensor([context + continuation[:-1]])).logits[0]
+                of_text, ids = logits[len(context) - 1 :], torch.tensor(continuation)
+                nll = torch.nn.functional.cross_entropy(of_text, ids, reduction="sum")
+                yield -nll.item(), bool((of_text.argmax(1) == ids).all())
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            texts = [tokenizer(each.args[0]).input_ids for each in requests]
+            scored = [(("", ""), ids[:1], ids[1:]) for ids in texts]
+            return [score for score, _ in self._loglikelihood_tokens(scored)]
+
+        def generate_until(self, requests, disable_tqdm=False):
+            for each in requests:
+                context, options = each.args
+                inputs = tokenizer(context, return_tensors="pt")
+                ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0]
+                start = inputs.input_ids.shape[1]
+                text = tokenizer.decode(ids[start:], skip_special_tokens=True)
+                yield text.split(options["until"][0])[0]
+
+    manager = TaskManager(include_defaults=False)
+    found = simple_evaluate(
+        ExportLM(), tasks=places["tasks"], task_manager=manager, bootstrap_iters=0
+    )
+    assert found is not None
+    compared = 0
+    for name in TASKS:
+        for key, value in found["results"][name].items():
+            if "," in key and "_stderr" not in key:
+                assert ours[name][key] == pytest.approx(value, rel=1e-4), (name, key)
+                compared += 1
+    assert compared == 7
+    assert ours["continued"]["exact_match,none"] == 0.5
+
+
+def test_a_text_read_whole_has_the_loss_of_the_model(places, ours):
+    trained = load_trained(places["folder"] / "own", torch.device("cpu"))
+    nats, size = 0.0, 0
+    for text in some_texts(8):
+        ids = torch.tensor([[256, *text.encode()]])
+        memory = None
+        for start in range(0, ids.shape[1] - 1, 16):
+            part = ids[:, start : start + 17]
+            nll, memory = trained.module(part[:, :-1], part[:, 1:], memory)
+            nats += nll.sum().item()
+        size += len(text.encode())
+    found = ours["rolling"]["bits_per_byte,none"]
+    assert found == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys):
+    own, files = str(places["folder"] / "own"), places["tasks"]
+    assert main(["evaluate", own, "--tasks", *files[:2], "--lanes", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.split()[:2] == ["cloze", "perplexity"])
+    assert float(row.split()[3]) == pytest.approx(ours["cloze"]["perplexity,none"], rel=1e-5)
+    # Without memory a context of one segment is all that is seen: the scores differ.
+    command = ["evaluate", own, "--tasks", files[1], "--memory-length", "0", "--limit", "4"]
+    assert main([*command, "--segment-length", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]["cloze"]
+    assert found["sample_len"] == 4
+    assert found["perplexity,none"] != pytest.approx(ours["cloze"]["perplexity,none"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--tasks", "missing.yaml"], "missing.yaml is not a file"),
+        (["--limit", "3"], "require --tasks"),
+        (["--tasks", "x.yaml", "--memory-length", "1", "2"], "one --memory-length"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(places, capsys, options, reason):
+    assert main(["evaluate", str(places["folder"] / "own"), *options]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert len(error.splitlines()) == 1
+
+
+def test_lm_eval_finds_the_model_by_its_name_and_refuses_unknown_options(places):
+    from lm_eval.api.registry import get_model
+
+    import pretrain.evaluation.harness_model  # noqa: F401
+
+    options = f"run={places['folder'] / 'own'},memory_length=4"
+    model = get_model("xl-pretrain").create_from_arg_string(options, {"device": "cpu"})
+    assert model.tok_encode("a") == [256, 97]
+    with pytest.raises(ConfigError, match="memory_lenght"):
+        get_model("xl-pretrain").create_from_arg_string(f"{options},memory_lenght=4")
+    with pytest.raises(ConfigError, match="num_beams"):
+        model._continued("a", {"num_beams": 4})
+
+
+def test_rows_have_values_with_their_standard_errors():
+    metrics = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.25, "f1,strict": "N/A"}
+    assert task_rows({"t": metrics})[1:] == [
+        ("t", "acc", "none", "0.5000", "0.2500"),
+        ("t", "f1", "strict", "-", "-"),
+    ]
