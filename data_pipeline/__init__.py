@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from data_pipeline.config import CorpusConfig
     from data_pipeline.corpora.corpus import Corpus
+    from data_pipeline.lanes.lane_stream import LaneStream
     from data_pipeline.tokenizer import Tokenizer
 
-__all__ = ["Corpus", "CorpusConfig", "Tokenizer"]
+__all__ = ["Corpus", "CorpusConfig", "LaneStream", "Tokenizer"]
 _HOMES = {
     "CorpusConfig": "data_pipeline.config",
     "Corpus": "data_pipeline.corpora.corpus",
+    "LaneStream": "data_pipeline.lanes.lane_stream",
     "Tokenizer": "data_pipeline.tokenizer",
 }
 

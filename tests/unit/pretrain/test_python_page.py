@@ -54,6 +54,11 @@ def test_the_page_loads_scores_with_memory_over_segments_and_generates(
     assert f"The {names['continuation']}" in out
     assert names["small"].head is not None
     assert names["corpus"].num_documents == corpus.num_documents
+    last, following = names["batch"], next(names["again"])
+    assert last.tokens_BL.shape == (2, 16)
+    assert (following.tokens_BL[:, 0] == last.targets_BL[:, -1]).all()
+    assert names["nll"].shape == (2, 16)
+    assert names["memory"][0].shape == (2, 24, 16)
 
 
 def test_the_names_of_the_packages_are_there_and_importing_them_loads_nothing_heavy():
@@ -70,8 +75,8 @@ assert not {"torch", "numpy", "yaml", "pydantic"} & set(sys.modules)
 from pretrain import RunConfig
 assert "torch" not in sys.modules
 from pretrain import TransformerXL, generate, load_trained
-from data_pipeline import Corpus
+from data_pipeline import Corpus, LaneStream
 assert "torch" in sys.modules
-assert not {"deepspeed", "streaming", "triton.language", "rich"} & set(sys.modules)
+assert not {"deepspeed", "streaming", "transformers", "triton.language", "rich"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
