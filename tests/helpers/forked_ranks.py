@@ -6,6 +6,7 @@ The process must not have threads when it forks.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -16,13 +17,18 @@ from pathlib import Path
 from pretrain.cli import end_process
 from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
 
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
 
 def import_everything() -> None:
     """What a rank would import, before the first fork."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     logging.disable(logging.WARNING)
-    for name in ("deepspeed", "pretrain.run", "pretrain.engines.deepspeed_engine"):
+    # The last one brings torch's compiler: DeepSpeed imports it with its first optimizer.
+    modules = "deepspeed", "pretrain.run", "pretrain.engines.deepspeed_engine", MUON
+    for name in modules:
         importlib.import_module(name)
+    gc.freeze()  # else every collection in a rank would look through, and copy, all of that
 
 
 def fork_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> list[int]:

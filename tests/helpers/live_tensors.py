@@ -46,6 +46,7 @@ class LiveTensors(TorchDispatchMode):
         self._sizes = sizes
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self._most = 0  # bytes that can be alive
         if sizes is None:
             self._add(each for each in gc.get_objects() if isinstance(each, Tensor))
 
@@ -59,15 +60,21 @@ class LiveTensors(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
+            known = self._alive.get(storage._cdata)
+            if known is not None and not known[0].expired():
+                continue
             if self._sizes is None or storage.nbytes() in self._sizes:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+                self._most += storage.nbytes()
+        if self._most > self.peak:  # some of them may be gone
+            self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+            self._most = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._most)
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
     """The peak while the run's engine is built, what the whole model takes, and whether its weights
-    are as drawn.
+    are as drawn. Then what its passes need.
     """
     world = init_world()
     torch.manual_seed(run.seed)
