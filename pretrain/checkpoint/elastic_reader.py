@@ -11,25 +11,19 @@ world size nor its stage matters. Each rank opens all files but reads only the s
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_pipeline.checked_fields import shown
-from data_pipeline.errors import CheckpointError, UnreadableError
+from data_pipeline.errors import CheckpointError
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.pieces import opened, pieces_of
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine, Memory
-
-KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")  # PARAMETER|START|KIND
 
 
 def load_fragments(engine: Engine, found: Checkpoint) -> None:
@@ -55,36 +49,11 @@ class FragmentReader:
     def __init__(self, found: Checkpoint) -> None:
         self._directory = found.directory
         self._stack = ExitStack()
-        # (parameter, kind) -> (start, slice) in order of their starts
-        self._pieces: dict[tuple[str, str], list[tuple[int, Any]]] = {}
-        for name in found.index["files"]:
-            if name.startswith("engine-"):
-                handle = self._stack.enter_context(opened(found.directory / name))
-                for key in handle.keys():  # noqa: SIM118  (not a mapping)
-                    parameter, start, kind = _parsed_key(found.directory / name, key)
-                    piece = handle.get_slice(key)
-                    if len(shape := piece.get_shape()) != 1:
-                        raise CheckpointError(
-                            f"{found.directory / name}: found {key} of shape {shape}, expected "
-                            "one dimension"
-                        )
-                    pieces = self._pieces.setdefault((parameter, kind), [])
-                    pieces.append((start, piece))
-        for (parameter, kind), pieces in self._pieces.items():
-            pieces.sort(key=lambda piece: (piece[0], piece[1].get_shape()))
-            self._check_contiguous(f"{parameter} ({kind})", pieces)
-
-    def _check_contiguous(self, what: str, pieces: list[tuple[int, Any]]) -> None:
-        """Raise CheckpointError if elements are missing or there twice: counts may add up even so,
-        and what a piece does not fill is whatever was in memory."""
-        end = 0
-        for start, piece in pieces:
-            if start != end:
-                raise CheckpointError(
-                    f"{self._directory}: found a piece of {what} from element {start}, expected "
-                    f"{end}; use another checkpoint"
-                )
-            end += piece.get_shape()[0]
+        names = [name for name in found.index["files"] if name.startswith("engine-")]
+        handles = {
+            name: self._stack.enter_context(opened(found.directory / name)) for name in names
+        }
+        self._pieces = pieces_of(found.directory, handles)
 
     def __enter__(self) -> FragmentReader:
         return self
@@ -130,30 +99,6 @@ class FragmentReader:
                 f"{self._directory}: found {copied} elements of {parameter} ({kind}), expected "
                 f"{view.numel()}; the checkpoint belongs to a model of another shape"
             )
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads.
-
-    UnreadableError if it cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as handle:
-            yield handle
-    except OSError as error:
-        reason = error.strerror or str(error).partition(": ")[0]
-        raise UnreadableError(f"{path}: cannot be read any more: {reason}") from None
-    except (SafetensorError, RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
-
-
-def _parsed_key(path: Path, key: str) -> tuple[str, int, str]:
-    match = KEY.fullmatch(key)
-    if not match:
-        raise CheckpointError(f"{path}: found the key {shown(key)}, expected NAME|START|KIND")
-    return match[1], int(match[2]), match[3]
 
 
 def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) -> None:

@@ -46,6 +46,7 @@ from pretrain.checkpoint.directory import (
     steps_on_disk,
 )
 from pretrain.checkpoint.index_file import FORMAT, parse_index
+from pretrain.checkpoint.pieces import opened, pieces_of
 
 POLL_SECONDS = 0.02
 
@@ -108,7 +109,7 @@ def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1
 
     Whatever keeps a file from being read is an error of that kind, too. Ranks that verify together
     each read marker, index and their share of the other files: every `world_size`-th, from
-    `rank` on.
+    `rank` on. Rank 0 also checks that the files together have every element of what they hold.
     """
     found = _read_index(directory)
     if run_id and found.index.get("run") != run_id:
@@ -118,6 +119,8 @@ def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1
         )
     for name in sorted(found.index["files"])[rank::world_size]:
         _check_file(directory, name, found.index["files"])
+    if rank == 0:
+        _check_pieces(found)
     return found
 
 
@@ -239,6 +242,16 @@ def _read_index(directory: Path) -> Checkpoint:
             f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
         )
     return Checkpoint(directory, index)
+
+
+def _check_pieces(found: Checkpoint) -> None:
+    with contextlib.ExitStack() as stack:
+        handles = {
+            name: stack.enter_context(opened(found.directory / name, framework="numpy"))
+            for name in sorted(found.index["files"])
+            if name.startswith("engine-")
+        }
+        pieces_of(found.directory, handles)
 
 
 def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:

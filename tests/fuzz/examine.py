@@ -65,6 +65,7 @@ class _Watch:
 
     work: Path
     allowed: tuple[str, ...]
+    may_read: bool  # also what is elsewhere
     found: list[str]
 
 
@@ -154,7 +155,7 @@ def _read(target: Target, copy: Path, work: Path) -> tuple[bool, Any]:
     result: list[Any] = []
     output = io.BytesIO()
     try:
-        with _caught_output(output), _watched(work) as watch, _time_limit():
+        with _caught_output(output), _watched(work, target.names_files) as watch, _time_limit():
             status = exit_status_of(lambda: result.append(target.read(copy)) or 0)
     except Refused:
         status = 2
@@ -236,14 +237,14 @@ def _seconds_queued() -> float:
 
 
 @contextlib.contextmanager
-def _watched(work: Path) -> Iterator[_Watch]:
+def _watched(work: Path, may_read: bool) -> Iterator[_Watch]:
     global _watch
     if not _hook_added:
         _hook_added.append(True)
         sys.addaudithook(_on_event)
     allowed = tuple(f"{os.path.realpath(work / name)}" for name in OWN)
     before, tempfile.tempdir = tempfile.tempdir, str(work / "scratch")
-    _watch = watch = _Watch(work, allowed, [])
+    _watch = watch = _Watch(work, allowed, may_read, [])
     try:
         yield watch
     finally:
@@ -261,7 +262,9 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
         path, _, flags = arguments
         if isinstance(flags, int) and flags & _WRITING:
             _check_change(watch, event, path, None)
-        elif isinstance(path, (str, bytes)) and CANARY in os.fsdecode(path):
+        elif watch.may_read or not isinstance(path, (str, bytes)):
+            return
+        elif CANARY in os.fsdecode(path):
             _note(watch, f"reads {os.fsdecode(path)!r}")
     elif event in _CHANGING:
         for path, directory in _CHANGING[event]:

@@ -58,6 +58,7 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
             lambda copy: read(copy / path.name),
             yaml.safe_load,
             is_protected=False,
+            names_files=True,
         )
 
     sweep = {
@@ -88,6 +89,7 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
             _read_extended,
             yaml.safe_load,
             is_protected=False,
+            names_files=True,
         ),
         "every setting": target(
             "every", to_tree(load_config(RunConfig, experiment)), _read_experiment

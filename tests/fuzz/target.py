@@ -35,6 +35,7 @@ class Target:
     seal: Callable[[Path], None] | None = None  # repair the checksums over the file
     # With checksums: whatever is accepted unrepaired must read as the valid file does.
     is_protected: bool = True
+    names_files: bool = False  # a user's own settings, which say what is read (docs/security.md)
     seconds: float = 0.02  # about what an example takes
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save
+
 from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -16,13 +19,18 @@ def index_of(step: int, num_ranks: int) -> dict[str, object]:
     return {"step": step, "world_size": num_ranks, **counts, **rest}
 
 
-def publish_step(root: Path, step: int, num_ranks: int = 2, **more: object) -> Path:
-    """A published checkpoint whose files hold nothing that could be loaded."""
+def engine_file(step: int, rank: int, gap: int = 0) -> bytes:
+    """A rank's 100 elements of the only parameter; `gap` elements after them are nobody's."""
+    return save({f"w|{rank * (100 + gap)}|weight": np.full(100, step, np.float32)})
+
+
+def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more: object) -> Path:
+    """A published checkpoint of a parameter that no model has."""
     partial = files.partial_directory(root, step, "attempt")
     partial.mkdir(parents=True)
     for rank in range(num_ranks):
-        for kind in ("engine", "state"):
-            (partial / files.rank_file(kind, rank)).write_bytes(bytes([step % 256, rank]) * 100)
+        (partial / files.rank_file("engine", rank)).write_bytes(engine_file(step, rank, gap))
+        (partial / files.rank_file("state", rank)).write_bytes(bytes([step % 256, rank]) * 100)
         names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
         written = {
             name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)}

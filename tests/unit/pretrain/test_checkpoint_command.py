@@ -11,6 +11,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
@@ -53,6 +54,18 @@ def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys, name):
     assert "step 30: CORRUPTED" in said
     assert name in said
     assert "3 of 4" in said
+
+
+def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, capsys):
+    """Its checksums are right: it was written so."""
+    publish_step(run_dir.checkpoints, 50, gap=1)
+    assert main(["checkpoint", "verify", str(run_dir.path)]) == 1
+    said = capsys.readouterr().out
+    assert "step 50: CORRUPTED" in said
+    assert "found a piece of w (weight) from element 101, expected 100" in said
+    found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
+    assert found is not None
+    assert found.step == 40, "a resume takes the one before"
 
 
 def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys):

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.files import sha256_of, write_json
+from data_pipeline.files import atomic_write, sha256_of, write_json
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -28,7 +28,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import index_of
+from tests.helpers.checkpoints import engine_file, index_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
@@ -149,8 +149,9 @@ class Run:
             held = {
                 lane: self.hashes[lane].hex() for lane in lanes_of_rank(RUN, rank, self.world_size)
             }
-            for name, content in zip(names, ({"step": self.step}, held), strict=True):
-                write_json(partial / name, content)
+            with atomic_write(partial / names[0]) as file:
+                file.write(engine_file(self.step, rank))
+            write_json(partial / names[1], held)
             sizes = {
                 name: {
                     "bytes": (partial / name).stat().st_size,
