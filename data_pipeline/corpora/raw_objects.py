@@ -35,6 +35,8 @@ from data_pipeline.files import path_below, sha256_of
 
 UNKNOWN_BYTES = 1 << 40  # objects get a long time; the SDKs detect silence
 MOST_PROBLEMS = 20  # more objects that cannot be copied end the command
+MOST_OBJECTS = 10_000_000  # of a listing, which is kept in memory
+MOST_EMPTY_PAGES = 100  # in a row
 ETAG = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
 
 
@@ -136,8 +138,16 @@ class S3Objects:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
+        num_listed = num_empty = 0
         for page in pages:
-            for entry in page.get("Contents", ()):
+            entries = page.get("Contents", ())
+            num_listed, num_empty = num_listed + len(entries), 0 if entries else num_empty + 1
+            if num_listed > MOST_OBJECTS or num_empty > MOST_EMPTY_PAGES:
+                raise StoreError(
+                    f"the list does not end: {num_listed:,} objects so far, expected at most "
+                    f"{MOST_OBJECTS:,}; copy one folder after the other"
+                )
+            for entry in entries:
                 is_folder = entry["Key"].endswith("/") and not entry["Size"]
                 if not is_folder:
                     name = entry["Key"].removeprefix(self._prefix)
@@ -151,7 +161,7 @@ class S3Objects:
         with sdk_errors():
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
             with contextlib.closing(answer["Body"]) as body, open(path, "wb") as file:
-                while block := body.read(BLOCK_BYTES):
+                while file.tell() <= (item.size or 0) and (block := body.read(BLOCK_BYTES)):
                     file.write(block)
             if problem := self.mismatch(path, item):
                 raise StoreError(problem)

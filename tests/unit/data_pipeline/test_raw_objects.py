@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main
+from data_pipeline.corpora import raw_objects
 from data_pipeline.corpora.raw_objects import TwiceRead, fetch_objects
 from data_pipeline.corpora.stores import ObjectStore, RetryPolicy, StoreError
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_below
 from tests.helpers.corpora import contents
-from tests.helpers.stores import QUICK, FileServer, client
+from tests.helpers.stores import CREDENTIALS, QUICK, EndlessStore, FileServer, client
 
 PART = 5 << 20  # the least that S3 takes
 
@@ -160,6 +161,23 @@ def test_a_large_raw_object_may_take_a_long_time(tmp_path, bucket, s3_endpoint, 
         )  # a second, if it were a small file
         fetch_objects(f"{bucket}/text", tmp_path / "copy", print, retry_policy)
     assert (tmp_path / "copy" / "a.txt").stat().st_size == 50_000
+
+
+@pytest.mark.parametrize("what", ["keys", "empty pages", "body"])
+def test_a_store_that_never_ends_is_left(tmp_path, monkeypatch, what, capsys):
+    monkeypatch.setattr(raw_objects, "MOST_OBJECTS", 3000)
+    with EndlessStore(what) as server:
+        for name, value in {**CREDENTIALS, "S3_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(name, value)
+        if what == "body":
+            _, (problem,) = fetch_objects("s3://bucket", tmp_path, print, QUICK)
+            assert "bytes arrived, the store lists 9" in problem
+            assert server.num_sent < 100 << 20
+            assert list(contents(tmp_path)) == [".fetch.lock"]
+        else:
+            with pytest.raises(DataError, match=r"s3://bucket cannot be listed .the list does not"):
+                fetch_objects("s3://bucket", tmp_path, print, QUICK)
+            assert server.num_pages <= 102
 
 
 def test_a_store_without_list_permission_is_one_line(
