@@ -53,8 +53,8 @@ def read_parquet(
                 for record in _records_of(batch, row, source, config):
                     row += 1
                     yield record
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(corrupted(source, str(error).splitlines()[0])) from None
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        raise DataError(corrupted(source, _reason(error))) from None
 
 
 def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]) -> Records:
@@ -74,8 +74,17 @@ def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell]
                 for record in _records_of(chosen, row, source, config):
                     row += 1
                     yield record
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(corrupted(source, str(error).splitlines()[0])) from None
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise DataError(corrupted(source, _reason(error))) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of a library's error.
+
+    Out of memory is the file's fault, too: the library reserves as much as a file says it has.
+    """
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    return f"it states sizes beyond memory: {text}" if isinstance(error, MemoryError) else text
 
 
 def _batches(ipc: Any, file: Any, is_file: bool) -> Iterator[Any]:

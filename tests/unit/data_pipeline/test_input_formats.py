@@ -19,6 +19,7 @@ from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import DataError
 from data_pipeline.progress import Note
+from tests.fuzz.examine import bounded_memory
 from tests.helpers.corpora import make_tiny_corpus, write_jsonl
 
 
@@ -90,6 +91,14 @@ def test_a_file_that_is_not_text_is_refused_with_what_would_read_it(
         read_all(tmp_path)
     assert str(tmp_path / name) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["x.arrow", "x.parquet"])
+def test_a_table_that_states_sizes_beyond_memory_is_refused(tmp_path, name):
+    """An Arrow stream of the bytes `null` announces 1.8 GB."""
+    (tmp_path / name).write_bytes(b"null" if name == "x.arrow" else b"PAR1\xff\xff\xff\x70PAR1")
+    with bounded_memory(1 << 28), pytest.raises(DataError, match=r"corrupted or truncated"):
+        read_all(tmp_path)
 
 
 def test_text_of_any_name_is_text_and_a_stated_format_is_taken_at_its_word(tmp_path):
