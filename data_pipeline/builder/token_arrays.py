@@ -104,7 +104,7 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     with named_errors(path):
         if path.suffix == ARRAY_SUFFIX:
             try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
+                array = np.lib.format.open_memmap(path, mode="r")  # never a pickle or an archive
             except OSError:
                 raise
             except Exception as error:  # whatever the parser of its head raises

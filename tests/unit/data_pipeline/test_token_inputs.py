@@ -152,3 +152,11 @@ def test_an_array_of_objects_is_not_unpickled(tmp_path):
         build_corpus(config_for(tmp_path / "in", format="array"))
     with pytest.raises(ConfigError, match="token_dtype=float32, expected uint8"):
         config_for(tmp_path / "in", token_dtype="float32")
+
+
+def test_an_archive_of_arrays_is_refused_under_the_name_of_an_array(tmp_path):
+    (tmp_path / "in").mkdir()
+    with (tmp_path / "in" / "x.npy").open("wb") as file:
+        np.savez(file, np.array([1, 2]))
+    with pytest.raises(DataError, match=r"x\.npy is corrupted"):
+        build_corpus(config_for(tmp_path / "in", format="array"))
