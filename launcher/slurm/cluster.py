@@ -162,7 +162,7 @@ def control_characters(text: str) -> bool:
 
 def load_cluster(path: Path) -> ClusterConfig:
     """Read a cluster file; ConfigError lists all its errors, or the files that there are."""
-    if not find_config(path).exists():
+    if not os.path.lexists(find_config(path)):  # a link to nothing is told by its reader
         shipped = [str(EXAMPLES / file.name) for file in find_config(EXAMPLES).glob("*.yaml")]
         named = [name for name in shipped if Path(name).stem == path.stem]
         hint = did_you_mean(named[0] if named else str(path), shipped)

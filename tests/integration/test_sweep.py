@@ -125,10 +125,10 @@ def _check_that_all_places_show_the_same_losses(
     page = (run / "report.html").read_text()
     assert f"<b>{train}</b><span>train loss" in page
     assert f"<b>{validation}</b><span>validation loss" in page
-    assert pretrain(["compare", str(run), str(run)]) == 0
+    assert pretrain(["compare", str(run), str(runs / "wide")]) == 0
     compared = printed(capsys)
-    assert re.search(rf"train loss +{train} +{train}\n", compared)
-    assert re.search(rf"validation loss +{validation} +{validation}\n", compared)
+    assert re.search(rf"train loss +{train} +\d\.\d{{4}}\n", compared)
+    assert re.search(rf"validation loss +{validation} +\d\.\d{{4}}\n", compared)
     assert launcher(["sweep", "status", str(sweep), f"--runs-dir={runs}"]) == 0
     states = printed(capsys)
     assert re.search(rf"{cell} +{train} +{validation} ", states)

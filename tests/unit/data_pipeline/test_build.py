@@ -146,7 +146,7 @@ def test_an_empty_corpus_is_rejected(tmp_path, kind, content):
 
 def test_a_validation_split_without_documents_is_rejected_with_what_to_change(tmp_path):
     config = config_of(tmp_path, some_texts(5), validation_fraction=0.0001)
-    with pytest.raises(DataError, match=r"validation_fraction=0.0001 of 5 documents; raise it"):
+    with pytest.raises(DataError, match=r"=0.0001 of 5 documents; the smallest .* 0.438; raise it"):
         build_corpus(config)
     empty = write_jsonl(tmp_path / "empty.jsonl", [" "])
     with pytest.raises(
