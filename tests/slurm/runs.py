@@ -191,7 +191,7 @@ class SlurmRun:
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
-                is_rank = words[1:4] == ["-m", "pretrain", "train"] and str(self.dir.path) in words
+                is_rank = words[2:4] == ["pretrain", "train"] and str(self.dir.path) in words
                 if is_rank and f"\0RANK={rank}\0" in (entry / "environ").read_bytes().decode():
                     return int(entry.name)
         raise AssertionError(f"rank {rank} does not run\n{self.logs()}")
