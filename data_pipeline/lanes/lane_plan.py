@@ -290,11 +290,12 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
         )
     if share < COMFORTABLE_RATIO * longest_document:
         comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
-        fewer = f"; up to {comfortable} lanes would be even" if comfortable else ""
+        lanes = "1 lane" if comfortable == 1 else f"up to {comfortable:,} lanes"
+        fewer = f"; {lanes} would have it" if comfortable else ""
         return (
-            f"{plan.num_lanes} lanes of {share} tokens are short compared with the longest "
-            f"document of {longest_document} tokens: they will differ in length and enter epochs "
-            f"at different steps{fewer}"
+            f"{plan.num_lanes:,} lanes of {share:,} tokens may differ in length by the longest "
+            f"document, {longest_document:,} tokens, and then enter epochs at different steps; "
+            f"lanes of {COMFORTABLE_RATIO} times its length are about even{fewer}"
         )
     return ""
 

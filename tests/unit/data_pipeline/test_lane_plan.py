@@ -106,6 +106,12 @@ def test_lanes_without_documents_are_rejected_with_the_number_that_fits():
 def test_short_lanes_are_advised_against_and_ample_ones_are_not():
     plan = make_plan([[10] * 100] * 4, 10)
     assert "up to 20 lanes" in check_lanes(make_plan([[10] * 100] * 4, 40), longest_document=10)
+    long = make_plan([[1000] * 20, [10]], 3)
+    assert check_lanes(long, longest_document=1000) == (
+        "3 lanes of 6,670 tokens may differ in length by the longest document, 1,000 tokens, and "
+        "then enter epochs at different steps; lanes of 20 times its length are about even; "
+        "1 lane would have it"
+    )
     assert check_lanes(plan, longest_document=10) == ""
 
 
