@@ -16,6 +16,8 @@ from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si
 
+YAML_SUFFIXES = (".yaml", ".yml")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain new`."""
@@ -25,11 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--corpus", type=Path, required=True, metavar="DIR", help=corpus)
     size = "parameters of the model, such as 30M or 1.5B (default 10M)"
     add("--parameters", type=amount_of("parameters"), default=1e7, metavar="N", help=size)
+    paper = (
+        "the paper's parts and learning rate; without, the file has today's parts (rope, rmsnorm, "
+        "pre, swiglu), and its comments name the paper's"
+    )
+    add("--paper", action="store_true", help=paper)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; print what it trains and the command that starts it."""
     file: Path = arguments.experiment
+    if file.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
     refuse_overwrite(file)
     require_name("the experiment's file name", file.stem)
     if not 0 < arguments.parameters < 1e12:
@@ -44,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         longest_document=manifest.longest_document,
         vocab_size=manifest.vocab_size,
     )
-    config = resolve(new_experiment(file.stem, text, arguments.parameters))
+    config = resolve(new_experiment(file.stem, text, arguments.parameters, arguments.paper))
     write_new(file, as_file(config, file, text))
     tokens = config.optim.steps * config.tokens_per_step
     print(

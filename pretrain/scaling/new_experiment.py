@@ -16,6 +16,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
 from data_pipeline.yaml_files import SHIPPED
 from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import amount
@@ -31,6 +32,7 @@ FEWEST_STEPS = 100
 EVEN_LANES = 20  # documents of the longest kind in a lane, so that lanes are about equally long
 FEW_LANES = 16  # with fewer, uneven lanes are the smaller evil
 HIGHEST_RATE = 3e-3
+PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
 EVALUATIONS, SAVES = 10, 20  # per run
 
 
@@ -44,9 +46,16 @@ class TrainingText:
     vocab_size: int
 
 
-def new_experiment(name: str, text: TrainingText, parameters: float) -> RunConfig:
-    """Return a run of about that many parameters on the text; ConfigError if no shape is near."""
+def new_experiment(
+    name: str, text: TrainingText, parameters: float, paper: bool = False
+) -> RunConfig:
+    """Return a run of about that many parameters on the text; ConfigError if no shape is near.
+
+    `paper`: with the paper's parts instead of today's, and at most its learning rate.
+    """
     base = _base_of(parameters, text.vocab_size)
+    if paper:
+        base = _with_parts_of_the_paper(base)
     run = nearest_shape(base, parameters)
     found = cost_of(run).parameters
     if abs(math.log(found / parameters)) > TOLERANCE:
@@ -57,7 +66,8 @@ def new_experiment(name: str, text: TrainingText, parameters: float) -> RunConfi
         )
     lanes, segment = _batch(base, text)
     wider = base.model.d_model / run.model.d_model
-    rate = min(HIGHEST_RATE, base.optim.learning_rate * math.sqrt(max(1.0, wider)))
+    highest = PAPER_RATE if paper else HIGHEST_RATE
+    rate = min(highest, base.optim.learning_rate * math.sqrt(max(1.0, wider)))
     run = replace(
         run,
         name=name,
@@ -86,6 +96,22 @@ def _base_of(parameters: float, vocab_size: int) -> RunConfig:
         vocab_size=vocab_size,
         num_heads=finer * base.model.num_heads,
         num_key_heads=base.model.num_key_heads if finer == 1 else 0,
+    )
+    return replace(base, model=model)
+
+
+def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
+    """Return the run with the paper's parts, which are the defaults of the settings."""
+    paper = ModelConfig()
+    model = replace(
+        base.model,
+        positions=paper.positions,
+        norm=paper.norm,
+        norm_position=paper.norm_position,
+        feed_forward=paper.feed_forward,
+        query_key_norm=paper.query_key_norm,
+        num_key_heads=paper.num_key_heads,
+        z_loss=paper.z_loss,
     )
     return replace(base, model=model)
 

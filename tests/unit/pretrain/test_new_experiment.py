@@ -9,6 +9,7 @@ import pytest
 
 from data_pipeline.config_loader import load_config
 from pretrain.cli import main
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
@@ -35,6 +36,20 @@ def test_the_file_reads_back_as_the_run_it_was_written_from(parameters, tokens, 
     assert all(" #" not in line or len(line) < 100 for line in file.read_text().splitlines())
 
 
+def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tmp_path):
+    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
+    run = new_experiment("mine", text, 3e7, paper=True)
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_file(run, file, text))
+    model, plain = load_config(RunConfig, file).model, ModelConfig()
+    parts = ("positions", "norm", "norm_position", "feed_forward", "query_key_norm", "z_loss")
+    for part in (*parts, "num_key_heads"):
+        assert getattr(model, part) == getattr(plain, part), part
+    assert new_experiment("mine", text, 3e7).model.norm_position != plain.norm_position
+    assert cost_of(run).parameters == pytest.approx(3e7, rel=0.4)
+    assert run.optim.learning_rate == 2.5e-4
+
+
 def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
     corpus, tmp_path, monkeypatch, capsys
 ):
@@ -59,6 +74,7 @@ def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
     written = (tmp_path / "tiny.yaml").read_text()
     for arguments, message in (
         (["tiny.yaml", "--corpus", str(home)], "tiny.yaml exists already; choose another name"),
+        (["b", "--corpus", str(home)], "b does not end in .yaml; name it b.yaml"),
         (["b.yaml", "--corpus", "nowhere"], f"{tmp_path}/nowhere/train does not exist; build"),
         (["b.yaml", "--corpus", str(home), "--parameters=1k"], "the nearest model has 9.6k; ask"),
         (["b.yaml", "--corpus", str(home), "--parameters=much"], "such as 4k or 10M"),
