@@ -13,14 +13,33 @@ from pathlib import Path
 from data_pipeline.yaml_files import did_you_mean
 
 RUNS = Path("runs")
+_MOST_SHOWN = 6  # runs of a sweep in an error message
 logger = logging.getLogger(__name__)
 
 
 def run_path(text: str | Path) -> Path:
-    """The `type` of every argument RUN: a path, or where it does not exist, that name in runs/."""
+    """The `type` of every argument RUN: a path, or that name in runs/.
+
+    The name in runs/ is meant where the path does not exist, or is a directory without runs (a
+    corpus of the same name) while there are runs of this name.
+    """
     path = Path(text)
     named = RUNS / path
-    return named if not path.exists() and named.exists() else path
+    if not path.exists():
+        return named if named.exists() else path
+    is_hiding = path.name and path.is_dir() and not _has_runs(path) and _has_runs(named)
+    return named if is_hiding else path
+
+
+def runs_below(path: Path) -> list[Path]:
+    """The runs directly in `path`, as in the directory of a sweep, by their names."""
+    return sorted(file.parent for file in path.glob("*/run.json"))
+
+
+def _has_runs(path: Path) -> bool:
+    # A run that waits for its first attempt, or a damaged one, has its ledger.
+    is_run = any((path / name).exists() for name in ("run.json", "ledger.jsonl"))
+    return is_run or bool(runs_below(path))
 
 
 def warn_of_missing_disk(path: Path) -> None:
@@ -47,8 +66,10 @@ def advice_on(path: Path) -> str:
     """What to do about a path that holds no run, for the end of an error message."""
     if path.suffix in (".yaml", ".yml"):
         return "name the run's directory, by default runs/NAME"
-    runs = [
-        file.parent.name for folder in (path.parent, RUNS) for file in folder.glob("*/run.json")
-    ]
-    hint = did_you_mean(path.name, runs)
+    if cells := runs_below(path):
+        shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
+        more = ", ..." if len(cells) > _MOST_SHOWN else ""
+        return f"it is a sweep; its runs are {shown}{more} (name one)"
+    runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
+    hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
     return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"

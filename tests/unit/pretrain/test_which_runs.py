@@ -11,7 +11,7 @@ from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_paths import advice_on, run_path
 from pretrain.scaling.which_runs import find_runs, runs_of
 
 CELLS = ["memory_0", "memory_64", "memory_256"]
@@ -46,8 +46,26 @@ def test_a_name_stands_for_the_run_in_runs_unless_there_is_such_a_path_here(here
     assert run_path("runs/first") == Path("runs/first")
     assert run_path("frist") == Path("frist")
     assert run_path(str(here / "first")) == here / "first"
-    (here / "first").mkdir()
+    RunDir.create(here / "first", RunConfig(name="first"))
     assert run_path("first") == Path("first")
+
+
+def test_a_directory_without_runs_does_not_hide_the_runs_of_the_same_name(here):
+    for name in ("first", "mem", "other"):
+        (here / name).mkdir()
+    assert run_path("first") == Path("runs/first")
+    assert run_path("mem") == Path("runs/mem")
+    assert run_path("other") == Path("other")
+    assert run_path(".") == Path()
+    RunDir.create(here / "mem" / "a", RunConfig(name="a"))
+    assert run_path("mem") == Path("mem")
+
+
+def test_the_advice_on_what_is_no_run_does_not_repeat_what_was_typed(here):
+    Path("first").touch()
+    assert advice_on(Path("first")) == "check the path or start a run"
+    assert advice_on(Path("firs")) == "did you mean 'first'?"
+    assert advice_on(Path("elsewhere/first")) == "did you mean 'first'?"
 
 
 def test_a_folder_and_a_sweep_file_stand_for_the_cells_in_their_order(here):
@@ -76,6 +94,17 @@ def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_
     ("program", "arguments", "message"),
     [
         (pretrain, ["report", "frist"], "frist holds no run: it has no run.json; did you mean"),
+        (
+            pretrain,
+            ["generate", "mem"],
+            "it is a sweep; its runs are runs/mem/memory_length_0, runs",
+        ),
+        (
+            pretrain,
+            ["describe", "mem"],
+            "it is a sweep; its runs are runs/mem/memory_length_0, runs",
+        ),
+        (launcher, ["logs", "mem"], "it is a sweep; its runs are runs/mem/memory_length_0, runs"),
         (launcher, ["cancel", "nowhere"], "nowhere holds no run: it has no run.json; check"),
         (launcher, ["status", "tiny.yaml"], "tiny.yaml is no sweep (it has neither"),
         (pretrain, ["export", "tiny.yaml", "--output=x"], "name the run's directory, by default"),
