@@ -34,7 +34,7 @@ END = BYTES.end_id
 
 def trained_model(**options: Any) -> TrainedModel:
     """A tiny model of bytes whose weights are large enough for every part to matter."""
-    module = tiny_model(dtype=torch.float32, **{**options, "vocab_size": BYTES.vocab_size}).eval()
+    module = tiny_model(dtype=torch.float32, **{"vocab_size": BYTES.vocab_size, **options}).eval()
     data = DataConfig(path=Path("/data/books"), segment_length=SEGMENT)
     return TrainedModel(module, RunConfig(name="tiny", model=module.config, data=data), 7, Path())
 
@@ -217,7 +217,7 @@ def check_tokenizer(ours: Tokenizer, tmp_path: Path) -> None:
     """Compare with what transformers reads of an export, and of what it saves again."""
     from transformers import AutoTokenizer
 
-    trained = trained_model()
+    trained = trained_model(vocab_size=ours.vocab_size)
     write_huggingface(tmp_path / "out", trained, ours)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.end_id)
@@ -228,6 +228,9 @@ def check_tokenizer(ours: Tokenizer, tmp_path: Path) -> None:
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
         assert theirs.decode(ids) == theirs.eos_token + ours.decode(ids)
     assert theirs.decode(theirs(TEXTS[3]).input_ids, skip_special_tokens=True) == TEXTS[3]
+    inputs = theirs(TEXTS[1], return_tensors="pt")
+    found = load(tmp_path / "out").generate(**inputs, max_new_tokens=2, do_sample=False)
+    assert found[0].tolist()[:-2] == inputs.input_ids[0].tolist()
     theirs.save_pretrained(tmp_path / "again")
     again = AutoTokenizer.from_pretrained(tmp_path / "again", trust_remote_code=True)
     assert again(TEXTS[5])["input_ids"] == theirs(TEXTS[5])["input_ids"]

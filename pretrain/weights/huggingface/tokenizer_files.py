@@ -44,6 +44,7 @@ def _fast_config(end_token: str) -> dict[str, Any]:
         "split_special_tokens": True,  # what looks like a special token in a text is text
         "clean_up_tokenization_spaces": False,
         "padding_side": "right",
+        "model_input_names": ["input_ids", "attention_mask"],  # all that the model takes
     }
 
 
