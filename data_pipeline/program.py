@@ -34,6 +34,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
+from data_pipeline.setting_tree import settings_of
 from data_pipeline.yaml_files import did_you_mean
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -90,6 +91,7 @@ class Program:
         run = getattr(module, f"run_{function}" if function else "run")
         parser.hints = getattr(module, "HINTS", parser.hints)
         rest = parser.with_output(rest)
+        parser.words = rest
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
 
@@ -98,6 +100,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as every other error: in one line."""
 
     hints: Mapping[str, str] = MappingProxyType({})  # HINTS of the command's module
+    words: Sequence[str] = ()  # of the command line
 
     def refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
         """Raise UserError for a flag that there is not, whose value may look like an argument."""
@@ -115,9 +118,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, _, rest = message.partition(_UNKNOWN)
         hint = self._hint(rest.split()[0].partition("=")[0], rest) if rest else ""
-        if "expected one argument" in message:
+        if "expected one argument" in message and self._has_value_with_dash(message.split()[1]):
             hint = "; a value that starts with a dash follows an equals sign, as in --flag=-1"
         raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
+
+    def _has_value_with_dash(self, names: str) -> bool:
+        """Whether a word that is no flag, but begins like one, follows the flag `-n/--names:`."""
+        flags = names.rstrip(":").split("/")
+        after = [word for flag, word in itertools.pairwise(self.words) if flag in flags]
+        known = self._option_string_actions
+        return any(word[:1] == "-" and word.partition("=")[0] not in known for word in after)
 
     def _hint(self, name: str, unknown: str) -> str:
         """Return how to write what was not recognized: a flag of this name, or arguments."""
@@ -127,26 +137,41 @@ class _Parser(argparse.ArgumentParser):
         if name in self.hints:
             return f"; {self.hints[name]}"
         flags = list(self._option_string_actions)
-        takes_overrides = any(isinstance(action, _Overrides) for action in self._actions)
-        if takes_overrides and not difflib.get_close_matches(name, flags, n=1):
-            return f"; a setting has no dashes: {name.lstrip('-')}=VALUE"
+        settings = {
+            setting.name
+            for action in self._actions
+            if isinstance(action, _Overrides)
+            for setting in settings_of(action.schema)
+        }
+        setting = name.lstrip("-")
+        if setting in settings and not difflib.get_close_matches(name, flags, n=1):
+            return f"; a setting has no dashes: {setting}=VALUE"
         return did_you_mean(name, flags)
 
 
-def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:
-    """Define `experiment`, a file, and `overrides` of its settings, which may also come first."""
+def add_experiment(
+    parser: argparse.ArgumentParser, schema: Any, words: str = "experiment file (YAML)"
+) -> None:
+    """Define `experiment`, a file with settings of `schema`, and `overrides` of them.
+
+    Overrides may also come first.
+    """
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
-    parser.add_argument(
+    overrides = parser.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
         action=_Overrides,
         help="settings that override the file's, such as optim.steps=100",
     )
+    assert isinstance(overrides, _Overrides)
+    overrides.schema = schema
 
 
 class _Overrides(argparse.Action):
     """Takes the one name that is no override as the experiment, wherever it stands."""
+
+    schema: Any = None  # of the settings
 
     def __call__(
         self,

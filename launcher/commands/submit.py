@@ -31,7 +31,7 @@ from pretrain.rundir.run_dir import RunDir
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""
-    add_experiment(parser)
+    add_experiment(parser, RunConfig)
     parser.add_argument(
         "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
     )

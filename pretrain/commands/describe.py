@@ -45,7 +45,7 @@ NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
-    add_experiment(parser, "experiment or model file (YAML), or a run")
+    add_experiment(parser, RunConfig, "experiment or model file (YAML), or a run")
     add_hardware_arguments(parser)
     parser.add_argument(
         "--mfu",

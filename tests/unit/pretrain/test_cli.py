@@ -68,7 +68,7 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
         ("optim.steps=9", "unrecognized arguments: optim.steps=9; a trained model keeps its sett"),
         ("Once upon", "unrecognized arguments: Once upon; give the text to continue with --prompt"),
-        ("--top-k", "--top-k: expected one argument; a value that starts with a dash follows"),
+        ("--top-k", "--top-k: expected one argument; see pretrain generate --help"),
         ("--temperature=hot", "invalid float value: 'hot'; see pretrain generate --help"),
     ],
 )
@@ -77,6 +77,16 @@ def test_a_misspelt_flag_is_answered_in_one_line_with_the_nearest(capsys, flag, 
     error = capsys.readouterr().err
     assert answer in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("after", "has_hint"), [("-hot", True), ("--seed=1", False)])
+def test_only_a_value_that_begins_with_a_dash_is_told_to_follow_an_equals_sign(
+    capsys, after, has_hint
+):
+    assert main(["generate", "run", "--prompt", after]) == 2
+    error = capsys.readouterr().err
+    assert "--prompt: expected one argument; " in error
+    assert ("a value that starts with a dash follows an equals sign" in error) is has_hint
 
 
 def test_a_wrong_flag_is_answered_before_torch_is_imported():
@@ -125,6 +135,15 @@ def test_a_setting_with_dashes_is_told_to_have_none(capsys):
     assert main(["train", "x.yaml", "--run-dir", "runs/x", "--name", "mine"]) == 2
     expected = "error: unrecognized arguments: --name; a setting has no dashes: name=VALUE\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--gpus=2", "--learning_rate=1"])
+def test_a_flag_that_is_no_setting_is_answered_with_the_flags_that_there_are(capsys, flag):
+    assert launcher(["local", "x.yaml", flag]) == 2
+    error = capsys.readouterr().err
+    assert f"error: unrecognized arguments: {flag}; expected one of: " in error
+    assert "--run-dir" in error
+    assert "no dashes" not in error
 
 
 def test_settings_for_a_run_that_resumes_belong_to_the_command_that_started_it(tmp_path, capsys):
