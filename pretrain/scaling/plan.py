@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.config_loader import differences, load_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.recipe import (
@@ -192,20 +196,25 @@ def make_sweep(
     """Return the runs as a sweep whose file will be in `directory`.
 
     Cells start from the experiment's file, so settings that `base` changes become overrides as
-    well. A vocabulary size that `base` leaves unset remains unset: it is read from the corpus when
-    the cell runs.
+    well. What one cell overrides all do, so that an edit of the experiment changes no planned
+    setting. A vocabulary size that `base` leaves unset remains unset: it is read from the corpus
+    when the cell runs.
     """
     plain = load_config(RunConfig, experiment)
     relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
+    trees = [to_tree(_with_vocabulary_of(base, item.run)) for item in runs]
+    names = list(
+        dict.fromkeys(name for tree in trees for name in differences(to_tree(plain), tree))
+    )
     cells = [
         Cell(
             name=item.name,
             experiment=relative,
-            overrides=tuple(_overrides_between(plain, _with_vocabulary_of(base, item.run))),
+            overrides=tuple(f"{name}={_value_of(tree, name)}" for name in names),
             facts=dict(item.facts),
             holdout=item.holdout,
         )
-        for item in runs
+        for item, tree in zip(runs, trees, strict=True)
     ]
     return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=tuple(cells))
 
@@ -214,6 +223,5 @@ def _with_vocabulary_of(base: RunConfig, run: RunConfig) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=base.model.vocab_size))
 
 
-def _overrides_between(base: RunConfig, run: RunConfig) -> list[str]:
-    """The overrides that turn the base's file into the run."""
-    return [f"{key}={new}" for key, (_, new) in differences(to_tree(base), to_tree(run)).items()]
+def _value_of(tree: Tree, name: str) -> Any:
+    return functools.reduce(operator.getitem, name.split("."), tree)

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
-from pretrain.scaling.collect import row_of
+from pretrain.scaling.collect import Row, row_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, interval
 from pretrain.scaling.parabola import (
     fitted_and_residuals,
@@ -27,7 +27,7 @@ from pretrain.scaling.parabola import (
 )
 from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.points import Array
-from pretrain.scaling.sweep_file import Sweep, require_fact
+from pretrain.scaling.sweep_file import Cell, Sweep, require_fact
 from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
@@ -217,6 +217,7 @@ def tuned_rates(sweep: Sweep, runs: Path) -> tuple[list[Tuned], list[str]]:
     for cell in sweep.cells:
         row = row_of(cell, runs / cell.name)
         batch = losses.setdefault(int(cell.facts["tokens_per_step"]), [])
+        _refuse_other_rate(cell, row)
         if row.progress == 1.0 and isinstance(row.loss, float):
             batch.append((cell.facts["tuned_rate"], row.loss))
         if row.excluded:
@@ -226,6 +227,18 @@ def tuned_rates(sweep: Sweep, runs: Path) -> tuple[list[Tuned], list[str]]:
         for batch, pairs in sorted(losses.items())
     ]
     return found, left_out
+
+
+def _refuse_other_rate(cell: Cell, row: Row) -> None:
+    """Raise DataError if the run of a cell has another rate or batch than its plan."""
+    for name in ("learning_rate", "tokens_per_step"):
+        fact = "tuned_rate" if name == "learning_rate" else name
+        found, planned = getattr(row, name), cell.facts[fact]
+        if found != "" and not math.isclose(found, planned):
+            raise DataError(
+                f"cell {cell.name} was trained with {name}={found:g}, but planned with "
+                f"{planned:g}; plan the sweep again under another name, and submit that"
+            )
 
 
 def tuned_table(found: Sequence[Tuned]) -> list[list[str]]:
@@ -243,10 +256,26 @@ def _loss_at(item: Tuned, rate: float) -> str:
 
 
 def verdicts(found: Sequence[Tuned]) -> list[str]:
-    """One line per batch size: the best rate, or why there is none."""
-    return [
-        f"{amount(item.tokens_per_step)} tokens a step: {_verdict(item.optimum)}" for item in found
-    ]
+    """One line per batch size: the best rate, or why there is none; and one for each warning."""
+    lines = []
+    for item in found:
+        lines.append(f"{amount(item.tokens_per_step)} tokens a step: {_verdict(item.optimum)}")
+        lines += [f"warning: {warning}"] if (warning := _warning(item)) else []
+    return lines
+
+
+def _warning(item: Tuned) -> str:
+    """Where the parabola contradicts the losses that it stands for; empty if it does not."""
+    optimum, rate = item.optimum, _lowest_rate(item.rates_S, item.loss_S)
+    loss = float(item.loss_S[item.rates_S == rate].mean())
+    if not optimum.is_known or (
+        optimum.low <= rate <= optimum.high and optimum.loss >= loss * (1 - TOLERABLE)
+    ):
+        return ""
+    return (
+        f"the lowest measured loss is {as_loss(loss)}, at {rate:.3g}: the losses do not follow the "
+        f"parabola, so prefer {rate:.3g}, or add seeds and rates near it"
+    )
 
 
 def _verdict(best: Optimum) -> str:

@@ -118,6 +118,14 @@ def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
     assert said in line
 
 
+def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
+    rates, losses = [1e-3, 2e-3, 4e-3, 8e-3], [6.0237, 5.6421, 5.6611, 5.6665]
+    verdict, warning = verdicts([fit_rates(512, rates, losses)])
+    assert "optim.learning_rate=0.0041" in verdict
+    assert warning.startswith("warning: the lowest measured loss is 5.6421, at 0.002: ")
+    assert len(verdicts([fit_rates(512, RATES, losses_at(RATES))])) == 1
+
+
 def test_fewer_than_three_rates_that_ended_well_are_no_valley():
     with pytest.raises(DataError, match="2 rates ended with a loss, a valley needs 3"):
         fit_rates(512, [1e-3, 2e-3, 4e-3], [3.0, 3.1, math.inf])
@@ -131,7 +139,7 @@ def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
         f"""name: tiny
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
-optim: {{steps: 30, schedule: {{shape: constant, warmup_steps: 1}}}}
+optim: {{steps: 30, learning_rate: 8e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
 engine: {{kind: torch, threads: 1}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{tensorboard: false}}
@@ -141,6 +149,7 @@ metrics: {{tensorboard: false}}
     plan = ["scale", "tune", "plan", str(experiment), "--rates", *rates, "--out", str(sweep)]
     assert main(plan) == 0
     cells = read_sweep(sweep).cells
+    write_text(experiment, experiment.read_text().replace("learning_rate: 8e-2, ", ""))
     for cell in cells:
         run = ["train", str(experiment), "--run-dir", str(tmp_path / "runs" / cell.name)]
         assert main([*run, *cell.overrides]) == 0
@@ -159,6 +168,9 @@ metrics: {{tensorboard: false}}
     assert min(last, key=last.__getitem__) == "b32-lr0.08"
     assert "32 tokens a step: optim.learning_rate=0.0" in printed
     assert (tmp_path / "report" / "tune.png").stat().st_size > 5_000
+    write_text(sweep, sweep.read_text().replace("tuned_rate: 0.08", "tuned_rate: 0.07"))
+    assert main(report) == 2
+    assert "b32-lr0.08 was trained with learning_rate=0.08, but" in capsys.readouterr().err
 
 
 def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
