@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.setting_tree import OTHER_NAMES, Setting, settings_of, suggestion
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+SHORTEST_PART = 4  # characters of a name that are looked for inside of others
 # What a resume may do with a setting, by its name; empty for settings that no run has.
 ResumeRule = Callable[[str], str]
 
@@ -25,13 +26,16 @@ def no_resume(name: str) -> str:
 def matching(schema: Any, prefix: str) -> list[Setting]:
     """Return the settings that begin with `prefix`, or are called so here or in another system.
 
-    ConfigError, with a close name, if there are none.
+    If there are none: those that have it as a choice, or else as a part of their name. ConfigError,
+    with a close name, if there are none either.
     """
     known = list(settings_of(schema))
     others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
     meant = [each.name for each in known if each.name == prefix]
     meant = meant or [each.name for each in known if each.leaf == prefix]
     meant = meant or [name for name, text in others.items() if prefix in text.split()]
+    meant = meant or [x.name for x in known if prefix and prefix in _choices_of(x.hint)]
+    meant = meant or [x.name for x in known if len(prefix) >= SHORTEST_PART and prefix in x.leaf]
     if prefix and not meant:
         *sections, name = prefix.split(".")
         owners = [each.section for each in known if each.name == ".".join(sections)]
@@ -123,6 +127,10 @@ def _type_of(hint: Any) -> str:
     if NoneType in items:
         return f"{_type_of(items[0])} or null"
     return _TYPES[hint]
+
+
+def _choices_of(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def _section_of(name: str) -> str:

@@ -16,21 +16,24 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.config_loader import differences
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
 from data_pipeline.files import named_errors, parse_json, read_json, read_lines, write_json
+from data_pipeline.yaml_files import abbreviated
 
 BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
 JOURNAL_NAME = "journal.jsonl"
 RECIPE_NAME = "build.json"
+MOST_NAMED = 5  # settings that differ, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class BuildJournal:
             return self._append(self._header)
         if records[0] != self._header:
             raise ConfigError(
-                f"{self.output} holds an unfinished build from other text or settings; "
+                f"{self.output} holds an unfinished build from other text or settings: "
+                f"{_differing(records[0].get('recipe'), self._recipe)}; "
                 "resume with those, choose another output, or remove it"
             )
         for record in records[1:]:
@@ -191,9 +195,25 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
         found = None
     if found != recipe:
         raise ConfigError(
-            f"{output} holds a finished corpus from other text or settings, or another number of "
-            "parts; choose another output or remove it"
+            f"{output} holds a finished corpus from other text or settings: "
+            f"{_differing(found, recipe)}; choose another output or remove it"
         )
+
+
+def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
+    """Name what differs between two recipes: settings with both values, parts, or the text."""
+    if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
+        return "its recipe cannot be read"
+    changes = differences(found["settings"], recipe["settings"])
+    if found.get("parts") != recipe.get("parts"):
+        changes["number of parts"] = (found.get("parts", 1), recipe.get("parts", 1))
+    said = [
+        f"{name} {abbreviated(old)} -> {abbreviated(new)}" for name, (old, new) in changes.items()
+    ]
+    left_out = len(said) - MOST_NAMED
+    return ", ".join(said[:MOST_NAMED]) + (f" and {left_out} more" if left_out > 0 else "") or (
+        "the input files have changed"
+    )
 
 
 def read_counts(output: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from data_pipeline.builder.build_corpus import BuildResult, build_corpus
 from data_pipeline.builder.parts import build_part, merge_parts
 from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.builder.records import REJECTS_NAME
+from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import BuiltTokenizer, CorpusConfig
 from data_pipeline.config_loader import parse_config
 from data_pipeline.corpora.corpus_hash import corpus_hash
@@ -45,6 +46,7 @@ PARSED_FLAGS = (
     *("split_characters", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")
+TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
@@ -143,12 +145,27 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"{shown_id(result.first_repeated_id)}; audits and suspects name documents by id: "
             "give each its own"
         )
+    train = result.manifests.get("train")
+    if train and needs_training(config.tokenizer):
+        print(vocabulary_advice(train.tokens, train.vocab_size), end="")
     if result.round_trip.altered:
         print(result.round_trip)
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")
     return 0
+
+
+def vocabulary_advice(tokens: int, vocab_size: int) -> str:
+    """Return a line about a vocabulary too large for its training text, or ""."""
+    if tokens >= TOKENS_PER_PIECE * vocab_size:
+        return ""
+    return (
+        f"the vocabulary is large for this text: {tokens:,} tokens are {tokens / vocab_size:.1f} "
+        f"for each of its {vocab_size:,} pieces on average; with fewer than {TOKENS_PER_PIECE} "
+        "many pieces are seen too rarely to be learned: a smaller tokenizer.vocab_size may be "
+        "better\n"
+    )
 
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:

@@ -57,7 +57,7 @@ class DataConfig:
     """Which corpus, in how many lanes. A batch is `lanes` rows of `segment_length` tokens."""
 
     path: Path = changeable(Path("data"))
-    """Directory made by `data-pipeline build`, or the URL it was uploaded to; it may move."""
+    """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
     manifest_hash: str = changeable("")
     """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
     mixture: tuple[MixturePart, ...] = fixed(())

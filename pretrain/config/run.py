@@ -130,7 +130,7 @@ class RunConfig:
     seed: int = fixed(1, Range(0, LARGEST_SEED))
     """Seed of weights, dropout and the lanes' order."""
     initial_weights: Path | None = fixed(None)
-    """Export to start from; null: draw weights from the published distribution."""
+    """Export to start from (relative: to the working directory); null: draw them as published."""
     initial_weights_may_differ: tuple[str, ...] = fixed(())
     """Model settings, such as clamp_length, in which that export may differ from this run."""
     model: ModelConfig = fixed(default_factory=ModelConfig)

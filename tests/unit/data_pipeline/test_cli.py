@@ -9,6 +9,7 @@ import time
 import pytest
 
 from data_pipeline.cli import COMMANDS, main
+from data_pipeline.commands.build import vocabulary_advice
 from data_pipeline.corpora.corpus import Corpus
 from tests.helpers.corpora import contents, make_tiny_corpus, some_texts, write_jsonl
 
@@ -66,6 +67,11 @@ def test_a_fraction_that_leaves_no_validation_text_is_told_the_smallest_that_wor
     assert status == 0
     assert re.search(r"validation +1 documents", out)
     assert "line endings" not in out
+
+
+def test_a_vocabulary_too_large_for_its_text_is_said_after_the_build():
+    assert vocabulary_advice(100 * 1000, 1000) == ""
+    assert "99,999 tokens are 100.0 for each of its 1,000 pieces" in vocabulary_advice(99_999, 1000)
 
 
 def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path, capsys):
