@@ -17,7 +17,9 @@ from launcher.supervisor import StopSignals, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingBegan
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
@@ -57,13 +59,29 @@ def run(arguments: argparse.Namespace) -> int:
     existed = run_dir.path.exists()
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config)):
-        _log.info("%s is done; to train further, give it more optim.steps", run_dir.path)
+        _log.info(
+            "%s is done; to train further, give it more optim.steps; for another run, name=NEW",
+            run_dir.path,
+        )
         return 0
+    if note := change_of_ranks(run_dir, arguments.ranks):
+        _log.info("%s", note)
     with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()
     return status
+
+
+def change_of_ranks(run_dir: RunDir, ranks: int) -> str:
+    """What to note if the run had another number of ranks when it was started last; else ""."""
+    before = last_of(run_dir.ledger.read(), TrainingBegan) if run_dir.exists() else None
+    if before is None or before.world_size == ranks:
+        return ""
+    return (
+        f"{run_dir.path} resumes on {counted(ranks, 'rank')} and had "
+        f"{before.world_size} before (--ranks={before.world_size})"
+    )
 
 
 class LocalRanks(RankGroup):

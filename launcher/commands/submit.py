@@ -104,7 +104,7 @@ def refuse_done(job: Job, config: RunConfig) -> None:
     if is_done_already(RunDir(job.run_dir), config):
         raise ConfigError(
             f"{job.run_dir} is done after step {config.optim.steps:,}; to train further, submit "
-            "it with more optim.steps"
+            "it with more optim.steps; for another run, give name=NEW or --run-dir DIR"
         )
 
 

@@ -11,8 +11,10 @@ from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.sbatch import Job, environment_lines
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import Step, meeting_point, rank_task, srun_command, training_command
+from launcher.supervisor import next_attempt_number
 from pretrain.config.run import RunConfig
 from pretrain.rundir.fence import VARIABLE
+from pretrain.rundir.run_dir import RunDir
 
 
 def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
@@ -24,9 +26,10 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
         ranks=count * job.cluster.tasks_per_node,
         cluster=job.cluster,
     )
-    task = rank_task(job.code, job.run_dir, 1, training_command(job.code, job.run_dir))
+    number = next_attempt_number(RunDir(job.run_dir))
+    task = rank_task(job.code, job.run_dir, number, training_command(job.code, job.run_dir))
     command = srun_command(step, task, [job.run_dir], job.code)
-    variables = {**meeting_point(step, job.run_dir, 1), VARIABLE: "TOKEN of this attempt"}
+    variables = {**meeting_point(step, job.run_dir, number), VARIABLE: "TOKEN of this attempt"}
     nodes = f"{count} of {job.nodes} nodes" if str(count) != str(job.nodes) else f"{count} nodes"
     start = f"resumes after step {step_before:,}" if step_before else "starts at step 0"
     lines = [

@@ -235,7 +235,7 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
                 + "\n  ".join(refused)
-                + "\nuse its settings to resume it, or choose another run directory"
+                + "\nuse its settings to resume it; for another run, give name=NEW or --run-dir DIR"
             )
 
     def _way_back(self) -> str:

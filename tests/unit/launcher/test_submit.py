@@ -52,6 +52,8 @@ def submit(files: Path, *more: str) -> int:
 
 def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert submit(files, "--nodes=2", "--dry-run") == 0
+    assert "attempt-0-rank-{rank}.log" in capsys.readouterr().out, "the number of a first attempt"
+    assert submit(files, "--nodes=2", "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert not (files / "run").exists()
 
@@ -118,7 +120,9 @@ def test_a_directory_that_holds_another_run_is_refused(files, capsys):
     other = load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "seed=7"])
     RunDir.create(files / "run", other)
     assert submit(files) == 2
-    assert "seed: 7 -> 1" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "seed: 7 -> 1" in error
+    assert "for another run, give name=NEW or --run-dir DIR" in error
 
 
 def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(files, capsys):
@@ -135,7 +139,9 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     publish_step(run_dir.checkpoints, 10)
     for more in ([], ["--dry-run"]):
         assert submit(files, "optim.steps=10", *more) == 2
-        assert "is done after step 10; to train further" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "is done after step 10; to train further" in error
+        assert "for another run, give name=NEW" in error
     assert submit(files, "optim.steps=20", "--dry-run") == 0
     assert "The run resumes after step 10 of 20." in capsys.readouterr().out
     submit(files, "optim.steps=20")

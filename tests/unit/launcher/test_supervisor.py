@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.patience import Patience
-from launcher.commands.local import starter
+from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
 from launcher.status.run_state import read_state
 from launcher.supervisor import Ranks, StopSignals, supervise
@@ -26,6 +26,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
     run_dir.ledger.append(Started(step=0, world_size=1))
     return run_dir
+
+
+def test_a_start_with_another_number_of_ranks_is_noted(run_dir, tmp_path):
+    assert change_of_ranks(run_dir, 1) == ""
+    assert change_of_ranks(RunDir(tmp_path / "new"), 2) == ""
+    run_dir.ledger.append(Started(step=0, world_size=2))
+    assert change_of_ranks(run_dir, 2) == ""
+    assert change_of_ranks(run_dir, 1).endswith("resumes on 1 rank and had 2 before (--ranks=2)")
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
