@@ -55,7 +55,8 @@ def run_cells(
             for name, group in list(running.items()):
                 if (status := group.poll()[0]) is not None:
                     del running[name]
-                    print(f"{name}: {'done' if status == 0 else describe_exit(status)}", flush=True)
+                    if end := end_of(status, stop.requests > 0):
+                        print(f"{name}: {end}", flush=True)
                     if status not in (0, EXIT_STOPPED):
                         failed.append(name)
                         print(describe_failure([status], group.logs, lines=5), flush=True)
@@ -68,6 +69,13 @@ def run_cells(
         for group in running.values():
             group.kill()
     return failed
+
+
+def end_of(status: int, is_stopping: bool) -> str:
+    """How a cell ended, in words; none for a cell that stopped because all were asked to."""
+    if status == EXIT_STOPPED and is_stopping:
+        return ""
+    return "done" if status == 0 else describe_exit(status)
 
 
 def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int) -> RankGroup:

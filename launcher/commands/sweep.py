@@ -159,9 +159,10 @@ def run_report(arguments: argparse.Namespace) -> int:
     from pretrain.commands.compare import compare
     from pretrain.reporting.run_history import read_histories
 
-    runs = _runs_of(arguments, read_sweep(arguments.sweep))
+    sweep = read_sweep(arguments.sweep)
+    runs = _runs_of(arguments, sweep)
     started = started_cells(arguments.sweep, runs)
-    return compare(read_histories(started, at_least=1), arguments.output or runs)
+    return compare(read_histories(started, at_least=1), arguments.output or runs, sweep.name)
 
 
 def run_submit(arguments: argparse.Namespace) -> int:

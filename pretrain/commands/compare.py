@@ -9,7 +9,7 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.files import write_text
 from data_pipeline.setting_pages import value_text
-from pretrain.reporting.charts import panel_html, save_panels
+from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     return compare(read_histories(paths, at_least=2), arguments.output)
 
 
-def compare(histories: Sequence[History], output: Path | None) -> int:
-    """Print the tables, and write page and picture to the directory `output`; 0."""
+def compare(histories: Sequence[History], output: Path | None, title: str = "") -> int:
+    """Print the tables, and write page and picture, with this title, to `output`; 0."""
     rows, changed = numbers_of(histories), _differing_settings(histories)
     print(text_table([heads_of(histories), *rows]))
     if changed:
@@ -55,10 +55,16 @@ def compare(histories: Sequence[History], output: Path | None) -> int:
     if output:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "compare.html", render(histories, rows, changed))
-        title = " / ".join(history.name for history in histories)
+        title = title or title_of([history.name for history in histories])
         save_panels(output / "compare.png", title, comparison_panels(histories))
         print(printable(f"\n{output / 'compare.html'} and compare.png"))
     return 0
+
+
+def title_of(names: Sequence[str]) -> str:
+    """The title of a picture of these runs: their names while they fit on a line."""
+    title = " / ".join(names)
+    return title if len(title) <= TITLE_CHARACTERS else f"{len(names)} runs"
 
 
 def render(

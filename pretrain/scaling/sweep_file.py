@@ -34,7 +34,14 @@ from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
-from data_pipeline.yaml_files import Tree, abbreviated, dump_yaml, read_tree
+from data_pipeline.yaml_files import (
+    Tree,
+    abbreviated,
+    did_you_mean,
+    dump_yaml,
+    find_config,
+    read_tree,
+)
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
@@ -207,7 +214,14 @@ def _value_text(value: Any) -> str:
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
     """The run of a cell; ConfigError names the cell."""
+    path = sweep_path.parent / cell.experiment
+    if not find_config(path).exists():
+        others = [item.name for item in path.parent.glob("*.y*ml") if item.name != sweep_path.name]
+        raise ConfigError(
+            f"{sweep_path}: cell {cell.name}: {path} does not exist (experiment is relative to "
+            f"the sweep's file){did_you_mean(path.name, others)}"
+        )
     try:
-        return load_config(RunConfig, sweep_path.parent / cell.experiment, cell.overrides)
+        return load_config(RunConfig, path, cell.overrides)
     except ConfigError as error:
         raise ConfigError(f"{sweep_path}: cell {cell.name}: {error}") from None

@@ -20,11 +20,12 @@ from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
-from launcher.sweep_runs import array_of, classes, parts_of
+from launcher.sweep_runs import array_of, classes, end_of, parts_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS
+from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
@@ -420,6 +421,21 @@ def test_bad_input_gets_one_line_and_leaves_nothing(sweep, capsys, monkeypatch, 
     assert message in error
     assert error.count("\n") == 1
     assert not (sweep.parent / "runs").exists()
+
+
+def test_a_missing_experiment_is_not_answered_with_the_sweep_itself(sweep, capsys):
+    sweep.write_text(sweep.read_text().replace("tiny.yaml", "sweeep.yaml"))
+    assert main(["sweep", "plan", str(sweep)]) == 2
+    error = capsys.readouterr().err
+    assert "sweeep.yaml does not exist (experiment is relative to the sweep's file)" in error
+    assert "sweep.yaml'" not in error
+
+
+def test_a_cell_that_stopped_is_mentioned_unless_all_were_asked_to_stop():
+    assert end_of(EXIT_STOPPED, is_stopping=True) == ""
+    assert end_of(EXIT_STOPPED, is_stopping=False) == "exited with status 75"
+    assert end_of(0, is_stopping=True) == "done"
+    assert end_of(-9, is_stopping=True) == "was killed by SIGKILL"
 
 
 def test_without_slurm_a_submission_says_so_in_one_line(sweep, capsys, monkeypatch, tmp_path):
