@@ -28,7 +28,7 @@ from launcher.sweep_cells import (
 from launcher.sweep_runs import array_of, classes, parts_of, run_cells, submit_array
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.sweep_file import Sweep, read_sweep
+from pretrain.scaling.sweep_file import Sweep, read_sweep, reader_of
 from pretrain.scaling.which_runs import cells_directory, started_cells
 from pretrain.terminal.text import counted
 
@@ -251,7 +251,6 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
             f"all {len(cells)} cells are done; next: launcher sweep report {arguments.sweep} "
             f"--runs-dir {runs}"
         )
-        print(
-            f"or, to fit scaling laws:  pretrain scale collect {arguments.sweep} --runs-dir {runs}"
-        )
+        purpose, command = reader_of(read_sweep(arguments.sweep))
+        print(f"or, {purpose}:  {command} {arguments.sweep} --runs-dir {runs}")
     return 0

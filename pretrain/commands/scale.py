@@ -113,19 +113,27 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     add("--runs-dir", type=Path, metavar="DIR", help=directory)
 
 
-def add_sweep_input(parser: argparse.ArgumentParser, table: str) -> None:
+def add_sweep_input(parser: argparse.ArgumentParser, table: str | None, shown: str = "") -> None:
     """The flags of an action that reads a sweep's runs and writes a table."""
-    add = parser.add_argument
     add_sweep(parser)
-    path = "table to write (default %(default)s)"
-    add("--output", type=Path, default=Path(table), metavar="FILE", help=path)
+    _add_output(parser, "table to write", "FILE", table, shown)
 
 
-def add_report_output(parser: argparse.ArgumentParser, directory: str, title: str) -> None:
+def add_report_output(
+    parser: argparse.ArgumentParser, directory: str | None, title: str, shown: str = ""
+) -> None:
     """The flags of an action that writes a report."""
-    path = "output directory (default %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path(directory), metavar="DIR", help=path)
+    _add_output(parser, "output directory", "DIR", directory, shown)
     parser.add_argument("--title", default=title, help="title of the page (default %(default)s)")
+
+
+def _add_output(
+    parser: argparse.ArgumentParser, words: str, metavar: str, default: str | None, shown: str
+) -> None:
+    """`--output`; a default that depends on other flags is None, and `shown` in words."""
+    path = None if default is None else Path(default)
+    words += f" (default {shown or '%(default)s'})"
+    parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=words)
 
 
 def runs_directory(sweep: Sweep, given: Path | None) -> Path:

@@ -99,7 +99,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale context collect`."""
-    add_sweep_input(parser, "context.csv")
+    add_sweep_input(parser, None, shown="context.csv in --runs-dir")
     words = "tokens to score per run (default: as its evaluations do)"
     parser.add_argument("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=words)
 
@@ -112,18 +112,17 @@ def run_collect(arguments: argparse.Namespace) -> int:
     runs = runs_directory(sweep, arguments.runs_dir)
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
-    check_output_file("--output", arguments.output, "context.csv")
-    plans = plan_evaluations(sweep, runs, arguments.output, arguments.max_tokens)
+    output = arguments.output or runs / "context.csv"
+    check_output_file("--output", output, "context.csv")
+    plans = plan_evaluations(sweep, runs, output, arguments.max_tokens)
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []
     for found in evaluated_rows(plans, _evaluator(arguments.max_tokens)):
         rows += found
-        write_rows(
-            arguments.output, rows
-        )  # so that a collection that is stopped need not repeat it
+        write_rows(output, rows)  # so that a collection that is stopped need not repeat it
     left_out = [row for row in rows if row.excluded]
     cells = len(sweep.cells)
-    print(f"{arguments.output}: {cells - len(left_out)} of {cells} cells evaluated")
+    print(f"{output}: {cells - len(left_out)} of {cells} cells evaluated")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
     return 0
@@ -132,18 +131,17 @@ def run_collect(arguments: argparse.Namespace) -> int:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale context report`."""
     parser.add_argument("table", type=Path, metavar="TABLE", help="table that collect wrote")
-    add_report_output(parser, "context-report", "Context lengths")
+    add_report_output(parser, None, "Context lengths", shown="context-report beside TABLE")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
     from pretrain.scaling.context_report import write_context_report
 
-    check_output_directory("--output", arguments.output)
-    print(
-        "report: "
-        f"{write_context_report(read_context(arguments.table), arguments.output, arguments.title)}"
-    )
+    output = arguments.output or arguments.table.parent / "context-report"
+    check_output_directory("--output", output)
+    path = write_context_report(read_context(arguments.table), output, arguments.title)
+    print(f"report: {path}")
     return 0
 
 

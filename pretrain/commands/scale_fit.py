@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
 from pretrain.commands.scale import (
     add_report_output,
@@ -104,9 +104,14 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of runs and, if asked to, their training curves."""
     from pretrain.scaling.collect import collect_rows, write_curves, write_rows
-    from pretrain.scaling.sweep_file import read_sweep
+    from pretrain.scaling.sweep_file import read_sweep, reader_of
 
     sweep = read_sweep(arguments.sweep)
+    purpose, command = reader_of(sweep)
+    if command != "pretrain scale collect":
+        raise DataError(
+            f"{arguments.sweep} was planned {purpose}: use '{command} {arguments.sweep}'"
+        )
     runs = runs_directory(sweep, arguments.runs_dir)
     check_output_file("--output", arguments.output, "runs.csv")
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")

@@ -74,7 +74,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale tune report`."""
     add_sweep(parser)
-    add_report_output(parser, "tune-report", "Learning rates")
+    add_report_output(parser, None, "Learning rates", shown="tune-report in --runs-dir")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -83,9 +83,10 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     sweep = read_sweep(arguments.sweep)
     runs = runs_directory(sweep, arguments.runs_dir)
-    check_output_directory("--output", arguments.output)
+    output = arguments.output or runs / "tune-report"
+    check_output_directory("--output", output)
     found, left_out = tuned_rates(sweep, runs)
     print(text_table(tuned_table(found)))
     print("\n".join([*verdicts(found), *left_out]))
-    print(f"report: {write_tune_report(found, arguments.output, arguments.title)}")
+    print(f"report: {write_tune_report(found, output, arguments.title)}")
     return 0

@@ -113,6 +113,15 @@ def require_fact(sweep: Sweep, fact: str, kind: str, command: str) -> None:
             )
 
 
+def reader_of(sweep: Sweep) -> tuple[str, str]:
+    """What the sweep's runs are for, in words, and the command that reads them for it."""
+    if all("tuned_rate" in cell.facts for cell in sweep.cells):
+        return "for the best learning rate", "pretrain scale tune report"
+    if all("same_tokens" in cell.facts for cell in sweep.cells):
+        return "to compare the contexts", "pretrain scale context collect"
+    return "to fit scaling laws", "pretrain scale collect"
+
+
 def sweep_path(wanted: Path | None, name: str) -> Path:
     """The path that the sweep of this name is written to, if no other is wanted."""
     return wanted or Path("configs/sweeps") / f"{name}.yaml"

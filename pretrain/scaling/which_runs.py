@@ -15,7 +15,16 @@ from pretrain.rundir.run_paths import RUNS
 from pretrain.scaling.sweep_file import Sweep, read_sweep
 
 # What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
-_BESIDE_CELLS = ("logs", "results.csv", "compare.html", "compare.png", "*.lock", "*.owner", ".*")
+_BESIDE_CELLS = (
+    "logs",
+    "*.csv",
+    "*-report",
+    "compare.html",
+    "compare.png",
+    "*.lock",
+    "*.owner",
+    ".*",
+)
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _log = logging.getLogger(__name__)
 

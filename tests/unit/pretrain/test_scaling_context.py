@@ -232,7 +232,7 @@ def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_
 
 def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     assert collect(swept, "--max-tokens", 100) == 0
-    out = swept / "report"
+    out = swept / "context-report"
     assert (
         main(
             [
@@ -240,8 +240,6 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
                 "context",
                 "report",
                 str(swept / "context.csv"),
-                "--out",
-                str(out),
                 "--title",
                 "Tiny",
             ]

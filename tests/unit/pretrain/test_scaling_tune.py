@@ -155,20 +155,22 @@ metrics: {{tensorboard: false}}
         assert main([*run, *cell.overrides]) == 0
     capsys.readouterr()
     report = ["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path / "runs")]
-    assert main([*report, "--out", str(tmp_path / "report")]) == 0
+    assert main(report) == 0
     printed = capsys.readouterr().out
     last = {
         cell.name: RunDir(tmp_path / "runs" / cell.name).read_metrics()[-1]["loss"]
         for cell in cells
     }
-    page = (tmp_path / "report" / "report.html").read_text()
+    page = (tmp_path / "runs" / "tune-report" / "report.html").read_text()
     for loss in last.values():
         assert f"{loss:.4f}" in printed
         assert f"{loss:.4f}" in page
     assert min(last, key=last.__getitem__) == "b32-lr0.08"
     assert "32 tokens a step: optim.learning_rate=0.0" in printed
-    assert (tmp_path / "report" / "tune.png").stat().st_size > 5_000
+    assert (tmp_path / "runs" / "tune-report" / "tune.png").stat().st_size > 5_000
     write_text(sweep, sweep.read_text().replace("tuned_rate: 0.08", "tuned_rate: 0.07"))
+    assert main(["scale", "collect", str(sweep)]) == 2
+    assert f"use 'pretrain scale tune report {sweep}'" in capsys.readouterr().err
     assert main(report) == 2
     assert "b32-lr0.08 was trained with learning_rate=0.08, but" in capsys.readouterr().err
 
