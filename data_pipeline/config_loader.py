@@ -25,6 +25,7 @@ from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, r
 T = TypeVar("T")
 MOST_PROBLEMS = 20  # in one message
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
+_UNPARSED = ", unable to parse string as an integer"  # pydantic's words
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
@@ -155,6 +156,8 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
         for item in error.errors():
             name, found = _dotted((*where, *item["loc"])), abbreviated(item["input"])
             expected = item["msg"].replace("Input should be", "expected", 1)
+            expected = expected.replace(_UNPARSED, ", such as 1000, without commas")
+            found = "no value" if item["input"] is None else found
             problems.append(f"{name}: found {found}, {expected}")
     return _WRONG
 

@@ -163,9 +163,10 @@ def control_characters(text: str) -> bool:
 def load_cluster(path: Path) -> ClusterConfig:
     """Read a cluster file; ConfigError lists all its errors, or the files that there are."""
     if not os.path.lexists(find_config(path)):  # a link to nothing is told by its reader
+        beside = [str(file) for file in path.parent.glob(f"{path.stem}.y*ml")]
         shipped = [str(EXAMPLES / file.name) for file in find_config(EXAMPLES).glob("*.yaml")]
-        named = [name for name in shipped if Path(name).stem == path.stem]
-        hint = did_you_mean(named[0] if named else str(path), shipped)
+        named = beside + [name for name in shipped if Path(name).stem == path.stem]
+        hint = did_you_mean(named[0] if named else str(path), beside + shipped)
         raise ConfigError(
             f"the cluster file {path} does not exist{hint}; 'launcher new-cluster FILE' writes one"
         )

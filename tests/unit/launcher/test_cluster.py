@@ -88,6 +88,9 @@ def test_an_unknown_cluster_gets_the_files_that_there_are(tmp_path):
         load_cluster(Path("cpu"))
     with pytest.raises(ConfigError, match=r"8xh100.yaml, .*'launcher new-cluster FILE' writes"):
         load_cluster(tmp_path / "my-site.yaml")
+    (tmp_path / "my-site.yaml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean '.*/my-site.yaml'"):
+        load_cluster(tmp_path / "my-site.yml")
 
 
 def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_supervisor():
