@@ -244,7 +244,7 @@ def test_a_part_that_is_restarted_after_the_merge_finds_everything_done(tmp_path
     config = folder_config(tmp_path)
     build_in_processes(config, 2)
     assert build_part(config, 1, 2).was_finished
-    with pytest.raises(ConfigError, match="another number of parts"):
+    with pytest.raises(ConfigError, match="settings: number of parts 2 -> 3;"):
         build_part(config, 1, 3)
     assert not parts_directory(config).exists()
 
