@@ -87,7 +87,7 @@ def bucket_elements(run: RunConfig) -> int:
     """
     zero = run.engine.deepspeed_extra.get("zero_optimization")
     given = zero.get("reduce_bucket_size") if isinstance(zero, Mapping) else None
-    # DeepSpeed takes 5e8, too, and rejects what is no number.
+    # DeepSpeed takes 5e8, too, and rejects values that are not numbers.
     return int(given) if isinstance(given, (int, float)) else smallest_bucket(run.model)
 
 
