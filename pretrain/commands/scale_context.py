@@ -93,7 +93,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
     print("\n".join([f"total: {total}", replaced_settings(base), *unchecked]))
-    write_plan(arguments, name, base, runs, [total], "pretrain scale context collect")
+    write_plan(arguments, name, base, runs, [total])
     return 0
 
 

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join([totals, _replaced(known, arguments.rule), *unchecked]))
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
     notes = [f"centered on {around}, {sizes}", f"rule {arguments.rule}", totals]
-    write_plan(arguments, name, base, runs, notes, "pretrain scale collect")
+    write_plan(arguments, name, base, runs, notes)
     return 0
 
 

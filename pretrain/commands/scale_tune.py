@@ -67,7 +67,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{amount(runs[0].cost.tokens)} tokens and about {runs[0].cost.flops:.3g} FLOPs each"
     print("\n".join([total, *unchecked]))
-    write_plan(arguments, name, base, runs, [total], "pretrain scale tune report")
+    write_plan(arguments, name, base, runs, [total])
     return 0
 
 

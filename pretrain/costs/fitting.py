@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_pages import value_text
 from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
@@ -50,7 +51,7 @@ class Fit:
     @property
     def description(self) -> str:
         """The changes as they would stand on the command line, and what they bring."""
-        words = " ".join(f"{name}={_text(value)}" for name, value in self.changes.items())
+        words = " ".join(f"{name}={value_text(value)}" for name, value in self.changes.items())
         host = f" and {self.host_bytes / GIB:,.1f} GiB of host memory" if self.host_bytes else ""
         return f"{words} ({self.bytes / GIB:,.2f} GiB{host})"
 
@@ -138,7 +139,3 @@ def _cost(run: RunConfig, world_size: int, passes: int) -> float:
         + _COST_OF_OFFLOADED_MEMORIES * engine.offload_memories
         + _COST_OF_OFFLOADED_OPTIMIZER * engine.offload_optimizer
     )
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

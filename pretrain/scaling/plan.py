@@ -26,7 +26,7 @@ from pretrain.scaling.recipe import (
     refuse_unsuited,
     with_budget,
 )
-from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, sweep_path, write_sweep
+from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, reader_of, sweep_path, write_sweep
 from pretrain.terminal.text import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
@@ -173,15 +173,16 @@ def write_plan(
     base: RunConfig,
     runs: Sequence[PlannedRun],
     notes: Sequence[str],
-    then: str,
 ) -> None:
-    """Write the sweep `name`; print its path, and what comes next, at last the command `then`.
+    """Write the sweep `name`; print its path, and what comes next.
 
     `base` includes the changes of --set.
     """
     path = sweep_path(arguments.output, name)
-    write_sweep(path, make_sweep(name, arguments.experiment, base, runs, path.parent, notes))
+    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes)
+    write_sweep(path, sweep)
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
+    _, then = reader_of(sweep)
     print(f"next: launcher sweep submit {path} --local (or --cluster FILE), then {then} {path}")
 
 
