@@ -106,6 +106,11 @@ def default_of(setting: Setting) -> str:
     return "required" if setting.default is MISSING else value_text(setting.default)
 
 
+def as_overrides(settings: Mapping[str, Any]) -> str:
+    """Return the settings as they would stand on a command line."""
+    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
 def value_text(value: Any) -> str:
     """Return a setting's value as a file would have it: `false`, `null`, `[1, 2]`."""
     if value is None or isinstance(value, bool):

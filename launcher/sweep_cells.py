@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.setting_pages import value_text
+from data_pipeline.setting_pages import as_overrides
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, is_run
 from launcher.status.slurm_queue import read_states
@@ -97,11 +97,6 @@ def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
     """Each cell's values of the settings in which cells differ; defaults are values, too."""
     found = differing_settings([cell.config for cell in cells])
     return [{key: found[key][index] for key in found} for index in range(len(cells))]
-
-
-def as_overrides(settings: Mapping[str, Any]) -> str:
-    """The settings as they would stand on a command line."""
-    return " ".join(f"{key}={value_text(value)}" for key, value in settings.items())
 
 
 def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -72,7 +72,7 @@ def run_cells(
 
 
 def end_of(status: int, is_stopping: bool) -> str:
-    """How a cell ended, in words; none for a cell that stopped because all were asked to."""
+    """How a cell ended; empty for a cell that stopped because all were asked to."""
     if status == EXIT_STOPPED and is_stopping:
         return ""
     return "done" if status == 0 else describe_exit(status)

@@ -161,7 +161,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     sweep = read_sweep(arguments.sweep)
     runs = _runs_of(arguments, sweep)
-    started = started_cells(arguments.sweep, runs)
+    started = started_cells(sweep, arguments.sweep, runs)
     return compare(read_histories(started, at_least=1), arguments.output or runs, sweep.name)
 
 
@@ -178,7 +178,7 @@ def run_submit(arguments: argparse.Namespace) -> int:
     print(describe(cells), flush=True)
     if arguments.cluster:
         return _submit(sweep, cells, arguments, runs)
-    return _run_here(cells, arguments, runs)
+    return _run_here(sweep, cells, arguments, runs)
 
 
 def _cells_of(arguments: argparse.Namespace) -> list[CellRun]:
@@ -228,7 +228,9 @@ def _largest_array(is_dry_run: bool) -> int:
         return slurm.USUAL_ARRAY  # without Slurm here, the scripts can be shown nevertheless
 
 
-def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path) -> int:
+def _run_here(
+    sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
+) -> int:
     waiting = [cell for cell in cells if cell.is_waiting]
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
@@ -251,6 +253,6 @@ def _run_here(cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Pat
             f"all {len(cells)} cells are done; next: launcher sweep report {arguments.sweep} "
             f"--runs-dir {runs}"
         )
-        purpose, command = reader_of(read_sweep(arguments.sweep))
+        purpose, command = reader_of(sweep)
         print(f"or, {purpose}:  {command} {arguments.sweep} --runs-dir {runs}")
     return 0

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import printable
+from data_pipeline.setting_pages import as_overrides
 from launcher.commands.tables import RunsTable, plain_table
-from launcher.sweep_cells import CellRun, as_overrides, describe, settings_of
+from launcher.sweep_cells import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 
 FULL_WIDTH = 140

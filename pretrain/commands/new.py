@@ -12,11 +12,10 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import absolute, refuse_overwrite, write_new
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import amount_of
+from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si
-
-YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_pages import value_text
+from data_pipeline.setting_pages import as_overrides
 from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
@@ -51,7 +51,7 @@ class Fit:
     @property
     def description(self) -> str:
         """The changes as they would stand on the command line, and what they bring."""
-        words = " ".join(f"{name}={value_text(value)}" for name, value in self.changes.items())
+        words = as_overrides(self.changes)
         host = f" and {self.host_bytes / GIB:,.1f} GiB of host memory" if self.host_bytes else ""
         return f"{words} ({self.bytes / GIB:,.2f} GiB{host})"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.weights.trained_model import TrainedModel
 
 
@@ -39,7 +40,7 @@ def run_tasks(
         raise ConfigError(
             f"--tasks needs lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
         ) from None
-    files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
+    files = [task for task in tasks if task.endswith(YAML_SUFFIXES)]
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"{missing[0]} is not a file; give the YAML file or the name of a task")
     # The index of lm-eval's own tasks takes seconds.

@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from data_pipeline.yaml_files import did_you_mean
+from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
 
 RUNS = Path("runs")
 _MOST_SHOWN = 6  # runs of a sweep in an error message
@@ -64,7 +64,7 @@ def warn_of_missing_disk(path: Path) -> None:
 
 def advice_on(path: Path) -> str:
     """What to do about a path that holds no run, for the end of an error message."""
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in YAML_SUFFIXES:
         return "name the run's directory, by default runs/NAME"
     if cells := runs_below(path):
         shown = ", ".join(map(str, cells[:_MOST_SHOWN]))

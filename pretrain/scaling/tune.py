@@ -231,9 +231,11 @@ def tuned_rates(sweep: Sweep, runs: Path) -> tuple[list[Tuned], list[str]]:
 
 def _refuse_other_rate(cell: Cell, row: Row) -> None:
     """Raise DataError if the run of a cell has another rate or batch than its plan."""
-    for name in ("learning_rate", "tokens_per_step"):
-        fact = "tuned_rate" if name == "learning_rate" else name
-        found, planned = getattr(row, name), cell.facts[fact]
+    found_and_planned = {
+        "learning_rate": (row.learning_rate, cell.facts["tuned_rate"]),
+        "tokens_per_step": (row.tokens_per_step, cell.facts["tokens_per_step"]),
+    }
+    for name, (found, planned) in found_and_planned.items():
         if found != "" and not math.isclose(found, planned):
             raise DataError(
                 f"cell {cell.name} was trained with {name}={found:g}, but planned with "
@@ -260,7 +262,8 @@ def verdicts(found: Sequence[Tuned]) -> list[str]:
     lines = []
     for item in found:
         lines.append(f"{amount(item.tokens_per_step)} tokens a step: {_verdict(item.optimum)}")
-        lines += [f"warning: {warning}"] if (warning := _warning(item)) else []
+        if warning := _warning(item):
+            lines.append(f"warning: {warning}")
     return lines
 
 

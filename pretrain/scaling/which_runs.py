@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import find_config, read_tree
+from data_pipeline.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import RUNS
 from pretrain.scaling.sweep_file import Sweep, read_sweep
@@ -46,8 +46,8 @@ def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) 
     """
     found: list[Path] = []
     for path in paths:
-        if path.suffix in (".yaml", ".yml") and find_config(path).is_file():
-            found += started_cells(path, is_run=is_run)
+        if path.suffix in YAML_SUFFIXES and find_config(path).is_file():
+            found += started_cells(_sweep_at(path), path, is_run=is_run)
         elif inner := list(find_runs(path, is_run)):
             found += inner
         elif len(paths) == 1 or not _is_beside_cells(path):
@@ -78,17 +78,26 @@ def find_runs(
             yield from find_runs(entry, is_run, depth - 1)
 
 
-def started_cells(
-    path: Path, runs_dir: Path | None = None, is_run: Callable[[Path], bool] = _holds_run
-) -> list[Path]:
-    """Run directories of the cells of a sweep file that have started; ConfigError if none has."""
+def _sweep_at(path: Path) -> Sweep:
     tree = read_tree(path)
     if not tree.keys() & {"cells", "grid"}:
         raise ConfigError(
             f"{path} is no sweep (it has neither cells nor grid); if it is an experiment, name "
             f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
         )
-    sweep = read_sweep(path)
+    return read_sweep(path)
+
+
+def started_cells(
+    sweep: Sweep,
+    path: Path,
+    runs_dir: Path | None = None,
+    is_run: Callable[[Path], bool] = _holds_run,
+) -> list[Path]:
+    """Run directories of the cells that have started, of the sweep in the file `path`.
+
+    ConfigError if none has.
+    """
     folder = cells_directory(sweep, runs_dir)
     found = [folder / cell.name for cell in sweep.cells if is_run(folder / cell.name)]
     if not found:
