@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.config import TokenizerKind
+from data_pipeline.config import LARGEST_VOCABULARY, TokenizerKind
 from data_pipeline.errors import DataError
 from data_pipeline.files import (
     LARGEST_DESCRIPTION_BYTES,
@@ -30,7 +30,6 @@ from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
 from data_pipeline.vocabularies.unknown import UnknownTokens
 from data_pipeline.vocabularies.vocabulary import (
     LARGEST_MODEL_BYTES,
-    LARGEST_VOCABULARY,
     InvalidVocabulary,
     Vocabulary,
 )

@@ -18,8 +18,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import read_regular
 
 Tree = dict[str, Any]
-# The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
 YAML_SUFFIXES = (".yaml", ".yml")
+# The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
 # Settings are small; what exceeds these is a mistake or an attack.
 LARGEST_YAML_BYTES = 1 << 20

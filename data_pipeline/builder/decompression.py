@@ -40,8 +40,13 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     if name.lower().endswith(".gz"):
         return gzip.open(file, "rb")  # type: ignore[return-value]
     if name.lower().endswith(".zst"):
-        return io.BufferedReader(_ZstFile(file), BLOCK_BYTES)
+        return unpacked_zst(file)
     return file
+
+
+def unpacked_zst(file: BinaryIO) -> BinaryIO:
+    """Return the contents of a .zst file; EOFError where they are invalid."""
+    return io.BufferedReader(_ZstFile(file), BLOCK_BYTES)
 
 
 class _ZstFile(io.RawIOBase):

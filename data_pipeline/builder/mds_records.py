@@ -6,14 +6,13 @@ pickled values is refused.
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from data_pipeline.builder.decompression import unpacked_zst
 from data_pipeline.builder.records import (
     Document,
     InvalidRecords,
@@ -26,10 +25,10 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.files import named_errors, open_regular
+from data_pipeline.shards.mds import InvalidShard, read_head
 
 ZSTD_SUFFIX = ".zstd"
 TEXT_COLUMN, BYTES_COLUMN, ARRAY_COLUMN = "str", "bytes", "ndarray"  # how MDS encodes them
-BYTES_AT_ONCE = 1 << 20
 
 
 def read_mds(source: SourceFile, config: CorpusConfig) -> Records:
@@ -81,21 +80,10 @@ def _contents(source: SourceFile) -> bytes | memoryview:
             if not source.size:
                 return b""
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        return b"".join(_unpacked(file))
-
-
-def _unpacked(file) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
-    import zstandard
-
-    total = 0
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(file) as reader:
-            while block := reader.read(BYTES_AT_ONCE):
-                if (total := total + len(block)) > LARGEST_SHARD_BYTES:
-                    raise InvalidRecords(f"it unpacks to more than {LARGEST_SHARD_BYTES:,} bytes")
-                yield block
-    except zstandard.ZstdError as error:
-        raise InvalidRecords(str(error)) from None
+        content = unpacked_zst(file).read(LARGEST_SHARD_BYTES + 1)
+        if len(content) > LARGEST_SHARD_BYTES:
+            raise InvalidRecords(f"it unpacks to more than {LARGEST_SHARD_BYTES:,} bytes")
+        return content
 
 
 @dataclass
@@ -105,29 +93,17 @@ class _Shard:
     memory: bytes | memoryview
 
     def __post_init__(self) -> None:
-        if len(self.memory) < 8:
-            raise InvalidRecords("it is too short for a header")
-        (self._count,) = struct.unpack_from("<I", self.memory)
-        table = 8 + 4 * self._count
-        if table > len(self.memory):
-            raise InvalidRecords(f"its header lists {self._count} samples")
-        self._offsets = np.frombuffer(self.memory, "<u4", self._count + 1, 4).astype(np.int64)
-        is_ordered = self._offsets[0] >= table and (np.diff(self._offsets) >= 0).all()
-        if not is_ordered or self._offsets[-1] != len(self.memory):
-            raise InvalidRecords(f"its header expects {self._offsets[-1]} bytes")
         try:
-            head = json.loads(bytes(self.memory[table : int(self._offsets[0])]))
-            kinds = head["column_encodings"]
-            self._kinds = dict(zip(head["column_names"], map(str, kinds), strict=True))
-            sizes = [None if size is None else int(size) for size in head["column_sizes"]]
-            self._sizes = dict(zip(self._kinds, sizes, strict=True))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise InvalidRecords("its column description cannot be read") from None
-        if any(size is not None and size < 0 for size in self._sizes.values()):
-            raise InvalidRecords("its column description has a negative size")
+            self._offsets, columns = read_head(self.memory)
+        except InvalidShard as error:
+            raise InvalidRecords(str(error)) from None
+        self._kinds = {column.name: column.encoding for column in columns}
+        self._sizes = {column.name: column.size for column in columns}
+        if len(self._kinds) < len(columns):
+            raise InvalidRecords("its column description names a column twice")
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._offsets) - 1
 
     def kind_of(self, name: str) -> str:
         """Return how a column is encoded."""

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.files import fsync_directory, fsync_file, named_errors, write_json
+from data_pipeline.files import fsync_directory, fsync_file, named_errors, parse_json, write_json
 
 SUFFIX = ".mds"
+Buffer = bytes | memoryview | mmap.mmap
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
 SAMPLE_HEAD_BYTES = 8  # the sizes of id and tokens
 LARGEST_SHAPE_BYTES = 9
@@ -103,24 +104,53 @@ def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
 
 def _sample_offsets(memory: mmap.mmap, dtype: str) -> np.ndarray:
     """Return the byte offset of each sample, and of the end of the last: int64 [D + 1]."""
+    offsets, columns = read_head(memory)
+    if len(offsets) == 1 or (np.diff(offsets) <= SAMPLE_HEAD_BYTES).any():
+        raise InvalidShard(f"its header lists {len(offsets) - 1} documents, some without tokens")
+    encodings = {column.name: column.encoding for column in columns}
+    if encodings != {"id": "str", "tokens": f"ndarray:{dtype}"}:
+        raise InvalidShard(
+            f"it has the columns {encodings}, expected id and tokens of type {dtype}"
+        )
+    return offsets
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of an MDS shard, ours or another's: how it is encoded, in how many bytes."""
+
+    name: str
+    encoding: str
+    size: int | None  # None: each sample says it
+
+
+def read_head(memory: Buffer) -> tuple[np.ndarray, list[Column]]:
+    """Return the offsets of S samples and of the end of the last, int64 [S + 1], and the columns.
+
+    InvalidShard if they do not fit the file.
+    """
     if len(memory) < 8:
         raise InvalidShard("it is too short for a header")
-    num_documents = int.from_bytes(memory[:4], "little")
-    end_of_table = 8 + 4 * num_documents
-    if not num_documents or end_of_table > len(memory):
-        raise InvalidShard(f"its header lists {num_documents} documents")
-    offsets = np.frombuffer(memory, "<u4", num_documents + 1, 4).astype(np.int64)
-    is_ordered = offsets[0] >= end_of_table and (np.diff(offsets) > SAMPLE_HEAD_BYTES).all()
+    num_samples = int.from_bytes(memory[:4], "little")
+    end_of_table = 8 + 4 * num_samples
+    if end_of_table > len(memory):
+        raise InvalidShard(f"its header lists {num_samples} samples")
+    offsets = np.frombuffer(memory, "<u4", num_samples + 1, 4).astype(np.int64)
+    is_ordered = offsets[0] >= end_of_table and (np.diff(offsets) >= 0).all()
     if not is_ordered or offsets[-1] != len(memory):
-        raise InvalidShard(f"it has {len(memory)} bytes, its header expects {offsets[-1]}")
+        raise InvalidShard(f"it has {len(memory)} bytes, its header expects {offsets[-1]} bytes")
     try:
-        config = json.loads(memory[end_of_table : int(offsets[0])])
-        columns = dict(zip(config["column_names"], config["column_encodings"], strict=True))
-    except (ValueError, KeyError, TypeError):
+        head = parse_json(bytes(memory[end_of_table : int(offsets[0])]))
+        listed = (head["column_names"], head["column_encodings"], head["column_sizes"])
+        columns = [
+            Column(str(name), str(encoding), None if size is None else int(size))
+            for name, encoding, size in zip(*listed, strict=True)
+        ]
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise InvalidShard("its column description cannot be read") from None
-    if columns != {"id": "str", "tokens": f"ndarray:{dtype}"}:
-        raise InvalidShard(f"it has the columns {columns}, expected id and tokens of type {dtype}")
-    return offsets
+    if any(column.size is not None and column.size < 0 for column in columns):
+        raise InvalidShard("its column description has a negative size")
+    return offsets, columns
 
 
 def _locate_tokens(

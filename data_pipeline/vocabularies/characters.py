@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from data_pipeline.errors import DataError
+from data_pipeline.vocabularies.byte_values import NUM_BYTES
 from data_pipeline.vocabularies.vocabulary import InvalidVocabulary
 
-NUM_BYTES = 256
 END = b" "
 
 

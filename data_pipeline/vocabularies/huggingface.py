@@ -8,6 +8,7 @@ file would put before and after a text is for inference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,21 @@ class HuggingFaceTokenizer:
         self.library.add_special_tokens([end])
         self.library.encode_special_tokens = True
         self.end_id = ids[end_token]
-        self._names = {number: name for name, number in ids.items()}
-        self._byte_values = _byte_values() if _has_byte_level(parse_json(model)) else {}
-        self._added = set(self.library.get_added_tokens_decoder())
+        self._model = model
+
+    # What only sizes of texts need: a large file takes a second to parse.
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        ids = self.library.get_vocab(with_added_tokens=True)
+        return {number: name for name, number in ids.items()}
+
+    @cached_property
+    def _byte_values(self) -> dict[str, int]:
+        return _byte_values() if _has_byte_level(parse_json(self._model)) else {}
+
+    @cached_property
+    def _added(self) -> set[int]:
+        return set(self.library.get_added_tokens_decoder())
 
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
         """Return one array of ids per text; releases the GIL.

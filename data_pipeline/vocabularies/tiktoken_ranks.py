@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.vocabularies.vocabulary import (
-    LARGEST_VOCABULARY,
     InvalidVocabulary,
     check_size,
     library_errors,

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.errors import ConfigError
 
 LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
-LARGEST_VOCABULARY = 1 << 24
 # What others call the token that ends a text, the most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -105,7 +104,7 @@ def most_frequent_words(texts: Iterable[str], most: int, end_token: str) -> byte
 def _model_of(words: Iterable[str], end_token: str) -> bytes:
     ids = dict.fromkeys(words)
     names = ids if end_token in ids else {end_token: None, **ids}
-    return "\n".join(islice(names, None)).encode()
+    return "\n".join(names).encode()
 
 
 def _text_of(content: bytes) -> str:
