@@ -23,32 +23,55 @@ from data_pipeline.sizes import parse_size, size_problem
 from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, read_tree
 
 T = TypeVar("T")
+COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
 _UNPARSED = ", unable to parse string as an integer"  # pydantic's words
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
-def load_config(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+def load_config(
+    schema: type[T],
+    path: Path,
+    overrides: Sequence[str] = (),
+    overridden_by: str = COMMAND_LINE,
+) -> T:
     """Return `path`, what it extends, and `a.b=value` overrides as a `schema` instance.
 
-    ConfigError lists the invalid settings.
+    ConfigError lists the invalid settings: those of the file, and those that `overridden_by` made.
     """
     tree = read_tree(Path(path))
     for override in overrides:
         merge(tree, parse_override(override))
-    return parse_config(schema, tree, source=str(path))
+    value, problems = _checked(schema, tree)
+    if not problems:
+        return value
+    _, of_file = _checked(schema, read_tree(Path(path))) if overrides else (None, problems)
+    made = [problem for problem in problems if problem not in of_file]
+    kept = [problem for problem in problems if problem in of_file]
+    raise _error_of((str(path), kept), (f"{overridden_by} (over {path})", made))
 
 
 def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
     """Return `tree` as a `schema` instance; ConfigError lists the invalid settings of `source`."""
+    value, problems = _checked(schema, tree)
+    if problems:
+        raise _error_of((source, problems))
+    return value
+
+
+def _checked(schema: Any, tree: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
+    """The instance, meaningless if there are problems, and what is wrong with the settings."""
     problems = _Problems()
     value: Any = None
     with contextlib.suppress(_TooManyError):
         value = _build(schema, tree, (), problems, schema)
-    if problems:
-        raise ConfigError(_report(source, problems))
-    return value
+    return value, problems
+
+
+def _error_of(*found: tuple[str, Sequence[str]]) -> ConfigError:
+    """The error that lists the problems of each source that has some."""
+    return ConfigError("\n".join(_report(source, each) for source, each in found if each))
 
 
 class _TooManyError(Exception):
@@ -188,7 +211,7 @@ def _adapter(hint: Any) -> Any:
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True))
 
 
-def _report(source: str, problems: list[str]) -> str:
+def _report(source: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
     more = " or more" if len(problems) == MOST_PROBLEMS else ""

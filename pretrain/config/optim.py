@@ -55,7 +55,8 @@ class OptimConfig:
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than "
-                f"optim.steps={self.steps}"
+                f"optim.steps={self.steps}, which includes it; set it too, such as "
+                f"optim.schedule.warmup_steps={self.steps // 20}"
             )
         left = self.steps - self.schedule.warmup_steps
         decays_last = schedule_traits(self.schedule.shape).decays_last

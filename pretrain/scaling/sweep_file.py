@@ -231,6 +231,6 @@ def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
             f"the sweep's file){did_you_mean(path.name, others)}"
         )
     try:
-        return load_config(RunConfig, path, cell.overrides)
+        return load_config(RunConfig, path, cell.overrides, overridden_by="overrides")
     except ConfigError as error:
         raise ConfigError(f"{sweep_path}: cell {cell.name}: {error}") from None

@@ -128,7 +128,7 @@ def test_every_command_refuses_a_number_in_the_same_line_at_once(
         assert time.perf_counter() - start < 5
         said = capsys.readouterr().err
         name = setting.partition("=")[0]
-        assert f"run.yaml: {name}=" in said
+        assert f"command line (over run.yaml): {name}=" in said
         assert said.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 

@@ -116,8 +116,8 @@ def test_an_extends_cycle_is_named(tmp_path):
 
 
 def test_all_mistakes_are_reported_together(tmp_path):
-    text = "cuont: 1\nflag: 7\ninner: {rate: -1, sizes: [1, x]}\ndeeper: {a: 1}\n"
-    message = error_of(write(tmp_path / "a.yaml", text), "inner.mode=medium")
+    text = "cuont: 1\nflag: 7\ninner: {rate: -1, sizes: [1, x], mode: medium}\ndeeper: {a: 1}\n"
+    message = error_of(write(tmp_path / "a.yaml", text))
     assert message.startswith(f"{tmp_path}/a.yaml: 6 problems\n")
     for expected in (
         "name: missing; it has no default",
@@ -128,6 +128,19 @@ def test_all_mistakes_are_reported_together(tmp_path):
         "inner.mode: found 'medium', expected 'slow' or 'fast'",
     ):
         assert expected in message
+
+
+def test_an_override_is_blamed_for_its_own_mistakes_and_the_file_for_the_others(tmp_path):
+    path = write(tmp_path / "a.yaml", "name: x\n")
+    assert error_of(path, "inner.rate=-1") == (
+        f"command line (over {path}): inner.rate=-1.0 is negative; use 0 or more"
+    )
+    assert error_of(path, "cuont=1").startswith(f"command line (over {path}): cuont: unknown")
+    write(path, "name: x\nflag: 7\n")
+    of_file, of_override = error_of(path, "cuont=1").split("\n")
+    assert of_file.startswith(f"{path}: flag: found 7")
+    assert of_override.startswith(f"command line (over {path}): cuont: unknown")
+    assert error_of(path, "count=3").startswith(f"{path}: flag: found 7")
 
 
 def test_a_contradiction_keeps_its_message_among_other_mistakes(tmp_path):

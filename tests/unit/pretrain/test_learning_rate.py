@@ -65,6 +65,11 @@ def test_a_wsd_decay_that_would_start_below_the_peak_is_refused(decay):
         OptimConfig(steps=100, schedule=schedule)
 
 
+def test_fewer_steps_than_the_warm_up_are_refused_with_a_warm_up_that_fits():
+    with pytest.raises(ConfigError, match=r"such as optim\.schedule\.warmup_steps=2$"):
+        OptimConfig(steps=40, schedule=ScheduleConfig(warmup_steps=80))
+
+
 def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert learning_rate_at(optim("cosine"), 55) == pytest.approx(1.0)
 
