@@ -26,11 +26,13 @@ from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import (
+    MIXING,
     BuildJournal,
     check_recipe,
     claimed_output,
     is_finished,
     read_counts,
+    read_mixing,
 )
 from data_pipeline.builder.plain_text import with_held_out
 from data_pipeline.builder.records import (
@@ -43,7 +45,7 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.sources import SourceFile, list_sources
-from data_pipeline.builder.split_writer import SplitWriter
+from data_pipeline.builder.split_writer import CorpusShards, DocumentEncoder, SplitWriter
 from data_pipeline.builder.splits import (
     Sources,
     check_not_empty,
@@ -61,6 +63,7 @@ from data_pipeline.corpora.manifest import (
     Manifest,
     read_manifest,
 )
+from data_pipeline.corpora.mixing import Mixing, mixing_of
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import fsync_file, named_errors
 from data_pipeline.progress import Progress, Report
@@ -85,6 +88,7 @@ class BuildResult:
     repeated_ids: int = 0  # documents with an id that an earlier one has
     first_repeated_id: str = ""
     round_trip: RoundTrip = field(default_factory=RoundTrip)
+    mixing: Mixing | None = None  # of the training split, if it was recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class _Job:
 
     split: str
     document: Document
+    domain: str
 
 
 def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> BuildResult:
@@ -152,8 +157,9 @@ def build_sources(
             check.see(document)
             ids.add(document.id)
 
-        _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
-        journal.finish({**rules.counts, **ids.counts, "round_trip": asdict(check.counts)})
+        mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
+        counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
+        journal.finish({**counts, MIXING: mixing.tree()})
         return result_of(output)
 
 
@@ -184,6 +190,7 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
     counts = read_counts(output)
     counts["round_trip"] = RoundTrip(**counts["round_trip"])
+    counts[MIXING] = read_mixing(output)
     return BuildResult(manifests, num_rejects, was_finished, **counts)
 
 
@@ -196,9 +203,12 @@ def _write_splits(
     journal: BuildJournal,
     report: Report,
     may_be_empty: bool,
-) -> None:
+) -> Mixing:
+    """Write all splits; return how the domains of the training split are mixed."""
     splits = splits_of_build(config)
-    writers = {split: SplitWriter(split, config, tokenizer, journal) for split in splits}
+    files = CorpusShards(config)
+    writers = {split: SplitWriter(split, files, tokenizer, journal) for split in splits}
+    encode = DocumentEncoder(tokenizer)
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
@@ -206,7 +216,7 @@ def _write_splits(
         jobs = _jobs(config, sources, rejects, rules, see, progress)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
-            writers[job.split].add(job.document, ids)
+            writers[job.split].add(encode(job.document, ids, job.domain))
             progress.add(len(job.document.text), len(ids) + 1)
     progress.show()
     for writer in writers.values():
@@ -222,6 +232,7 @@ def _write_splits(
         rejects_path.replace(config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: with its manifest, everything is there
         writers[split].finish()
+    return mixing_of(shard.domains for shard in writers["train"].shards)
 
 
 def _jobs(
@@ -242,7 +253,7 @@ def _jobs(
             target = split or ("validation" if is_validation(document.id, config) else "train")
             for part in rules.apply(document):
                 see(part)
-                yield _Job(target, part)
+                yield _Job(target, part, source.domain)
         progress.finish_file(source.size)
 
 

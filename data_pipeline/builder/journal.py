@@ -24,6 +24,7 @@ from typing import Any
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
+from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
 from data_pipeline.files import named_errors, parse_json, read_json, read_lines, write_json
@@ -33,6 +34,7 @@ BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
 JOURNAL_NAME = "journal.jsonl"
 RECIPE_NAME = "build.json"
+MIXING = "mixing"  # one of the counts in it
 MOST_NAMED = 5  # settings that differ, in a message
 
 
@@ -43,6 +45,7 @@ class FinishedShard:
     split: str
     info: ShardInfo
     index_entry: dict[str, Any]
+    domains: dict[str, DomainOfShard]
 
 
 class BuildJournal:
@@ -90,8 +93,11 @@ class BuildJournal:
             try:
                 info = checked_shard(Fields(record["info"], "info"))
                 split = Fields(record).choice("split", SPLITS)
-                self._add(FinishedShard(split, info, record["index_entry"]))
-            except (InvalidField, KeyError, TypeError) as error:
+                domains = {
+                    name: DomainOfShard(**counts) for name, counts in record["domains"].items()
+                }
+                self._add(FinishedShard(split, info, record["index_entry"], domains))
+            except (InvalidField, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{self._path} is corrupted ({error}); remove {self.output} and build again"
                 ) from None
@@ -219,3 +225,12 @@ def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
 def read_counts(output: Path) -> dict[str, Any]:
     """Return the counts that `finish` was given."""
     return read_json(output / RECIPE_NAME)["counts"]
+
+
+def read_mixing(output: Path) -> Mixing | None:
+    """Return the domains of the training split in `output`; None if they were not recorded."""
+    try:
+        counts = Fields(read_json(output / RECIPE_NAME)).object("counts")
+        return mixing_of_tree(counts.object(MIXING))
+    except (OSError, ValueError, InvalidField):
+        return None

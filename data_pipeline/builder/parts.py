@@ -23,6 +23,7 @@ from data_pipeline.builder.build_corpus import (
     result_of,
 )
 from data_pipeline.builder.journal import (
+    MIXING,
     BuildJournal,
     check_is_free,
     check_recipe,
@@ -47,6 +48,7 @@ from data_pipeline.corpora.manifest import (
     check_shard,
     read_manifest,
 )
+from data_pipeline.corpora.mixing import Mixing
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import fsync_directory, write_text
 from data_pipeline.progress import Report
@@ -159,7 +161,8 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         firsts = (result.first_repeated_id for result in results)
         counts["first_repeated_id"] = next(filter(None, firsts), "")
         round_trip = joined(result.round_trip for result in results)
-        journal.finish({**counts, "round_trip": asdict(round_trip)})
+        mixing = sum((result.mixing or Mixing() for result in results), Mixing())
+        journal.finish({**counts, "round_trip": asdict(round_trip), MIXING: mixing.tree()})
     _remove_parts(config)
     return result_of(config.output)
 

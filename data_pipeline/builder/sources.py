@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from data_pipeline.builder.decompression import without_compression
@@ -21,6 +21,7 @@ from data_pipeline.builder.formats import (
 )
 from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
+from data_pipeline.corpora.mixing import domains_of
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.progress import Note, Report
 
@@ -40,6 +41,7 @@ class SourceFile:
     size: int
     modified: int  # nanoseconds
     start: int = 0  # of the `size` bytes that are read, of a stream
+    domain: str = ""  # see corpora/mixing.py
 
 
 def list_sources(
@@ -63,7 +65,8 @@ def list_sources(
         raise ConfigError(
             f"two inputs contain the same name {name!r}; rename one of the folders or files"
         )
-    return sources
+    domains = domains_of([source.name for source in sources])
+    return [replace(source, domain=domain) for source, domain in zip(sources, domains, strict=True)]
 
 
 def _sources_under(
