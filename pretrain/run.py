@@ -30,6 +30,7 @@ from data_pipeline.setting_fields import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
+from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
@@ -207,7 +208,13 @@ def _train_from(
             config, run_dir, world, state, prefetcher, clock, process.fence.check
         )
         monitor = SpikeMonitor(config, run_dir, world, state)
-        evaluate = training_evaluator(config, engine, process.stop.raise_if_requested)
+        evaluate = training_evaluator(
+            config,
+            engine,
+            splits_of_sets(process.config),
+            lambda: process.heartbeat.beat(state.step, "evaluate"),
+            process.stop.raise_if_requested,
+        )
         parts = Parts(config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate)
         try:
             ending = train(parts, process)

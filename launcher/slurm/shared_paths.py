@@ -58,6 +58,7 @@ def paths_of(config: RunConfig, run_dir: Path, python: str) -> dict[str, Path]:
         "run directory": run_dir,
         "data.path": config.data.path,
         **{f"mixture of {part.path}": part.path for part in config.data.all_parts},
+        **{f"evaluation.sets.{name}": path for name, path in config.evaluation.sets.items()},
     }
     if config.initial_weights is not None:
         named["initial_weights"] = config.initial_weights

@@ -14,10 +14,11 @@ from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_histories
+from pretrain.rundir.losses import set_loss_name, set_losses
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import SPEED
 from pretrain.scaling.which_runs import runs_of
-from pretrain.terminal.text import distinguished, si, text_table
+from pretrain.terminal.text import distinguished, number, si, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +96,8 @@ def render(
 def numbers_of(histories: Sequence[History]) -> list[tuple[str, ...]]:
     """Return a row per quantity: its name, and its value in each run."""
     columns = list(map(_numbers, histories))
-    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
 
 
 def _numbers(history: History) -> dict[str, str]:
@@ -103,6 +105,10 @@ def _numbers(history: History) -> dict[str, str]:
         "step": f"{history.step:,}",
         "tokens": si(history.tokens).strip(),
         **history.results.cells,
+        **{
+            set_loss_name(printable(name)): number(loss, ".4f")
+            for name, loss in set_losses(history.summary.evaluation).items()
+        },
     }
 
 

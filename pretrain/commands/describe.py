@@ -236,10 +236,12 @@ def _time_lines(
 
 def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     if time.evaluation is None or time.tokens is None:
-        words = "of the whole validation split, which is not here"
+        whole = "whole splits, which are not all here"
+        words = f"of {whole if time.sets else 'the whole validation split, which is not here'}"
         return _row("  evaluation", "?", f"({time.evaluations:,} {words})")
     twice = ", each with memory and without" if config.model.memory_length else ""
-    words = f"({time.evaluations:,} of {time.tokens:,} tokens{twice})"
+    sets = f", and of {counted(time.sets, 'set')} with it" if time.sets else ""
+    words = f"({time.evaluations:,} of {time.tokens:,} tokens{twice}{sets})"
     return _row("  evaluation", duration(time.evaluation), words)
 
 

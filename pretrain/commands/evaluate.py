@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import size_of
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.rundir.run_paths import run_path
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = "directory or URL of a corpus (default: the run's; an export needs one)"
     add("--data", type=Path, help=data)
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
+    sets = "evaluate also these corpora (default: evaluation.sets and parts of the run's mixture)"
+    add("--sets", nargs="*", metavar="NAME=PATH", help=sets)
     memory = "tokens of memory, one result for each (default: as in training)"
     add("--memory-length", type=size_of("tokens"), nargs="+", metavar="N", help=memory)
     segment = "tokens per segment (default: as in training)"
@@ -78,6 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Set the defaults of --context-length; ConfigError for bad numbers and unused options."""
     memory_lengths = arguments.memory_length or []
     check_threads(arguments)
+    _check_sets(arguments)
     options = (arguments.segment_length, arguments.lanes, arguments.max_tokens, arguments.clamp)
     if min(*memory_lengths, *(value or 0 for value in options)) < 0:
         raise ConfigError(
@@ -104,3 +108,19 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--same-length needs a --memory-length above 0, the number of keys each token sees"
         )
+
+
+def _check_sets(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError unless --sets names a path by each name, and only the losses are asked."""
+    sets: list[str] = arguments.sets or []
+    if arguments.sets is not None and (
+        arguments.context_length or arguments.compare_sliding_window or arguments.tasks
+    ):
+        raise ConfigError(
+            "--sets goes with neither --context-length, --compare-sliding-window nor --tasks"
+        )
+    named = {name: path for name, _, path in (each.partition("=") for each in sets)}
+    if not all(named.values()) or len(named) < len(sets):
+        raise ConfigError(f"--sets {' '.join(sets)}: expected NAME=PATH, each with another name")
+    for name in named:
+        require_name("--sets", name)

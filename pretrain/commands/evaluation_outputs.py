@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from pretrain.commands.threads import use_threads
+from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
@@ -67,8 +68,12 @@ def _losses(
 ) -> list[EvaluationOutput]:
     outputs = []
     for path, trained in zip(arguments.runs, models, strict=True):
-        corpus = _corpus(arguments, trained)
-        results = _evaluate_with_progress(arguments, TrainedScorer(trained, world), corpus)
+        corpus, scorer = _corpus(arguments, trained), TrainedScorer(trained, world)
+        sets = _corpora_of_sets(arguments, trained)
+        results = _evaluate_with_progress(arguments, scorer, corpus)
+        of_sets = {
+            name: _evaluate_with_progress(arguments, scorer, each) for name, each in sets.items()
+        }
         title = (
             f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
             f"{counted(results[0].lanes, 'lane')}, segments of {results[0].segment_length}; "
@@ -76,8 +81,36 @@ def _losses(
             f"{trained.config.model.memory_length}"
         )
         values = {"step": trained.step, "results": list(map(dataclasses.asdict, results))}
-        outputs.append(EvaluationOutput(title, loss_rows(results), values))
+        rows = loss_rows(results)
+        if of_sets:
+            values["sets"] = {
+                name: list(map(dataclasses.asdict, found)) for name, found in of_sets.items()
+            }
+            rows = [("set", *rows[0]), *((arguments.split, *row) for row in rows[1:])]
+            for name, found in of_sets.items():
+                rows += [(name, *row) for row in loss_rows(found)[1:]]
+        outputs.append(EvaluationOutput(title, rows, values))
     return outputs
+
+
+def _corpora_of_sets(arguments: argparse.Namespace, trained: TrainedModel) -> dict[str, Corpus]:
+    """The sets that --sets asks for, by name; ConfigError if it would be those of other people."""
+    if arguments.sets is None:
+        return {}
+    config = trained.config
+    if arguments.sets:
+        named = {name: Path(path) for name, _, path in (x.partition("=") for x in arguments.sets)}
+        evaluation = replace(config.evaluation, sets=named, set_hashes={}, mixture_parts=False)
+        config = replace(config, evaluation=evaluation)
+    elif trained.untrusted:
+        raise ConfigError(
+            f"{trained.untrusted}, whose settings do not choose what is read; name each set: "
+            "--sets NAME=PATH"
+        )
+    corpus = trained.corpus_directory(arguments.data)
+    if not (splits := splits_of_sets(config, corpus)):
+        raise ConfigError("the run has neither evaluation.sets nor a mixture; use --sets NAME=PATH")
+    return {name: Corpus.open(split) for name, split in splits.items()}
 
 
 def _evaluate_with_progress(

@@ -18,7 +18,13 @@ from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_histories
 from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS
+from pretrain.rundir.losses import (
+    MEMORY_GAIN,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    set_loss_name,
+    set_losses,
+)
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import RUN_SPEED
 from pretrain.rundir.training_events import GaveUp
@@ -101,7 +107,14 @@ def render(history: History) -> str:
         "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
         "Losses in nats per token, but for bits per byte."
     )
-    sections = [*_warnings(history), *charts, _time(history), _events(history), _settings(history)]
+    sections = [
+        *_warnings(history),
+        *charts,
+        _sets(history),
+        _time(history),
+        _events(history),
+        _settings(history),
+    ]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
 
 
@@ -145,6 +158,20 @@ def _cards(history: History) -> list[Card]:
 def _warnings(history: History) -> list[str]:
     found = warnings_of(history)
     return [section("Warnings", *(paragraph(each, "alarm") for each in found))] if found else []
+
+
+def _sets(history: History) -> str:
+    """The latest loss of each set, if there are any."""
+    line = history.summary.evaluation or {}
+    if not (losses := set_losses(line)):
+        return ""
+    rows = [
+        [set_loss_name(printable(name)), number(loss, ".4f"), f"{perplexity(loss):,.2f}"]
+        for name, loss in losses.items()
+    ]
+    words = f"After step {line['step']:,}, with the memory that the run trains with."
+    heads = ["", "loss", "perplexity"]
+    return section("Losses by corpus", paragraph(words), table(heads, rows, "named"))
 
 
 def _time(history: History) -> str:

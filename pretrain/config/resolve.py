@@ -12,6 +12,7 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vo
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
 from pretrain.config.choices import Precision, resolved_precision
+from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 
@@ -42,6 +43,8 @@ def resolve(config: RunConfig) -> RunConfig:
     ]
     if problem := _error_of(lambda: read_manifest(config.data.directory() / "validation")):
         problems.append(problem)
+    else:
+        problems += filter(None, [_error_of(lambda: splits_of_sets(config))])
     if problems:
         count = f"{len(problems)} problems with the corpus: " if problems[1:] else ""
         raise DataError(count + "; also, ".join(problems))
@@ -128,8 +131,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             replace(phase, mixture=_with_absolute_paths(phase.mixture)) for phase in data.phases
         ),
     )
+    sets = {name: Path(absolute(path)) for name, path in config.evaluation.sets.items()}
     weights = config.initial_weights
-    return replace(config, data=data, initial_weights=Path(absolute(weights)) if weights else None)
+    return replace(
+        config,
+        data=data,
+        evaluation=replace(config.evaluation, sets=sets),
+        initial_weights=Path(absolute(weights)) if weights else None,
+    )
 
 
 def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:

@@ -18,7 +18,9 @@ from data_pipeline.setting_fields import (
     MOST_LANES,
     Range,
     check_ranges,
+    require_hash,
     require_name,
+    require_no_secrets,
     setting,
 )
 from pretrain.config.data import DataConfig
@@ -93,9 +95,25 @@ class EvaluationConfig:
     """Streams into which the validation split is cut, over all ranks."""
     max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
     """Tokens of the validation split to score; 0: all of it."""
+    sets: dict[str, Path] = field(default_factory=dict)
+    """Corpora whose validation loss is measured as well, under these names: {name: path}."""
+    set_hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes that the corpora of sets must have, by name, as `data.manifest_hash`."""
+    mixture_parts: bool = True
+    """Measure as well the validation loss of each part of a mixture that has such a split."""
 
     def __post_init__(self) -> None:
         check_ranges("evaluation.", self)
+        for name, path in self.sets.items():
+            require_name("evaluation.sets", name)
+            require_no_secrets(f"evaluation.sets.{name}", path)
+        for name, found in self.set_hashes.items():
+            require_hash(f"evaluation.set_hashes.{name}", found)
+        if unknown := sorted(set(self.set_hashes) - set(self.sets)):
+            raise ConfigError(
+                f"evaluation.set_hashes: found {', '.join(unknown)}, expected names of "
+                "evaluation.sets; a part of a mixture has its own manifest_hash"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

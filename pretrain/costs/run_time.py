@@ -5,11 +5,14 @@ At an assumed part of the peak; starts, saves and waiting for data are not in it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.corpora.manifest import MANIFEST_NAME
+from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.files import url_of
+from pretrain.config.evaluation_sets import EvaluationSet, evaluation_sets, split_of
+from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, flops_of
@@ -23,7 +26,8 @@ class RunTime:
     training: float
     evaluation: float | None
     evaluations: int
-    tokens: int | None  # of an evaluation
+    tokens: int | None  # of an evaluation's validation split
+    sets: int  # measured besides
 
 
 def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTime:
@@ -34,11 +38,17 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         for phase, _ in spans
     ]
     counts = _evaluations(run)
-    tokens = _evaluated_tokens(run)
+    tokens = _evaluated_tokens(run, _split_here(run.data.path))
+    sets = [_split_here(each.path) for each in _measured_sets(run)]
     evaluation = None
-    if tokens is not None:
+    if tokens is not None and None not in (_evaluated_tokens(run, split) for split in sets):
         evaluation = sum(
-            count * flops_of_evaluation(phase, tokens, world_size) / flops_per_second
+            count
+            * (
+                flops_of_evaluation(phase, tokens, world_size)
+                + sum(_flops_of_set(phase, split, world_size) for split in sets)
+            )
+            / flops_per_second
             for (phase, _), count in zip(spans, counts, strict=True)
         )
     return RunTime(
@@ -47,20 +57,35 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         evaluation=evaluation,
         evaluations=sum(counts),
         tokens=tokens,
+        sets=len(sets),
     )
 
 
 def flops_of_evaluation(run: RunConfig, tokens: int, world_size: int) -> float:
-    """Return the FLOPs of the busiest rank in an evaluation, with memory and without.
+    """Return the FLOPs of the busiest rank for the validation loss, with memory and without."""
+    models = [run.model]
+    if run.model.memory_length:
+        models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
+    return _flops_of_corpus(run, _split_here(run.data.path), tokens, world_size, models)
+
+
+def _flops_of_set(run: RunConfig, split: Path | None, world_size: int) -> float:
+    """The FLOPs of the busiest rank for the loss of a set; its tokens are known."""
+    tokens = _evaluated_tokens(run, split)
+    assert tokens is not None
+    return _flops_of_corpus(run, split, tokens, world_size, [run.model])
+
+
+def _flops_of_corpus(
+    run: RunConfig, split: Path | None, tokens: int, world_size: int, models: Sequence[ModelConfig]
+) -> float:
+    """The FLOPs of the busiest rank.
 
     Ranks beyond the number of lanes compute what is not counted, and shorten nothing.
     """
     length = run.data.segment_length
-    lanes, batches = _lanes_and_batches(run, tokens)
+    lanes, batches = _lanes_and_batches(run, split, tokens)
     own = -(-lanes // world_size)
-    models = [run.model]
-    if run.model.memory_length:
-        models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
     forward = sum(flops_of(model, length, own).forward for model in models)
     return batches * own * length * forward
 
@@ -77,38 +102,44 @@ def _evaluations(run: RunConfig) -> list[int]:
     return counts
 
 
-def _evaluated_tokens(run: RunConfig) -> int | None:
-    """How many tokens an evaluation scores; None if that is all of a split that is not here."""
-    manifest = _validation(run)
+def _evaluated_tokens(run: RunConfig, split: Path | None) -> int | None:
+    """How many tokens of a split are scored; None if that is all of one that is not here."""
     asked = run.evaluation.max_tokens or None
-    if manifest is None:
+    if split is None:
         return asked
-    from data_pipeline.corpora.manifest import read_manifest
-
-    there = read_manifest(manifest.parent).tokens
+    there = read_manifest(split).tokens
     return there if asked is None else min(asked, there)
 
 
-def _lanes_and_batches(run: RunConfig, tokens: int) -> tuple[int, int]:
+def _lanes_and_batches(run: RunConfig, split: Path | None, tokens: int) -> tuple[int, int]:
     """Lanes that an evaluation uses, and its batches; estimated if the corpus is not here.
 
     Lanes are whole documents: a few long ones leave some lanes empty, which takes longer.
     """
     lanes, length = run.evaluation.lanes, run.data.segment_length
-    manifest = _validation(run)
-    if manifest is None:
+    if split is None:
         return lanes, -(-tokens // (lanes * length))
     from data_pipeline.corpora.corpus import Corpus  # late: numpy
     from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 
-    corpus, most = Corpus.open(manifest.parent), run.evaluation.max_tokens
+    corpus, most = Corpus.open(split), run.evaluation.max_tokens
     lanes = useful_lanes(corpus, lanes, length, most)
     return lanes, len(EvaluationStream(corpus, lanes, length, range(1), most))
 
 
-def _validation(run: RunConfig) -> Path | None:
-    """The manifest of the validation split, if it is on this machine."""
-    if url_of(run.data.path) is not None:  # its shards would be fetched
+def _measured_sets(run: RunConfig) -> list[EvaluationSet]:
+    """The sets that take time: not the corpus of the run, nor a part without validation here."""
+    return [
+        each
+        for each in evaluation_sets(run)
+        if each.path != run.data.path
+        and not (each.is_part and url_of(each.path) is None and _split_here(each.path) is None)
+    ]
+
+
+def _split_here(path: Path) -> Path | None:
+    """The split of an evaluation, if it is on this machine."""
+    if url_of(path) is not None:  # its shards would be fetched
         return None
-    path = Path(run.data.path) / "validation" / MANIFEST_NAME
-    return path if path.is_file() else None
+    split = split_of(Path(path))
+    return split if (split / MANIFEST_NAME).is_file() else None

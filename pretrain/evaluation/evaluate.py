@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import Engine, Memory, batch_tensors
 from pretrain.model.cached import Stream, new_stream
+from pretrain.rundir.losses import set_values
 from pretrain.rundir.speeds import SCORED_SPEED
 from pretrain.terminal.train_lines import perplexity
 from pretrain.weights.trained_model import TrainedModel
@@ -152,15 +154,27 @@ def evaluate(
 
 
 def training_evaluator(
-    run: RunConfig, engine: Engine, before_batch: Callable[[], None] = lambda: None
+    run: RunConfig,
+    engine: Engine,
+    sets: Mapping[str, Path] | None = None,
+    before_corpus: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that measures the validation loss with the training memory and without."""
-    corpus = Corpus.open(run.data.directory() / "validation")
+    """Return a function that measures the validation loss with the training memory and without.
 
-    def measure(memory_length: int) -> EvaluationResult:
+    It also measures the losses of `sets`, splits by name, with the training memory. Every loss
+    starts with no memory. `before_corpus` is called before each.
+    """
+    validation = run.data.directory() / "validation"
+    corpora = {
+        directory: Corpus.open(directory) for directory in (validation, *(sets or {}).values())
+    }
+
+    def measure(memory_length: int, directory: Path = validation) -> EvaluationResult:
+        before_corpus()
         return evaluate(
             engine,
-            corpus,
+            corpora[directory],
             memory_length=memory_length,
             segment_length=run.data.segment_length,
             num_lanes=run.evaluation.lanes,
@@ -172,7 +186,13 @@ def training_evaluator(
         result = measure(run.model.memory_length)
         shown = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens")
         without = result.loss if run.model.memory_length == 0 else measure(0).loss
-        return {**{name: getattr(result, name) for name in shown}, "loss_without_memory": without}
+        found = {name: getattr(result, name) for name in shown} | {"loss_without_memory": without}
+        known = {validation: result}  # a part of a mixture may be the corpus of the run
+        for name, directory in (sets or {}).items():
+            if directory not in known:
+                known[directory] = measure(run.model.memory_length, directory)
+            found |= set_values(name, known[directory].loss, known[directory].bits_per_byte)
+        return found
 
     return values
 

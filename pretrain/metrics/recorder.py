@@ -14,7 +14,8 @@ and rank 0 writes:
                    that took far longer than usual; not in "seconds"); with several ranks
                    "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
                    "loss_scale"; at full intervals norms per layer (`layer_norms`)
-    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}
+    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; of each set also
+                   "loss/NAME" and "bits_per_byte/NAME"
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
@@ -52,7 +53,7 @@ from pretrain.metrics.stalls import StallMeter, StandstillClock, rank_that_stall
 from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.optim.layer_norms import layer_metrics
-from pretrain.rundir.losses import train_loss
+from pretrain.rundir.losses import set_losses, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled, Straggler
@@ -183,7 +184,7 @@ class MetricsRecorder:
         if self._files is not None:
             seconds = self._idle_since - start
             self._files.append([{"kind": "evaluation", "step": step, "seconds": seconds, **values}])
-            logger.info(evaluation_line(step, values))
+            logger.info(evaluation_line(step, values, set_losses(values)))
 
     def cut_off_evaluation(self) -> None:
         """Count the time since the last step as that of an evaluation that was not finished."""

@@ -8,16 +8,17 @@ from typing import Any
 
 from data_pipeline.corpora.corpus_hash import VALIDATION, corpus_hash, split_hash
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
-from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
+from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 from pretrain.distributed.environment import environment_changes, environment_of_ranks
 from pretrain.distributed.world import World
 from pretrain.rundir.code_version import code_version
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Resumed, Started, TrainingBegan
 
@@ -45,8 +46,28 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
             f"{validation[:16] or 'of none'}, the run in {run_dir.path} was evaluated on "
             f"{before.validation[:16]}; restore the corpus, or choose another run directory"
         )
-    corpora = _hashes_of_corpora(config)
-    return {"tokenizer": tokenizer, "validation": validation, "corpora": corpora}
+    return {
+        "tokenizer": tokenizer,
+        "validation": validation,
+        "sets": _hashes_of_sets(run_dir, config),
+        "corpora": _hashes_of_corpora(config),
+    }
+
+
+def _hashes_of_sets(run_dir: RunDir, config: RunConfig) -> dict[str, str]:
+    """Return name -> hash of each set; DataError if one was another text under its name."""
+    before: dict[str, str] = {}
+    for event in events_of(run_dir.ledger.read(), TrainingBegan):
+        before |= event.sets
+    found = {name: read_manifest(split).hash for name, split in splits_of_sets(config).items()}
+    for name, hash_now in found.items():
+        if before.get(name, hash_now) != hash_now:
+            raise DataError(
+                f"evaluation.sets.{name} has the hash {hash_now[:16]}, the run in {run_dir.path} "
+                f"was evaluated on {before[name][:16]} under that name; restore it, or choose "
+                "another name"
+            )
+    return found
 
 
 def _hashes_of_corpora(config: RunConfig) -> dict[str, str]:

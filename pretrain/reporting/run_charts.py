@@ -11,7 +11,7 @@ import numpy as np
 from data_pipeline.errors import printable
 from pretrain.reporting.charts import SERIES, Palette, Panel, log_ticks
 from pretrain.reporting.run_history import History
-from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS
+from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.terminal.text import distinguished
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ def run_panels(history: History) -> list[Panel]:
         return any(line.get(name) is not None for line in lines)
 
     train, norm = history.train, "norm before clipping"
+    has_sets = bool(set_losses(history.summary.evaluation))
     has_memory = has("loss_without_memory", history.evaluations)
     has_layers = bool(history.layers("grad_norm"))
     norms, updates = (partial(_by_layer, kind) for kind in ("grad_norm", "update_ratio"))
     seconds = "seconds since the first start"
     charts: list[tuple[bool, str, str, str, Callable[[History, Axes, Palette], None]]] = [
         (True, "Loss", "step", "loss, nats per token", _loss),
+        (has_sets, "Validation by corpus", "step", VALIDATION_LOSS, _losses_of_sets),
         (has_memory, "Value of the memory", "step", VALIDATION_LOSS, _value_of_memory),
         (has("tokens_per_second", train), "Speed", "step", "tokens per second", _speed),
         (has("grad_norm", train), "Gradients", "step", norm, _gradient_norm),
@@ -146,6 +148,23 @@ def _value_of_memory(history: History, axes: Axes, palette: Palette) -> None:
     style = {"marker": "o", "markersize": 3.5}
     axes.plot(*without, color=palette.faint, linewidth=1.2, label="without memory", **style)
     axes.plot(*with_memory, color=palette.second, linewidth=1.6, label="with memory", **style)
+
+
+def _losses_of_sets(history: History, axes: Axes, palette: Palette) -> None:
+    """The validation loss, and that of each set, a color per set."""
+    style = {"marker": "o", "markersize": 3.5, "linewidth": 1.4}
+    whole = history.series("loss", history.evaluations)
+    axes.plot(*whole, color=palette.ink, label=VALIDATION_LOSS, **style)
+    measured = {name: None for line in history.evaluations for name in set_losses(line)}
+    for number, name in enumerate(measured):
+        points = [
+            (line["step"], losses[name])
+            for line in history.evaluations
+            if name in (losses := set_losses(line))
+        ]
+        steps_X, losses_X = np.array(points, float).reshape(-1, 2).T
+        color = SERIES[number % len(SERIES)]
+        axes.plot(steps_X, losses_X, color=color, label=printable(name), **style)
 
 
 def _progress(history: History, axes: Axes, palette: Palette) -> None:

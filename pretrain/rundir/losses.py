@@ -7,6 +7,8 @@ smoothed loss    a curve: the mean step loss of the steps around each step, a 60
                  steps to each side
 validation loss  of the latest evaluation, with the memory that the run trains with; `loss` in its
                  line. `bits_per_byte` is the same loss, per byte of the text
+loss of a set    the same of another corpus (`evaluation.sets`, or a part of a mixture), in the same
+                 line: `loss/NAME`, and `bits_per_byte/NAME`
 memory gain      how much lower the validation loss is than without memory, of the same evaluation
 
 All but bits per byte are in nats per token. Torch-free.
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 STEP_LOSS, TRAIN_LOSS, SMOOTHED_LOSS = "step loss", "train loss", "smoothed loss"
 VALIDATION_LOSS, MEMORY_GAIN = "validation loss", "memory gain"
+_SET_LOSS, _SET_BITS = "loss/", "bits_per_byte/"
 _SMOOTHED_PARTS = 60
 
 
@@ -49,3 +52,23 @@ def memory_gain(evaluation: Mapping[str, Any]) -> float | None:
     """Return the memory gain from the line of an evaluation; None if it has not measured it."""
     loss, without = evaluation.get("loss"), evaluation.get("loss_without_memory")
     return None if loss is None or without is None else without - loss
+
+
+def set_values(name: str, loss: float, bits_per_byte: float) -> dict[str, float]:
+    """Return the fields of a set in the line of an evaluation."""
+    return {f"{_SET_LOSS}{name}": loss, f"{_SET_BITS}{name}": bits_per_byte}
+
+
+def set_losses(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the losses of sets, by name, from the line of an evaluation."""
+    losses = {
+        name.removeprefix(_SET_LOSS): value
+        for name, value in (evaluation or {}).items()
+        if name.startswith(_SET_LOSS)
+    }
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def set_loss_name(name: str) -> str:
+    """Return what the loss of a set is called in tables."""
+    return f"{VALIDATION_LOSS} of {name}"

@@ -46,7 +46,8 @@ def refuse_foreign_run(run_dir: Path) -> None:
 
 def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
     """Raise ConfigError if these are another user's settings and name a server to ask."""
-    paths = (config.data.path, *(part.path for part in config.data.all_parts))
+    parts = (part.path for part in config.data.all_parts)
+    paths = (config.data.path, *parts, *config.evaluation.sets.values())
     url = next(filter(None, map(url_of, paths)), None)
     if url is not None and is_of_another_user(config_file):
         raise ConfigError(

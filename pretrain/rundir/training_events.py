@@ -44,6 +44,7 @@ class TrainingBegan(Event):
     environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
     tokenizer: str = ""  # fingerprint of the corpus' tokenizer
     validation: str = ""  # hash of the validation split's manifest
+    sets: dict[str, str] = field(default_factory=dict)  # of each set's, by its name
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.losses import set_losses
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.point_files import csv_rows
@@ -22,6 +23,7 @@ from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
 
 CURVE_POINTS = 100  # per run; losses between are averaged
+SET_LOSSES = "set_losses"
 CURVE_COLUMNS = ("run", "N", "C", "loss")
 
 
@@ -48,6 +50,7 @@ class Row:
     )
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
+    set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` for each
 
 
 def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
@@ -56,9 +59,12 @@ def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
-    """Write dataclasses as CSV, whole or not at all."""
-    names = [field.name for field in fields(rows[0])]
-    write_csv(path, names, map(asdict, rows))
+    """Write dataclasses as CSV, whole or not at all; a set's loss is a column of its own."""
+    trees = [asdict(row) for row in rows]
+    for tree in trees:
+        losses = tree.pop(SET_LOSSES, {})
+        tree |= {f"loss/{name}": loss for name, loss in losses.items()}
+    write_csv(path, list(dict.fromkeys(name for tree in trees for name in tree)), trees)
 
 
 def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
@@ -167,6 +173,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
             )
         ),
         excluded=_reason(step, config.optim.steps, evaluations, loss),
+        set_losses=set_losses(evaluations[-1]) if evaluations else {},
     )
 
 

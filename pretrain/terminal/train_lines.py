@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from data_pipeline.progress import duration
@@ -41,8 +42,10 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
     return "  ".join(parts)
 
 
-def evaluation_line(step: int, values: dict[str, float]) -> str:
-    """What an evaluation after `step` found."""
+def evaluation_line(
+    step: int, values: Mapping[str, float], set_losses: Mapping[str, float] = MappingProxyType({})
+) -> str:
+    """What an evaluation after `step` found; `set_losses` are losses by the names of sets."""
     parts = [
         f"after step {step}:",
         f"validation loss {values['loss']:.4f}",
@@ -52,6 +55,7 @@ def evaluation_line(step: int, values: dict[str, float]) -> str:
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:
         parts.append(f"({values['loss_without_memory']:.4f} without memory)")
+    parts += [f"{name} {loss:.4f}" for name, loss in set_losses.items()]
     return "  ".join(parts)
 
 

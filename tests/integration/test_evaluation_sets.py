@@ -1,0 +1,180 @@
+"""Losses of several corpora while a run trains: in its metrics and in whatever shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config import MixturePart
+from pretrain.cli import main
+from pretrain.commands.same_run import differing_losses
+from pretrain.config.data import DataConfig
+from pretrain.config.evaluation_sets import evaluation_sets
+from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.reporting.run_history import read_history
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.losses import set_losses
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import TrainingBegan
+from pretrain.scaling.collect import row_of, write_rows
+from pretrain.scaling.sweep_file import Cell
+from tests.helpers.corpora import make_tiny_corpus
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Corpora a and b of a mixture, c beside it, d of another tokenizer, and the experiment."""
+    folder = tmp_path_factory.mktemp("sets")
+    found = {name: make_tiny_corpus(folder / name, seed=n) for n, name in enumerate("abc")}
+    found["d"] = make_tiny_corpus(folder / "d", vocabulary="unigram")
+    found["experiment"] = folder / "tiny.yaml"
+    found["experiment"].write_text(
+        f"""name: tiny
+model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
+data:
+  path: {found["a"]}
+  lanes: 4
+  segment_length: 8
+  mixture: [{{path: {found["a"]}}}, {{path: {found["b"]}}}]
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 2}}
+evaluation: {{interval: 2, max_tokens: 600, lanes: 2, sets: {{beside: {found["c"]}}}}}
+metrics: {{interval: 2, tensorboard: false}}
+"""
+    )
+    return found
+
+
+def train(places: dict[str, Path], run_dir: RunDir, *more: str) -> int:
+    command = ["train", str(places["experiment"]), "--run-dir", str(run_dir.path)]
+    return main([*command, *more])
+
+
+@pytest.fixture(scope="module")
+def trained(places: dict[str, Path]) -> RunDir:
+    run_dir = RunDir(places["a"].with_name("run"))
+    assert train(places, run_dir) == 0
+    return run_dir
+
+
+def evaluations_of(run_dir: RunDir) -> list[dict[str, float]]:
+    return [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
+
+
+def test_every_set_has_the_loss_that_evaluate_measures_of_its_validation_split(
+    places, trained, capsys
+):
+    lines = evaluations_of(trained)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert [list(set_losses(line)) for line in lines] == [["a", "b", "beside"]] * 2
+    assert lines[-1]["loss/a"] == lines[-1]["loss"], "data.path is a part of its mixture"
+    assert len(set(set_losses(lines[-1]).values())) == 3
+    limits = ["--max-tokens", "600", "--json"]
+    assert main(["evaluate", str(trained.path), "--sets", *limits]) == 0
+    of_sets = json.loads(capsys.readouterr().out)["sets"]
+    for name, corpus in (("a", "a"), ("b", "b"), ("beside", "c")):
+        assert main(["evaluate", str(trained.path), "--data", str(places[corpus]), *limits]) == 0
+        alone = json.loads(capsys.readouterr().out)["results"][0]
+        assert lines[-1][f"loss/{name}"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert lines[-1][f"bits_per_byte/{name}"] == pytest.approx(alone["bits_per_byte"], rel=1e-5)
+        assert of_sets[name][0]["loss"] == alone["loss"]
+    assert main(["evaluate", str(trained.path), "--sets", f"b={places['b']}", *limits[:2]]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        "validation",
+        "b",
+    ]
+
+
+def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
+    places, trained, tmp_path, capsys
+):
+    losses = {name: f"{loss:.4f}" for name, loss in set_losses(evaluations_of(trained)[-1]).items()}
+    assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Validation by corpus" in page
+    assert f"validation loss of beside</td><td>{losses['beside']}</td>" in page
+    without = RunDir(tmp_path / "without")
+    assert train(places, without, "evaluation.mixture_parts=false") == 0
+    capsys.readouterr()
+    assert main(["compare", str(trained.path), str(without.path)]) == 0
+    cells = {
+        line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()
+    }
+    assert cells["validation loss of b"] == [losses["b"], "-"]
+    assert cells["validation loss of beside"] == [losses["beside"]] * 2
+    found = differing_losses(trained, without)
+    assert not found, "what is measured besides does not change what is trained"
+    write_rows(
+        tmp_path / "runs.csv",
+        [row_of(Cell(name="tiny", experiment=places["experiment"]), trained.path)],
+    )
+    heads = (tmp_path / "runs.csv").read_text().splitlines()[0].split(",")
+    assert heads[-3:] == ["loss/a", "loss/b", "loss/beside"]
+    assert read_history(trained.path).results.validation_loss == evaluations_of(trained)[-1]["loss"]
+
+
+def test_a_resume_may_add_and_remove_sets_but_not_another_text_under_a_name(
+    places, trained, tmp_path, capsys
+):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(places, run_dir, "checkpoint.keep_last=9") == 0
+    longer = [f"evaluation.sets.late={places['b']}", "evaluation.mixture_parts=false"]
+    (run_dir.checkpoints / "step-00000004").rename(tmp_path / "elsewhere")
+    assert train(places, run_dir, *longer) == 0
+    assert [list(set_losses(line)) for line in evaluations_of(run_dir)] == [
+        ["a", "b", "beside"],
+        ["beside", "late"],
+    ]
+    first, last = events_of(run_dir.ledger.read(), TrainingBegan)
+    assert (list(first.sets), list(last.sets)) == (["a", "b", "beside"], ["beside", "late"])
+    assert first.sets["b"] == last.sets["late"]
+    capsys.readouterr()
+    assert train(places, run_dir, f"evaluation.sets.b={places['c']}") == 2
+    assert "under that name; restore it, or choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("evaluation.sets.gone=/nowhere", "evaluation.sets.gone: /nowhere/validation"),
+        ("evaluation.sets.other={d}", "was made with the tokenizer"),
+        ("evaluation.sets.a/b={c}", "evaluation.sets: found 'a/b'"),
+        ("evaluation.set_hashes.beside=" + "a" * 64, "the settings expect aaaaaa"),
+        ("evaluation.set_hashes.a=" + "a" * 64, "expected names of evaluation.sets"),
+    ],
+)
+def test_sets_that_cannot_be_measured_are_rejected_before_training(
+    places, tmp_path, capsys, setting, words
+):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(places, run_dir, setting.format_map(places)) == 2
+    assert words in capsys.readouterr().err
+    assert not run_dir.path.exists()
+
+
+def test_describe_counts_the_time_of_sets(places, capsys):
+    command = ["describe", str(places["experiment"])]
+    assert main(command) == 0
+    with_sets = capsys.readouterr().out
+    assert main([*command, "evaluation.mixture_parts=false"]) == 0
+    assert "and of 2 sets with it" in with_sets
+    assert "and of 1 set with it" in capsys.readouterr().out
+
+
+def test_parts_are_named_by_their_directories_and_by_their_parents_where_these_are_alike():
+    paths = ("x/wiki", "y/wiki", "books", "s3://bucket/my web", "/", "x/wiki")
+    parts = tuple(MixturePart(path=Path(path)) for path in paths)
+    named = EvaluationConfig(sets={"books": Path("own")})
+    found = evaluation_sets(RunConfig(data=DataConfig(mixture=parts), evaluation=named))
+    assert {each.name: str(each.path) for each in found} == {
+        "x-wiki": "x/wiki",
+        "y-wiki": "y/wiki",
+        "books": "own",
+        "my-web": "s3:/bucket/my web",
+        "part": "/",
+    }
