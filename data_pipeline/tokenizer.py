@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,9 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write the model, then the description that marks the directory as a tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
-        if self.model:
+        if not self.model:
+            (directory / MODEL_NAME).unlink(missing_ok=True)
+        else:
             with atomic_write(directory / MODEL_NAME) as file:
                 file.write(self.model)
         description = {
@@ -255,8 +258,11 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
         kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
         expected = description.sha256("fingerprint")
         options = options_of(description)
-        has_model = tokenizer_traits(kind).has_model
-        model = read_regular(path / MODEL_NAME, LARGEST_MODEL_BYTES) if has_model else b""
+        model = b""
+        if tokenizer_traits(kind).has_model:
+            model = read_regular(path / MODEL_NAME, LARGEST_MODEL_BYTES)
+        elif os.path.lexists(path / MODEL_NAME):
+            raise ValueError(f"a tokenizer of kind {kind} has no {MODEL_NAME}, found one")
     except FileNotFoundError as error:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
     except (ValueError, InvalidField) as error:

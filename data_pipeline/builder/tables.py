@@ -108,7 +108,7 @@ def _records_of(
     has_ids = config.id_field in batch.schema.names
     ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
     name = config.tokens_field or config.text_field
-    column = batch.column(name)
+    column = _valid(batch.column(name))
     if config.tokens_field:
         for number, value in enumerate(ids, row + 1):
             location = f"{source.name}:{number}"
@@ -181,10 +181,31 @@ def _values(column: Any) -> list[Any]:
     """Return Python values of a column; text as bytes, because it may not be valid UTF-8."""
     import pyarrow
 
+    column = _valid(column)
+    if not pyarrow.types.is_dictionary(column.type):
+        return column.to_pylist()
+    values = _values(column.dictionary)
+    return [None if index is None else values[index] for index in column.indices.to_pylist()]
+
+
+def _valid(column: Any) -> Any:
+    """Return the column, with text as bytes; ArrowInvalid if an offset leads out of its data.
+
+    The library does not look at every offset of a file, and ends the process at a wrong one.
+    """
+    import pyarrow
+
     if pyarrow.types.is_dictionary(column.type):
-        values = _values(column.dictionary)
-        return [None if index is None else values[index] for index in column.indices.to_pylist()]
-    if pyarrow.types.is_string_view(column.type):
-        column = column.cast(pyarrow.large_string())
-    is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-    return (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
+        column.indices.validate(full=True)
+        nothing = pyarrow.nulls(len(column.dictionary))
+        pyarrow.DictionaryArray.from_arrays(column.indices, nothing)  # looks at every index
+        return column
+    bytes_of = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }
+    kind = bytes_of.get(column.type)
+    column = column.view(kind) if kind else column
+    column.validate(full=True)
+    return column

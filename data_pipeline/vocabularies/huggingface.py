@@ -15,10 +15,10 @@ import numpy as np
 
 from data_pipeline.files import parse_json
 from data_pipeline.vocabularies.vocabulary import (
-    check_size,
     library_errors,
     missing_library,
     no_end,
+    size_of,
 )
 
 
@@ -37,7 +37,7 @@ class HuggingFaceTokenizer:
             self.library.no_truncation()
             self.library.no_padding()
             ids = self.library.get_vocab(with_added_tokens=True)
-            self.vocab_size = check_size(max(ids.values(), default=-1) + 1)
+            self.vocab_size = size_of(set(ids.values()))
         if end_token not in ids:
             raise no_end(end_token)
         # The name of the end in a text is then text too, also if the file calls it no special one.

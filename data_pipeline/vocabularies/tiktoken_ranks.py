@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.config import LARGEST_VOCABULARY
+from data_pipeline.errors import DataError
 from data_pipeline.vocabularies.vocabulary import (
     InvalidVocabulary,
-    check_size,
     library_errors,
     missing_library,
     no_end,
+    size_of,
 )
+
+PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here
 
 
 class TiktokenRanks:
@@ -43,7 +46,7 @@ class TiktokenRanks:
         ids = [*ranks.values(), *special_tokens.values()]
         if len(set(ids)) != len(ids):
             raise InvalidVocabulary("an encoding in which two tokens have one id; give another")
-        self.vocab_size = check_size(max(ids) + 1)
+        self.vocab_size = size_of(ids)
         with library_errors("an encoding of tiktoken"):
             self.library: Any = tiktoken.Encoding(
                 "ranks",
@@ -51,6 +54,10 @@ class TiktokenRanks:
                 mergeable_ranks=ranks,
                 special_tokens=dict(special_tokens),
             )
+        try:
+            self._encode(PROBE)
+        except DataError as error:
+            raise InvalidVocabulary(f"an encoding whose {error}") from None
         self.end_id = special_tokens[end_token]
         self._ids = frozenset(ids)
 
@@ -62,7 +69,16 @@ class TiktokenRanks:
             return list(pool.map(self._encode, texts))
 
     def _encode(self, text: str) -> np.ndarray:
-        return self.library.encode_to_numpy(text, disallowed_special=())
+        try:
+            return self.library.encode_to_numpy(text, disallowed_special=())
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"tokenizer.pattern cuts a text into pieces that have no tokens ({reason}); "
+                "give that of the encoding, whose pieces are never empty"
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [token for token in ids if token in self._ids]

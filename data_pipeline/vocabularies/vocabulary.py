@@ -16,6 +16,7 @@ from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.errors import ConfigError
 
 LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
+MOST_UNUSED_IDS = 1 << 16  # more than any published vocabulary leaves for later
 # What others call the token that ends a text, the most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
@@ -71,6 +72,20 @@ def check_size(vocab_size: int) -> int:
             "give another"
         )
     return vocab_size
+
+
+def size_of(ids: Collection[int]) -> int:
+    """Return how many ids there are up to the largest of a file's tokens.
+
+    InvalidVocabulary as in `check_size`, and if a small file would make large tables.
+    """
+    size = check_size(max(ids, default=-1) + 1)
+    if size > 2 * len(ids) + MOST_UNUSED_IDS:
+        raise InvalidVocabulary(
+            f"a vocabulary of {len(ids):,} tokens with ids up to {size - 1:,}, expected at most "
+            f"{MOST_UNUSED_IDS:,} unused ones; give another"
+        )
+    return size
 
 
 def usual_end(names: Collection[str]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import named_errors, own_file, read_json, write_json, write_text
@@ -161,8 +162,10 @@ class RunDir:
         try:
             tree = read_json(self._identity_file)
             if not isinstance(found := tree.get("format"), int) or found == FORMAT:
-                return parse_config(RunIdentity, tree, source="run.json")
-        except (ValueError, AttributeError, ConfigError) as error:
+                identity = parse_config(RunIdentity, tree, source="run.json")
+                Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
+                return identity
+        except (ValueError, AttributeError, ConfigError, InvalidField) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{self._identity_file} is damaged ({reason}); {self._way_back()}"

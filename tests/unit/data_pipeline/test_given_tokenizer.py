@@ -187,6 +187,24 @@ def test_a_file_that_would_end_the_library_is_refused(lines, reason):
         read_ranks(lines)
 
 
+@pytest.mark.parametrize("pattern", ["", "a*", r"(?<=\.)"])
+def test_a_pattern_that_cuts_empty_pieces_out_of_a_text_is_refused(tokenizers, pattern):
+    given = tokenizers["tiktoken"]
+    with pytest.raises(DataError, match="pieces that have no tokens") as error:
+        Tokenizer("tiktoken", given.model, {**given.options, "pattern": pattern}).encode("Ä. b")
+    assert "\n" not in str(error.value)
+
+
+def test_a_small_file_with_a_large_id_is_refused(files, tokenizers):
+    tree = json.loads((files["byte-level json"][0] / "tokenizer.json").read_text())
+    tree["model"]["vocab"]["zzz"] = 14_000_000
+    with pytest.raises(DataError, match="ids up to 14,000,000, expected at most 65,536 unused"):
+        Tokenizer("huggingface", json.dumps(tree).encode(), {"end_token": END})
+    given = tokenizers["tiktoken"]
+    with pytest.raises(DataError, match="ids up to 14,000,000"):
+        Tokenizer("tiktoken", given.model + b"\nenp6 14000000\n", given.options)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,31 @@ def _overwrite(path: Path, offset: int, content: bytes) -> None:
     offset %= len(whole)
     whole[offset : offset + len(content)] = content
     path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "text", "number"])
+@pytest.mark.parametrize("offset", [12800, 2**30, -4])
+def test_an_offset_that_leads_out_of_a_table_does_not_end_the_process(tmp_path, column, offset):
+    import pyarrow
+
+    (tmp_path / "in").mkdir()
+    table = pyarrow.table(
+        {"input_ids": [[77, 78, 79], [80], [81, 82]], "text": ["a", "bcde", "f"], "number": [1] * 3}
+    )
+    path = tmp_path / "in" / "x.arrow"
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    content = path.read_bytes()
+    for valid in (struct.pack("<4i", 0, 3, 4, 6), struct.pack("<4i", 0, 1, 5, 6)):
+        assert content.count(valid) == 1
+        content = content.replace(valid, valid[:8] + struct.pack("<i", offset) + valid[12:])
+    path.write_bytes(content)
+    kind = "tokens_field" if column == "input_ids" else "text_field"
+    config = CorpusConfig(input=(tmp_path / "in",), output=tmp_path / "out", **{kind: column})
+    expected = r"holds int, expected text" if column == "number" else r"x\.arrow is corrupted"
+    with pytest.raises(DataError, match=expected) as error:
+        list(read_documents(list_sources(config.input, config)[0], config))
+    assert "\n" not in str(error.value)
 
 
 def test_an_array_of_objects_is_not_unpickled(tmp_path):

@@ -152,6 +152,17 @@ def test_a_forged_tokenizer_is_one_line(tokenizers, tmp_path, kind):
     assert len(str(error.value)) < 500
 
 
+def test_a_model_beside_a_tokenizer_of_bytes_is_refused_and_saving_one_removes_it(
+    tokenizers, tmp_path
+):
+    tokenizers["bpe"].save(tmp_path)
+    tokenizers["bytes"].save(tmp_path)
+    assert Tokenizer.load(tmp_path).kind == "bytes"
+    (tmp_path / "tokenizer.model").write_bytes(tokenizers["bpe"].model)
+    with pytest.raises(DataError, match=r"of kind bytes has no tokenizer\.model, found one"):
+        Tokenizer.load(tmp_path)
+
+
 def test_an_altered_model_is_rejected(tokenizers, tmp_path):
     tokenizers["bpe"].save(tmp_path)
     content = bytearray((tmp_path / "tokenizer.model").read_bytes())

@@ -159,7 +159,11 @@ def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b"\xff", b'{"nbme": "x"}', b'{"a": 1, "b": 2}', b'{"format": 2}']
+    "damage",
+    [
+        *(b"", b"{", b"[]", b"\xff", b'{"nbme": "x"}', b'{"a": 1, "b": 2}', b'{"format": 2}'),
+        b'{"created": "", "format": 2, "id": "\\ud800", "name": "fuzz"}',
+    ],
 )
 def test_a_damaged_identity_can_be_written_again_from_what_the_message_says(tmp_path, damage):
     run_dir = RunDir.create(tmp_path, RUN)
