@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.files import write_text
+from data_pipeline.files import read_regular, write_text
 
+_log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 # Where a cell begins: at the start, and, for a spreadsheet whose locale separates by semicolons, at
 # each of these, quoted or not.
@@ -26,6 +28,7 @@ _FORMULA = (
     r"\u2000-\u200f\u2028-\u202f\u2060-\u206f\u3000\ufeff]*"
     r"[=+\-@\t\r\uff1d\uff0b\uff0d\uff20])"
 )
+MOST_NAMES = 3  # of a message
 _UNMARKED, _MARKED = re.compile(_BEGIN + _FORMULA), re.compile(f"{_BEGIN}'{_FORMULA}")
 
 
@@ -37,6 +40,22 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     writer.writerows([marked(row.get(column, "")) for column in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text.getvalue())
+
+
+def warn_if_replaced(path: Path, names: Iterable[str]) -> None:
+    """Warn if a table about to be replaced has other rows than these, by their first cells."""
+    try:
+        rows = read_csv(read_regular(path).decode())
+    except (OSError, ValueError, csv.Error):  # there is none, or it is none
+        return
+    if others := sorted({str(next(iter(row.values()))) for row in rows} - {*names}):
+        _log.warning("%s: replaced a table that also had %s", path, shown_names(others))
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_csv(text: str) -> list[dict[str | None, Any]]:

@@ -15,9 +15,14 @@ def print_fitted(lines: Iterable[str], indent: int) -> None:
 
     In a pipe a line stays whole, for those who search in it.
     """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    width = terminal_width()
     for line in fitted(lines, indent, width) if width else lines:
         print(line)
+
+
+def terminal_width() -> int:
+    """The columns of the terminal that stdout is; 0 in a pipe, where lines stay whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def fitted(lines: Iterable[str], indent: int, width: int) -> Iterator[str]:

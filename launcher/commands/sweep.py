@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
 from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
@@ -147,9 +148,14 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of results."""
+    from launcher.commands.sweep_tables import ResultsTable
+    from launcher.commands.tables import console
+
     cells = _cells_of(arguments)
     output = arguments.output or _runs_of(arguments, read_sweep(arguments.sweep)) / "results.csv"
+    warn_if_replaced(output, [cell.cell.name for cell in cells])
     write_results(output, cells)
+    console().print(ResultsTable(cells))
     print(f"{output}: {describe(cells)}")
     return 0
 

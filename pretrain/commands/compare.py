@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.files import write_text
 from data_pipeline.setting_pages import value_text
 from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_histories
@@ -18,7 +18,7 @@ from pretrain.rundir.losses import set_loss_name, set_losses
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import SPEED
 from pretrain.scaling.which_runs import runs_of
-from pretrain.terminal.text import distinguished, number, si, text_table
+from pretrain.terminal.text import distinguished, fitted_table, number, si
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 def compare(histories: Sequence[History], output: Path | None, title: str = "") -> int:
     """Print the tables, and write page and picture, with this title, to `output`; 0."""
     rows, changed = numbers_of(histories), _differing_settings(histories)
-    print(text_table([heads_of(histories), *rows]))
+    print(fitted_table([heads_of(histories), *rows]))
     if changed:
-        print("\n" + text_table([("setting", *heads_of(histories)[1:]), *changed]))
+        print("\n" + fitted_table([("setting", *heads_of(histories)[1:]), *changed]))
     if left_out := _left_out(histories):
         print(f"\n{left_out}")
     if output:
-        output.mkdir(parents=True, exist_ok=True)
-        write_text(output / "compare.html", render(histories, rows, changed))
+        html = render(histories, rows, changed)
+        write_page(output / "compare.html", html, [history.path for history in histories])
         title = title or title_of([history.name for history in histories])
         save_panels(output / "compare.png", title, comparison_panels(histories))
         print(printable(f"\n{output / 'compare.html'} and compare.png"))

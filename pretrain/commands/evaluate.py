@@ -11,7 +11,7 @@ from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import size_of
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.rundir.run_paths import run_path
-from pretrain.terminal.text import text_table
+from pretrain.terminal.text import fitted_table
 
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if outputs := outputs_of(arguments):
         values = [output.values for output in outputs]
-        texts = [f"{output.title}\n\n{text_table(output.rows)}" for output in outputs]
+        texts = [f"{output.title}\n\n{fitted_table(output.rows)}" for output in outputs]
         as_json = json.dumps(values[0] if len(values) == 1 else values)
         print(as_json if arguments.json else "\n\n".join(texts))
     return 0

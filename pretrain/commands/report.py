@@ -8,12 +8,12 @@ from pathlib import Path
 
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import printable
-from data_pipeline.files import write_text
 from data_pipeline.progress import duration
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
+from pretrain.reporting.page_files import write_page
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_histories
 from pretrain.reporting.run_warnings import warnings_of
@@ -66,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(history: History, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "report.html", render(history))
+    write_page(directory / "report.html", render(history), [history.path])
     save_panels(directory / "report.png", history.name, run_panels(history))
     print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
     for warning in warnings_of(history):

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program
 from data_pipeline.sizes import size_of
@@ -32,7 +33,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_tokens, write_plan
 from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, fitted_table
 
 PROGRAM = Program(
     "pretrain scale context",
@@ -89,7 +90,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         ]
         for item in runs
     ]
-    print(text_table([heads, *rows]))
+    print(fitted_table([heads, *rows]))
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
     print("\n".join([f"total: {total}", replaced_settings(base), *unchecked]))
@@ -115,6 +116,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     output = arguments.output or runs / "context.csv"
     check_output_file("--output", output, "context.csv")
     plans = plan_evaluations(sweep, runs, output, arguments.max_tokens)
+    warn_if_replaced(output, [cell.name for cell in sweep.cells])
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []
     for found in evaluated_rows(plans, _evaluator(arguments.max_tokens)):
@@ -125,6 +127,8 @@ def run_collect(arguments: argparse.Namespace) -> int:
     print(f"{output}: {cells - len(left_out)} of {cells} cells evaluated")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
+    if len(left_out) < cells:
+        print(f"next: pretrain scale context report {output}")
     return 0
 
 
@@ -136,11 +140,14 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    from pretrain.scaling.context_report import write_context_report
+    from pretrain.scaling.context_report import context_tables, write_context_report
 
     output = arguments.output or arguments.table.parent / "context-report"
     check_output_directory("--output", output)
-    path = write_context_report(read_context(arguments.table), output, arguments.title)
+    rows = read_context(arguments.table)
+    path = write_context_report(rows, arguments.table, output, arguments.title)
+    for title, table in context_tables(rows).items():
+        print(f"{title}\n\n{fitted_table(table)}\n")
     print(f"report: {path}")
     return 0
 

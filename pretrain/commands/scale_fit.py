@@ -6,6 +6,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
+from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
 from pretrain.commands.scale import (
@@ -19,7 +20,7 @@ from pretrain.commands.scale import (
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.summary import fit_lines, fit_tree
-from pretrain.terminal.text import counted
+from pretrain.terminal.text import counted, fitted_table
 
 FEWEST_DRAWS = 20
 
@@ -80,22 +81,24 @@ def run_fit(arguments: argparse.Namespace) -> int:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale report`."""
     add_runs(parser)
-    add_report_output(parser, "scaling-report", "Scaling laws")
+    add_report_output(parser, None, "Scaling laws", shown="scaling-report beside RUNS")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
     from pretrain.scaling.report import write_report
 
-    check_output_directory("--output", arguments.output)
-    path = write_report(fit_of(arguments), arguments.output, arguments.title)
-    print(f"report: {path}")
+    output = arguments.output or arguments.runs.parent / "scaling-report"
+    check_output_directory("--output", output)
+    fit = fit_of(arguments)
+    path = write_report(fit, arguments.runs, output, arguments.title)
+    print("\n".join([*fit_lines(fit), f"report: {path}"]))
     return 0
 
 
 def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale collect`."""
-    add_sweep_input(parser, "runs.csv")
+    add_sweep_input(parser, None, shown="runs.csv in --runs-dir")
     parser.add_argument(
         "--curves-out", type=Path, metavar="FILE", help="also write the training curves here"
     )
@@ -103,7 +106,7 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of runs and, if asked to, their training curves."""
-    from pretrain.scaling.collect import collect_rows, write_curves, write_rows
+    from pretrain.scaling.collect import collect_rows, shown_rows, write_curves, write_rows
     from pretrain.scaling.sweep_file import read_sweep, reader_of
 
     sweep = read_sweep(arguments.sweep)
@@ -113,12 +116,15 @@ def run_collect(arguments: argparse.Namespace) -> int:
             f"{arguments.sweep} was planned {purpose}: use '{command} {arguments.sweep}'"
         )
     runs = runs_directory(sweep, arguments.runs_dir)
-    check_output_file("--output", arguments.output, "runs.csv")
+    output = arguments.output or runs / "runs.csv"
+    check_output_file("--output", output, "runs.csv")
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")
     rows = collect_rows(sweep, runs)
-    write_rows(arguments.output, rows)
+    warn_if_replaced(output, [row.name for row in rows])
+    write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]
-    print(f"{arguments.output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
+    print(fitted_table(shown_rows(rows)))
+    print(f"{output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
     versions = {version for row in rows for version in row.code.split()}
@@ -127,4 +133,6 @@ def run_collect(arguments: argparse.Namespace) -> int:
     if arguments.curves_out:
         count = write_curves(arguments.curves_out, sweep, runs)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
+    if len(left_out) < len(rows):
+        print(f"next: pretrain scale fit {output}, then pretrain scale report {output}")
     return 0

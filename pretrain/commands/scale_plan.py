@@ -24,7 +24,7 @@ from pretrain.scaling.plan import (
     write_plan,
 )
 from pretrain.scaling.recipe import Rule, replaced_settings
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, fitted_table
 
 PFLOPS_DAY = 86400e15
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         keep_layers=arguments.keep_layers,
     )
     unchecked = check_tokens(base, runs)
-    print(text_table(_table(runs)))
+    print(fitted_table(_table(runs)))
     totals = _totals(runs, arguments.speed)
     print("\n".join([totals, _replaced(known, arguments.rule), *unchecked]))
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"

@@ -35,7 +35,7 @@ from pretrain.scaling.predict import (
 )
 from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, with_budget
 from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, fitted_table
 
 UNANSWERED_WARNING = 0.01  # fraction of the draws without an answer from which there is a warning
 ASKED = {
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
     print(f"the compute-optimal run {where}, by each approach; {_intervals(fit)}")
     heads, rows = forecast_table(forecasts, asked)
-    print("\n".join([text_table([heads, *rows]), *unavailable_lines(fit)]))
+    print("\n".join([fitted_table([heads, *rows]), *unavailable_lines(fit)]))
     if band := near_optimal_band(fit, chosen.flops.value):
         low, high = (as_size(size) for size in band)
         flops = f"{chosen.flops.value:.3g} FLOPs" + (

@@ -19,7 +19,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_tokens, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, fitted_table
 
 PROGRAM = Program(
     "pretrain scale tune",
@@ -86,7 +86,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     output = arguments.output or runs / "tune-report"
     check_output_directory("--output", output)
     found, left_out = tuned_rates(sweep, runs)
-    print(text_table(tuned_table(found)))
+    print(fitted_table(tuned_table(found)))
     print("\n".join([*verdicts(found), *left_out]))
-    print(f"report: {write_tune_report(found, output, arguments.title)}")
+    print(f"report: {write_tune_report(found, runs, output, arguments.title)}")
     return 0

@@ -18,6 +18,7 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import set_losses
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
+from pretrain.scaling.intervals import amount
 from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
@@ -65,6 +66,17 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
         losses = tree.pop(SET_LOSSES, {})
         tree |= {f"loss/{name}": loss for name, loss in losses.items()}
     write_csv(path, list(dict.fromkeys(name for tree in trees for name in tree)), trees)
+
+
+def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """The rows that have a loss as a table for the terminal, heads first."""
+    cells = [
+        [row.name, amount(float(row.N)), amount(float(row.D)), f"{float(row.C):.3e}"]
+        + [f"{float(row.loss):.4f}"]
+        for row in rows
+        if not row.excluded
+    ]
+    return [["cell", "N", "D", "C", "loss"], *cells]
 
 
 def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import write_text
 from pretrain.reporting.charts import (
     PAGE,
     PRINT,
@@ -22,6 +21,7 @@ from pretrain.reporting.charts import (
     spread_colors,
 )
 from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.context import ContextRow
 from pretrain.scaling.intervals import amount
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LABELS = 5  # of an axis of a panel
+OTHER_MEMORY = "Other memory than in training"
 
 
 def models_of(rows: Sequence[ContextRow]) -> dict[str, str]:
@@ -153,8 +154,10 @@ SERIES = {  # attribute of a row -> title, what is equal in words
 }
 
 
-def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str) -> Path:
-    """Write report.html and the PNGs into `directory`; return the path of report.html."""
+def write_context_report(
+    rows: Sequence[ContextRow], source: Path, directory: Path, title: str
+) -> Path:
+    """Write report.html about the table `source`, and the PNGs; return the path of report.html."""
     refuse_repeats(rows)
     directory.mkdir(parents=True, exist_ok=True)
     sections = [_series(rows, name, directory) for name in SERIES if _trained(rows, name)]
@@ -170,7 +173,8 @@ def write_context_report(rows: Sequence[ContextRow], directory: Path, title: str
         "Written by 'pretrain scale context report'. "
         "Losses in nats per token of the validation split."
     )
-    write_text(path, page(title, "Context lengths", lead, _cards(rows), sections, footer))
+    text = page(title, "Context lengths", lead, _cards(rows), sections, footer)
+    write_page(path, text, [source])
     return path
 
 
@@ -187,14 +191,9 @@ def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
     title, words = SERIES[name]
     mine = _trained(rows, name)
     models = models_of(mine)
-    heads = _HEADS if len(models) > 1 else _HEADS[:-1]
     same = "Each line: the same model and" if len(models) > 1 else "All runs: the same model and"
     caption = f"Loss over memory length, one line per segment length. {same} {words}"
-    cells = [
-        [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.N)),
-         amount(float(row.D)), f"{row.C:.3g}", f"{row.loss:.4f}", models[row.recipe]]
-        for row in sorted(mine, key=lambda row: float(row.loss))
-    ]  # fmt: skip
+    heads, *cells = trained_table(rows, name)
     return section(
         title,
         _drawn(
@@ -202,16 +201,48 @@ def _series(rows: Sequence[ContextRow], name: str, directory: Path) -> str:
             lambda palette: loss_by_memory(mine, palette),
             caption,
         ),
-        table(heads, [row[: len(heads)] for row in cells], "named"),
+        table(heads, cells, "named"),
     )
 
 
-def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
-    shown = [row for row in rows if row.same_tokens] or list(rows)
+def context_tables(rows: Sequence[ContextRow]) -> dict[str, list[list[str]]]:
+    """The page's tables by their titles, heads first."""
+    found = {title: trained_table(rows, name) for name, (title, _) in SERIES.items()}
+    return {title: each for title, each in found.items() if each[1:]} | {
+        OTHER_MEMORY: evaluated_table(rows)
+    }
+
+
+def trained_table(rows: Sequence[ContextRow], name: str) -> list[list[str]]:
+    """The runs of a series by their losses, heads first."""
+    mine = _trained(rows, name)
+    models = models_of(mine)
+    heads = _HEADS if len(models) > 1 else _HEADS[:-1]
+    cells = [
+        [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.N)),
+         amount(float(row.D)), f"{row.C:.3g}", f"{row.loss:.4f}", models[row.recipe]]
+        for row in sorted(mine, key=lambda row: float(row.loss))
+    ]  # fmt: skip
+    return [list(heads), *(row[: len(heads)] for row in cells)]
+
+
+def evaluated_table(rows: Sequence[ContextRow]) -> list[list[str]]:
+    """The losses of each run with other memories than in training's, heads first."""
+    shown = _shown(rows)
     times = sorted({float(row.times) for row in shown})
     names = list(dict.fromkeys(row.name for row in shown))
     losses = {(row.name, float(row.times)): f"{row.loss:.4f}" for row in shown}
     cells = [[name, *(losses.get((name, value), "") for value in times)] for name in names]
+    return [["run", *(f"{value:g}x" for value in times)], *cells]
+
+
+def _shown(rows: Sequence[ContextRow]) -> list[ContextRow]:
+    return [row for row in rows if row.same_tokens] or list(rows)
+
+
+def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
+    shown = _shown(rows)
+    heads, *cells = evaluated_table(rows)
     caption = (
         "Loss of trained models when they are evaluated with other memory lengths than they were "
         "trained with (rings). "
@@ -224,10 +255,10 @@ def _evaluated(rows: Sequence[ContextRow], directory: Path) -> str:
     )
     draw = lambda palette: loss_by_evaluated_memory(shown, palette)  # noqa: E731
     return section(
-        "Other memory than in training",
+        OTHER_MEMORY,
         _drawn(directory / "evaluated.png", draw, caption),
         paragraph(columns + "."),
-        table(["run", *(f"{value:g}x" for value in times)], cells, "named"),
+        table(heads, cells, "named"),
     )
 
 

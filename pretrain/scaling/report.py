@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.files import write_json, write_text
+from data_pipeline.files import write_json
 from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_png
 from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
 from pretrain.scaling import charts
 from pretrain.scaling.checks import beyond, disagreement, relative_error
 from pretrain.scaling.estimates import TITLES
@@ -36,15 +37,15 @@ from pretrain.terminal.text import counted
 MOST_ROWS = 60
 
 
-def write_report(fit: Fit, directory: Path, title: str) -> Path:
-    """Write report.html, fit.json and the PNGs into `directory`; return the path of report.html."""
+def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
+    """Write report.html about the table `runs`, with its JSON and PNGs; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
     for name, (chart, caption) in _charts(fit).items():
         drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
         save_png(directory / f"{name}.png", chart(fit, PRINT))
     path = directory / "report.html"
-    write_text(path, render(fit, title, drawn))
+    write_page(path, render(fit, title, drawn), [runs])
     write_json(directory / "fit.json", fit_tree(fit))
     return path
 

@@ -26,7 +26,7 @@ from pretrain.scaling.intervals import (
 from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.predict import Forecast
-from pretrain.terminal.text import counted, text_table
+from pretrain.terminal.text import counted, fitted_table
 
 
 def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
@@ -75,7 +75,7 @@ def fit_lines(fit: Fit) -> list[str]:
         + (f", within {fit.flops_law.largest_error:.2%}" if fit.flops_law.largest_error else ""),
         *(f"note: {note}" for note in points.notes),
         "",
-        text_table([heads, *rows]),
+        fitted_table([heads, *rows]),
         *unavailable_lines(fit),
     ]
     if law := law_intervals(fit):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_pipeline.files import write_text
 from pretrain.reporting.charts import (
     PAGE,
     PRINT,
@@ -22,6 +21,7 @@ from pretrain.reporting.charts import (
     spread_colors,
 )
 from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.parabola import parabola_through
@@ -53,8 +53,8 @@ def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
     return figure
 
 
-def write_tune_report(found: Sequence[Tuned], directory: Path, title: str) -> Path:
-    """Write report.html and tune.png into `directory`; return the path of report.html."""
+def write_tune_report(found: Sequence[Tuned], runs: Path, directory: Path, title: str) -> Path:
+    """Write report.html, about `runs`, with tune.png beside it; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     caption = "Loss at the end over the peak learning rate; star: the lowest point of the parabola"
     caption += " through the rates near it, shaded: what loses at most 0.5%"
@@ -70,7 +70,8 @@ def write_tune_report(found: Sequence[Tuned], directory: Path, title: str) -> Pa
     lead = f"{count} runs of one model over as many tokens, at different learning rates."
     footer = "Written by 'pretrain scale tune report'. Losses in nats per token of the validation "
     path = directory / "report.html"
-    write_text(path, page(title, "Learning rates", lead, _cards(found), [body], f"{footer}split."))
+    text = page(title, "Learning rates", lead, _cards(found), [body], f"{footer}split.")
+    write_page(path, text, [runs])
     return path
 
 

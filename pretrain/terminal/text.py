@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from data_pipeline.fitted import terminal_width
+
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
 
@@ -52,6 +54,25 @@ def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str
         ).rstrip()
         for row in rows
     )
+
+
+def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """`text_table`; on a terminal that is narrower, several, one below the other.
+
+    Each of them starts with the first column.
+    """
+    width = terminal_width() if width is None else width
+    first, *others = _widths(rows)
+    groups: list[list[int]] = [[]]
+    room = width - first
+    for index, needed in enumerate(others, start=1):
+        if width and groups[-1] and needed + 2 > room:
+            groups.append([])
+            room = width - first
+        groups[-1].append(index)
+        room -= needed + 2
+    tables = ([[row[0], *(row[index] for index in group)] for row in rows] for group in groups)
+    return "\n\n".join(map(text_table, tables))
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.csv_files import read_csv, write_csv
+from data_pipeline.csv_files import read_csv, warn_if_replaced, write_csv
 from data_pipeline.errors import DataError
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.point_files import csv_rows
 
 FORMULAS = ["=cmd|'/c calc'!A1", "+1+1", "-2+3+cmd", "@SUM(A1)", " =1", "\t=1", "\uff1d1", "'=1"]
 FORMULAS += ["a;=cmd|'/c calc'!A1", 'a; "=1;b;;-x', "a\n=1", "\ufeff=1+1", "\u200b\u2060@SUM(A1)"]
+
+
+def test_a_table_of_other_rows_is_not_replaced_silently(tmp_path, caplog):
+    path = tmp_path / "runs.csv"
+    warn_if_replaced(path, ["a"])
+    write_csv(path, ["name", "loss"], [{"name": name, "loss": 1} for name in "abcde"])
+    warn_if_replaced(path, "abcdefg")
+    assert not caplog.records
+    warn_if_replaced(path, ["a"])
+    assert caplog.messages == [f"{path}: replaced a table that also had b, c, d and 1 more"]
 
 
 @pytest.mark.parametrize("text", FORMULAS)

@@ -331,7 +331,9 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     cell = cells_of(grid)[1]
     make_done(cell)
     assert main(["sweep", "collect", str(grid)]) == 0
-    assert "results.csv: 1 of 4 cells are done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"^cell +train loss .*goodput", said, re.M)
+    assert "results.csv: 1 of 4 cells are done" in said
     with open("runs/grid/results.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from pretrain.reporting import charts
 from pretrain.reporting.charts import PAGE, PRINT, Panel, canvas, chart_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
 
@@ -65,6 +66,17 @@ def test_a_page_is_well_formed_and_refers_to_nothing_outside_itself():
     assert not re.search(
         r"https?:|//|@import|url\((?!#)", re.sub(r"<!doctype[^>]*>", "", without_namespaces)
     )
+
+
+def test_a_page_about_other_runs_is_not_replaced_silently(tmp_path, caplog):
+    first, second = tmp_path / "a", tmp_path / "b"
+    page_file = tmp_path / "pages" / "report.html"
+    write_page(page_file, "one", [first, second])
+    write_page(page_file, "two", [second, first])
+    assert not caplog.records
+    assert page_file.read_text().startswith("two")
+    write_page(page_file, "three", [first])
+    assert caplog.messages == [f"{page_file}: replaced a page that was not made from these runs"]
 
 
 def test_text_from_a_model_or_a_corpus_cannot_become_markup():

@@ -78,6 +78,23 @@ def collected(swept):
     return swept
 
 
+def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
+    collected, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(collected / "runs", tmp_path / "mine")
+    assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^cell +N +D +C +loss\nc1e14-", said, re.M)
+    table = Path("mine/runs.csv")
+    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
+    assert command("report", table, "--draws", 20) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^approach +a: N\* ~ C\^a", said, re.M)
+    assert said.endswith("report: mine/scaling-report/report.html\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
     arguments = ("--budgets", "1e14", "1e15", "--out", swept / "other.yaml", "--speed", "1e12")
     assert command("plan", swept / "books.yaml", *arguments) == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -232,6 +233,8 @@ def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_
 
 def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     assert collect(swept, "--max-tokens", 100) == 0
+    said = capsys.readouterr().out
+    assert f"next: pretrain scale context report {swept / 'context.csv'}\n" in said
     out = swept / "context-report"
     assert (
         main(
@@ -246,6 +249,10 @@ def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
         )
         == 0
     )
+    said = capsys.readouterr().out
+    assert re.search(r"^Equal tokens\n\nrun +segment +memory .*\nt8-m", said, re.M)
+    assert re.search(r"^Other memory than in training\n\nrun +0x +0\.5x .*\nt8-m", said, re.M)
+    assert said.endswith(f"report: {out / 'report.html'}\n")
     page = (out / "report.html").read_text()
     for words in (
         "<h1>Tiny</h1>",

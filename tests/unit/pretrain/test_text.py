@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.terminal.text import distinguished, markdown_table, number, step_time, text_table
+from pretrain.terminal.text import (
+    distinguished,
+    fitted_table,
+    markdown_table,
+    number,
+    step_time,
+    text_table,
+)
 
 ROWS = [["case", "loss", "verdict"], ["short", "12.5", "ok"], ["a longer one", "3", "-"]]
 
@@ -35,6 +42,17 @@ def test_columns_are_flush_right_except_those_named():
         "a longer one     3  -",
     ]
     assert text_table(ROWS, left=()).splitlines()[1] == "       short  12.5       ok"
+
+
+def test_a_table_wider_than_the_terminal_becomes_several_that_name_their_rows():
+    assert fitted_table(ROWS, 0) == text_table(ROWS)
+    assert fitted_table(ROWS, 40) == text_table(ROWS)
+    narrow = fitted_table(ROWS, 20)
+    assert narrow.split("\n\n") == [
+        text_table([row[:2] for row in ROWS]),
+        text_table([[row[0], row[2]] for row in ROWS]),
+    ]
+    assert max(map(len, narrow.splitlines())) <= 20 + 2
 
 
 def test_a_markdown_table_is_aligned_as_text_too():
