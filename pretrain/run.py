@@ -49,6 +49,7 @@ from pretrain.metrics.stragglers import ForwardClock
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.determinism import check_tiles, set_determinism
+from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
 from pretrain.processes.precision import set_tf32, with_precision_of_run
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
@@ -103,8 +104,13 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
 def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[RankProcess]:
     """Open the run's directory on rank 0 for all, and claim the run unless the launcher did."""
     fault = fault_from_environment()
+    logs = RunDir(directory).logs
+    set_trace_files(os.environ, logs)
     heartbeat = Heartbeat(
-        RunDir(directory).heartbeats, world.rank, config.engine.watchdog_timeout_seconds
+        RunDir(directory).heartbeats,
+        world.rank,
+        config.engine.watchdog_timeout_seconds,
+        last_words=lambda: write_last_collectives(logs, world.rank, os.environ),
     )
     token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:

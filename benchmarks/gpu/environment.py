@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.context import Context, wait_for
+from benchmarks.gpu.startup import cores, recorder
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.kernels.triton.settings import unsupported_reason
 
@@ -48,6 +49,8 @@ def run(context: Context) -> None:
     seconds = context.size(1.0, 0.01)
     peak = measured_matmul_peak(context.device, context.dtype, seconds=seconds)
     context.report.add("rates", matmul_flops=peak, copy_bytes_per_second=_copy_rate(context))
+    cores(context)
+    recorder(context)
 
 
 def _device(context: Context) -> None:

@@ -21,7 +21,7 @@ class Step:
 
 
 STEPS = (
-    Step("environment", "benchmarks.gpu.environment:run", 20, 120, "what this machine has"),
+    Step("environment", "benchmarks.gpu.environment:run", 30, 120, "what this machine has"),
     Step("kernels", "benchmarks.gpu.kernels:run", 60, 300, "fused attention against float64"),
     Step("determinism", "benchmarks.gpu.exactness:determinism", 60, 240, "the same bits twice"),
     Step("stages", "benchmarks.gpu.exactness:stages", 240, 480, "DeepSpeed: save and restore"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from data_pipeline.files import open_regular
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
+from pretrain.rundir.collective_traces import traces_of_attempt
 from pretrain.rundir.launch_events import AttemptEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
@@ -154,7 +156,19 @@ def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLo
         for line in deque(error_lines(lines), maxlen=arguments.lines or None):
             print(printable(f"[{name}] {line.rstrip()}"))
             found_any = True
+    for prefix, ranks in traces_of_attempt(run_dir.logs, chosen.attempt).items() if chosen else ():
+        print(f"[collectives] {describe_traces(run_dir.logs, prefix, ranks)}")
+        found_any = True
     return found_any
+
+
+def describe_traces(logs: Path, prefix: str, ranks: Sequence[int]) -> str:
+    """Where the ranks' last collectives are, and what reads them."""
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return (
+        f"the last of {which} are in {logs / prefix}*; compare them with: "
+        f"{shlex.join(['torchfrtrace', '--prefix', prefix, '-j', str(logs)])}"
+    )
 
 
 def _sources(

@@ -22,6 +22,7 @@ from launcher.slurm.rank_statuses import SrunPatience, first_failure, read_ends,
 from launcher.slurm.snapshot import Snapshot
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
+from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 
@@ -69,6 +70,7 @@ def meeting_point(step: Step, run_dir: Path, attempt: int) -> dict[str, str]:
     return {
         "MASTER_ADDR": step.nodes[0],
         PORT_FILE_VARIABLE: str(RunDir(run_dir).logs / f"attempt-{attempt}.port"),
+        **variables_of_attempt(RunDir(run_dir).logs, attempt),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -68,6 +68,8 @@ class EngineConfig:
     """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
     threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
     """CPU threads per rank; 0: cores divided by the ranks on this node."""
+    bind_cores: bool = True
+    """Bind each rank to the cores beside its GPU, unless Slurm or the site has bound it."""
     watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)

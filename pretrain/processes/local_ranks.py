@@ -20,6 +20,7 @@ from data_pipeline.errors import EXIT_USER_ERROR
 from data_pipeline.files import folder_below, own_file
 from data_pipeline.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
+from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
 from pretrain.terminal.live_bar import LogLine, show
@@ -65,6 +66,7 @@ class RankGroup:
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
+        shared |= variables_of_attempt(logs, attempt)
         try:
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}

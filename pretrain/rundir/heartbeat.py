@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,12 +78,20 @@ class Heartbeat:
 
     While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
     continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
-    suspended, the stacks are also written and SIGALRM ends it. 0: no timeout.
+    suspended, the stacks are also written, `last_words` is called in another thread, and SIGALRM
+    ends it. 0: no timeout.
     """
 
-    def __init__(self, directory: Path, rank: int, watchdog_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        watchdog_timeout_seconds: float,
+        last_words: Callable[[], object] = lambda: None,
+    ) -> None:
         self._path = directory / f"rank-{rank:05d}.json"
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
+        self._last_words = last_words
         self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, "start")
         self._closing = threading.Event()
@@ -109,7 +118,7 @@ class Heartbeat:
             ) from None
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         if self._watchdog_timeout_seconds:
-            self._watchdog = Watchdog(self._watchdog_timeout_seconds)
+            self._watchdog = Watchdog(self._watchdog_timeout_seconds, self._last_words)
         self._writer.start()
         return self
 

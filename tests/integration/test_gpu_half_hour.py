@@ -16,7 +16,7 @@ from pretrain.kernels.triton.tile_table import KERNELS
 
 # What each step has to have found.
 PARTS = {
-    "environment": {"packages", "tools", "machine", "rates"},
+    "environment": {"packages", "tools", "machine", "rates", "cores", "recorder"},
     "kernels": {"dropout, torch.float32", "everything, torch.float32"},
     "determinism": {"two runs"},
     "stages": {"ZeRO 0, fp16", "ZeRO 2, offloaded memories", "ZeRO 3, all of it"},

@@ -1,15 +1,18 @@
-"""A rank that stops running: the others do not wait for it forever."""
+"""A rank that stops running: the others do not wait forever, and write what they waited for."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.collective_traces import traces_of_attempt
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stalled
@@ -18,7 +21,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
-    tiny_corpus: Path, tmp_path: Path
+    tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
@@ -29,7 +32,8 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
         "checkpoint.interval=100000",
         "engine.watchdog_timeout_seconds=15",
     ]
-    with RankGroup(command, 2, tmp_path / "logs") as group:
+    run_dir.path.mkdir()
+    with RankGroup(command, 2, run_dir.logs, attempt=3) as group:
         deadline = time.monotonic() + 60
         while not run_dir.read_metrics():
             assert time.monotonic() < deadline, group.logs[0].read_text()
@@ -50,3 +54,12 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     log = group.logs[0].read_text()
     assert "Timeout" in log
     assert "in train" in log
+    # The rank that waited says in which collective; the stopped one cannot say anything.
+    (trace,) = run_dir.logs.glob("attempt-3-gloo-*")
+    assert traces_of_attempt(run_dir.logs, 3) == {"attempt-3-gloo-rank-": [0]}
+    records = pickle.loads(trace.read_bytes())["entries"]
+    assert records[0]["retired"]
+    assert not records[-1]["retired"]
+    assert any(frame["filename"].endswith("pretrain/train.py") for frame in records[-1]["frames"])
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert f"--prefix attempt-3-gloo-rank- -j {run_dir.logs}" in capsys.readouterr().out

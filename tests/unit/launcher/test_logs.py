@@ -104,6 +104,22 @@ def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_di
     assert capsys.readouterr().out == "[job] the licence server said no\n"
 
 
+def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
+    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
+    for name in ("10-gloo-rank-0", "10-nccl-rank-1", "10-nccl-rank-12", "2-gloo-rank-0"):
+        (run_dir.logs / f"attempt-{name}").touch()
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        f"[collectives] the last of rank 0 are in {run_dir.logs}/attempt-10-gl"
+    )
+    assert lines[1].startswith(
+        f"[collectives] the last of 2 ranks are in {run_dir.logs}/attempt-10-nc"
+    )
+    assert lines[1].endswith(f"torchfrtrace --prefix attempt-10-nccl-rank- -j {run_dir.logs}")
+
+
 def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
     assert main(["logs", str(run_dir.path), "--attempt=2"]) == 0
     assert capsys.readouterr().out == "of attempt 2\n"

@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.watchdog import await_last_words
 
 STEPS_THEN_WAITS = """
 import sys, time
@@ -24,7 +27,8 @@ def wait_for_ever():
     sys.exit("stop requested" if stop._requested else "never ended")
 
 stop = StopRequest()
-with Heartbeat(Path(sys.argv[1]), rank=3, watchdog_timeout_seconds=float(sys.argv[2])) as heartbeat:
+say = lambda: print("last words", file=sys.stderr)
+with Heartbeat(Path(sys.argv[1]), 3, float(sys.argv[2]), last_words=say) as heartbeat:
     heartbeat.beat(5, "save")
     wait_for_ever()
 """
@@ -86,6 +90,7 @@ def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time
     assert process.returncode == -signal.SIGALRM
     assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
+    assert errors.rstrip().endswith("last words")
     assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
 
 
@@ -102,3 +107,20 @@ def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_reque
         _, errors = process.communicate(timeout=30)
     assert errors.splitlines()[-1] == "stop requested"
     assert "most recent call first" not in errors
+
+
+@pytest.mark.parametrize(
+    ("said", "waits"), [(b"!", False), (b"..!", False), (b"", False), (b".", True), (None, True)]
+)
+def test_a_watchdog_waits_for_last_words_but_not_for_a_rank_that_says_none(said, waits):
+    (food, spoon), (question, asks) = os.pipe(), os.pipe()
+    if said:
+        os.write(spoon, said)
+    if said == b"":
+        os.close(spoon)  # the rank is gone
+    before = time.monotonic()
+    await_last_words(food, asks, seconds=0.3)
+    assert (time.monotonic() - before >= 0.3) == waits
+    assert os.read(question, 8) == b"?"
+    for end in (food, question, asks, *([spoon] if said != b"" else [])):
+        os.close(end)

@@ -1,0 +1,71 @@
+"""How a rank starts on this machine: the cores beside its GPU, and what it says when it hangs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.context import Context, wait_for
+from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.processes.core_binding import (
+    available_cores,
+    bind_to_cores_beside_gpu,
+    cores_beside,
+    pci_address,
+)
+from pretrain.processes.last_collectives import write_last_collectives
+
+BLOCKED_CYCLES = 10_000_000_000  # of the GPU's clock: about five seconds
+LAST_WORDS_GOAL = 3.0  # seconds; the watchdog waits for five
+
+
+def cores(context: Context) -> None:
+    """Report what the kernel names for the GPU, and bind as `pretrain train` does."""
+    words: dict[str, object] = {}
+    if context.device.type == "cuda":
+        found = torch.cuda.get_device_properties(context.device)
+        address = pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        beside = asdict(cores_beside(address))
+        words |= {"address": address, **beside, "cores": sorted(beside["cores"])}
+    before = os.sched_getaffinity(0)
+    decision = bind_to_cores_beside_gpu(context.device, torch.get_num_threads())
+    now = os.sched_getaffinity(0)
+    wanted = before if decision is None or decision.cores is None else decision.cores
+    os.sched_setaffinity(0, before)
+    context.report.check(
+        "cores", now == wanted, reason=decision.reason if decision else "no GPU",
+        bound=sorted(now), available=len(available_cores()), **words,
+    )  # fmt: skip
+
+
+def recorder(context: Context) -> None:
+    """Block the device, and let the rank write its last collectives as its watchdog would."""
+    init_world()
+    try:
+        ones = torch.ones(3, device=context.device)
+        dist.all_reduce(ones)
+        wait_for(context.device)
+        if context.device.type == "cuda":
+            torch.cuda._sleep(BLOCKED_CYCLES)
+        work = dist.all_reduce(ones, async_op=True)
+        start = time.monotonic()
+        paths = write_last_collectives(context.work, 0, {})
+        seconds = time.monotonic() - start
+        assert work is not None
+        work.wait()
+        wait_for(context.device)
+    finally:
+        destroy_process_group()
+    backend = "gloo" if context.device.type == "cpu" else "nccl"
+    # Our own process wrote them a moment ago.
+    records = {path.name: pickle.loads(path.read_bytes())["entries"] for path in paths}
+    last = [{key: record[key] for key in ("profiling_name", "state", "retired")}
+            for record in records.get(f"attempt-0-{backend}-rank-0", [])[-2:]]  # fmt: skip
+    context.report.check(
+        "recorder", len(last) == 2 and seconds < LAST_WORDS_GOAL, seconds=seconds, last=last
+    )

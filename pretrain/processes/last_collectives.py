@@ -1,0 +1,67 @@
+"""What a rank's collectives did last, for whoever looks into a hang: torch's flight recorder.
+
+torch records the last 2,000 of gloo and of NCCL unless TORCH_FR_BUFFER_SIZE is 0, and writes them
+itself where NCCL fails or times out. The watchdog of a rank ends it earlier than that, so the rank
+writes them before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d  # the recorder has no public functions
+
+from data_pipeline.files import atomic_write
+from pretrain.rundir.collective_traces import trace_prefix
+
+logger = logging.getLogger(__name__)
+
+# Where torch writes by itself; the second name is that of older versions.
+OWN_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ENTRY = b"record_id"  # a field of every collective in a dump
+
+
+def set_trace_files(environment: MutableMapping[str, str], logs: Path) -> None:
+    """Let torch write its own dumps among the logs of the attempt, unless the user chose."""
+    if not any(name in environment for name in OWN_FILES):
+        environment.update(dict.fromkeys(OWN_FILES, trace_prefix(logs, "nccl", environment)))
+
+
+def write_last_collectives(logs: Path, rank: int, environment: Mapping[str, str]) -> list[Path]:
+    """Write a file for each backend that was used; returns their paths."""
+    paths = []
+    for backend, content in _dumps():
+        path = Path(f"{trace_prefix(logs, backend, environment)}{rank}")
+        with atomic_write(path, sync=False) as file:
+            file.write(content)
+        logger.warning("wrote the last collectives of %s to %s", backend, path)
+        paths.append(path)
+    return paths
+
+
+def _dumps() -> Iterator[tuple[str, bytes]]:
+    """The pickled records of each backend that has any."""
+    if not dist.is_initialized():
+        return
+    for backend, dumps in _recorders().items():
+        content = next((found for dump in dumps if _ENTRY in (found := dump())), None)
+        if content is not None:
+            yield backend, content
+
+
+def _recorders() -> dict[str, list[Callable[[], bytes]]]:
+    """What may know the collectives of each backend, by version of torch."""
+
+    def recorded_by(name: str) -> bytes:
+        try:
+            return c10d._dump_fr_trace(backend=name)
+        except TypeError:  # older versions of torch know gloo's alone
+            return c10d._dump_fr_trace() if name == "gloo" else b""
+
+    nccl: list[Callable[[], bytes]] = [lambda: recorded_by("nccl2")]
+    if older := getattr(c10d, "_dump_nccl_trace", None):
+        nccl.append(older)  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
+    return {"nccl": nccl, "gloo": [lambda: recorded_by("gloo")]}
