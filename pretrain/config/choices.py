@@ -17,7 +17,7 @@ Positions = Literal["relative", "rope", "alibi", "t5"]
 CompressionKind = Literal["conv", "mean", "max"]
 NormKind = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["post", "pre"]
-ScheduleShape = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
+ScheduleShape = Literal["constant", "linear", "cosine", "cosine_from_start", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "lamb"]
 EngineKind = Literal["deepspeed", "torch"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -133,7 +133,7 @@ class ScheduleTraits:
 def schedule_traits(shape: ScheduleShape) -> ScheduleTraits:
     """Return how a shape ends; `pretrain.optim.learning_rate` computes it."""
     match shape:
-        case "linear" | "cosine":
+        case "linear" | "cosine" | "cosine_from_start":
             return ScheduleTraits()
         case "wsd":
             return ScheduleTraits(decays_last=True)

@@ -27,7 +27,9 @@ def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
         case "linear":
             return floor + (1.0 - floor) * (1.0 - done)
         case "cosine":
-            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+            return _cosine(floor, done)
+        case "cosine_from_start":  # of Dai et al. 2019 in PyTorch; theirs in TensorFlow is "cosine"
+            return _cosine(floor, min(1.0, step / optim.steps))
         case "inverse_sqrt":
             return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
         case "wsd":  # warm-up, stable, decay: constant, then linear over the last `decay_steps`
@@ -35,3 +37,7 @@ def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
             return floor + (1.0 - floor) * min(1.0, left / optim.decay_steps)
         case _:
             assert_never(schedule.shape)
+
+
+def _cosine(floor: float, done: float) -> float:
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -5,6 +5,7 @@ import math
 from typing import get_args
 
 import pytest
+import torch
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import ScheduleShape
@@ -30,8 +31,28 @@ def test_no_rate_exceeds_the_peak_or_rises_after_warmup(shape: str) -> None:
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates))
 
 
+def test_the_cosine_from_the_start_is_that_of_torch_over_the_whole_run() -> None:
+    settings = optim("cosine_from_start", final_fraction=0.1)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([parameter], lr=2.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 100, eta_min=0.2)
+    for step in range(100):
+        if step >= 10:
+            assert learning_rate_at(settings, step) == pytest.approx(sgd.param_groups[0]["lr"])
+        sgd.step()
+        schedule.step()
+    apart = [
+        abs(
+            learning_rate_at(settings, step)
+            - learning_rate_at(optim("cosine", final_fraction=0.1), step)
+        )
+        for step in range(100)
+    ]
+    assert 0 < max(apart) / 2.0 < math.pi * 10 / 200
+
+
 def test_linear_and_cosine_end_at_the_final_fraction() -> None:
-    for shape in ("linear", "cosine"):
+    for shape in ("linear", "cosine", "cosine_from_start"):
         assert learning_rate_at(optim(shape, final_fraction=0.1), 100) == pytest.approx(0.2)
 
 
