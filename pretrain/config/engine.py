@@ -39,7 +39,7 @@ class EngineConfig:
     kind: EngineKind = fixed("deepspeed")
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0: nothing."""
+    """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0, torch: nothing."""
     reduction_precision: ReductionPrecision = "fp32"
     """In which gradients are summed over the ranks; bf16: half the traffic, rounded sums."""
     secondary_shard_ranks: int = setting(0, Range(0, MOST_RANKS), unit="ranks")

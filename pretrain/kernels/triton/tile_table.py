@@ -60,18 +60,14 @@ def tiles_in(path: Path, head_width: int, capability: tuple[int, int]) -> Tiles:
     try:
         found = _checked(Fields(read_json(path), "the table"), tiled_width(head_width), capability)
         return replace(configured, **found)
-    except (OSError, ValueError, InvalidField, AssertionError) as error:
+    except (OSError, ValueError, InvalidField) as error:
         raise ConfigError(
-            f"{path} cannot be used: {_reason_of(error)}; remove it, or search again on this "
+            f"{path} cannot be used: {error}; remove it, or search again on this "
             "device (make gpu STEPS=tiles) and copy the new table there"
         ) from None
 
 
 _read_once = functools.cache(tiles_in)  # asked by every layer of every step
-
-
-def _reason_of(error: Exception) -> str:
-    return f"no kernel takes {error}" if isinstance(error, AssertionError) else str(error)
 
 
 def _checked(table: Fields, width: int, capability: tuple[int, int]) -> dict[str, Tile]:

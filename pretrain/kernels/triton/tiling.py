@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` queries and `columns` keys, or position rows in the kernel of their gradient."""
+    """`rows` queries and `columns` keys, or position rows in the kernel of their gradient.
+
+    ValueError if no kernel takes it.
+    """
 
     rows: int
     columns: int
@@ -15,15 +18,13 @@ class Tile:
     stages: int = 1
 
     def __post_init__(self) -> None:
-        for size in (self.rows, self.columns):
-            assert size >= 16, self
-            assert size & (size - 1) == 0, self
-        assert self.warps & (self.warps - 1) == 0, self
+        sizes = (self.rows, self.columns)
+        _require(min(sizes) >= 16 and all(map(_is_power_of_two, (*sizes, self.warps))), self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """One `Tile` per kernel."""
+    """One `Tile` per kernel; ValueError if a kernel does not take its own."""
 
     forward: Tile
     query_gradient: Tile
@@ -34,11 +35,21 @@ class Tiles:
         # A warp of the tensor cores takes 16 rows of a product, or a group of four takes 64. With
         # fewer rows than that, warps would repeat each other's work.
         for tile in (self.forward, self.query_gradient):
-            assert 16 * tile.warps <= tile.rows, tile
+            _require(16 * tile.warps <= tile.rows, tile)
         for tile in (self.key_gradient, self.position_gradient):  # their products are transposed
-            assert 16 * tile.warps <= tile.columns, tile
-        assert self.forward.rows in (self.forward.columns, 2 * self.forward.columns), self.forward
-        assert self.key_gradient.rows <= self.key_gradient.columns, self.key_gradient
+            _require(16 * tile.warps <= tile.columns, tile)
+        square = (self.forward.columns, 2 * self.forward.columns)
+        _require(self.forward.rows in square, self.forward)
+        _require(self.key_gradient.rows <= self.key_gradient.columns, self.key_gradient)
+
+
+def _require(fits: bool, tile: Tile) -> None:
+    if not fits:
+        raise ValueError(f"no kernel takes {tile}")
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 # Found by compiling all shapes offline (`python -m benchmarks kernels`): no warp repeats work, two
