@@ -46,6 +46,7 @@ from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
+from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.determinism import check_tiles, set_determinism
@@ -122,6 +123,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
+                check_wandb(config.metrics.wandb)
                 if not run_dir.exists():
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
@@ -131,6 +133,8 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         with raise_on_all_ranks():
             if world.is_main and token is None:
                 outlast(patience, fence.claim)
+        if world.is_main:  # ends after the heartbeat: a last upload is not a hang
+            stack.enter_context(wandb_writer(run_dir, config.metrics.wandb))
         stack.enter_context(heartbeat)
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 

@@ -82,5 +82,8 @@ RUN_NAMES = {
     "metrics": "logging",
     "metrics.interval": "log_interval logging_steps log_every print_every",
     "metrics.tensorboard": "use_tensorboard",
+    "metrics.wandb.project": "wandb_project wandb_log",
+    "metrics.wandb.entity": "wandb_entity",
+    "metrics.wandb.group": "wandb_group",
     "metrics.profile_steps": "profile",
 }

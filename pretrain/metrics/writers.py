@@ -19,12 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 from data_pipeline.errors import os_error_text, remedy_of
 from data_pipeline.files import append_whole, fsync_directory
 from data_pipeline.patience import Outage, Patience, outlast
+from pretrain.metrics.scalars import scalars_of
 from pretrain.rundir.metrics_summary import summarize_file, sums_of
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-
-NOT_DRAWN = ("kind", "step", "time", "totals")
 
 
 class MetricsFiles:
@@ -117,14 +116,13 @@ class TensorBoardEvents:
         return start + _record(step=step + 1, session_log={"status": "START"}) if step else start
 
     def scalars(self, lines: Sequence[dict[str, Any]]) -> bytes:
-        """`loss` in a line of kind `train` is named `train/loss`."""
+        """What the lines have measured."""
         from torch.utils.tensorboard.summary import scalar
 
         return b"".join(
-            _record(step=line["step"], summary=scalar(f"{line['kind']}/{name}", value))
+            _record(step=line["step"], summary=scalar(name, value))
             for line in lines
-            for name, value in line.items()
-            if name not in NOT_DRAWN and value is not None
+            for name, value in scalars_of(line).items()
         )
 
 

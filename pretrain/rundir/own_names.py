@@ -15,7 +15,7 @@ from pretrain.rundir.run_paths import warn_of_missing_disk
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
-    *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces"),
+    *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces", "wandb"),
 }
 
 

@@ -80,6 +80,7 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.matmul_peaks = self.path / "matmul_peaks.json"  # that MFU refers to
+        self.wandb = self.path / "wandb"
         self.traces = self.path / "traces"
         self.heartbeats = self.path / "heartbeats"
         self._identity_file = self.path / "run.json"

@@ -1,0 +1,99 @@
+"""A run on Weights & Biases: the library's own offline back end, across a kill and a resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.cli import main
+from pretrain.metrics.scalars import scalars_of
+from pretrain.processes.local_ranks import train_command
+from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.run_dir import RunDir
+from tests.helpers.wandb_files import records_of, rows_of
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wandb") / "tiny.yaml"
+    path.write_text(
+        f"""name: tiny
+model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 3}}
+evaluation: {{interval: 3, max_tokens: 200, lanes: 2}}
+metrics: {{interval: 1, tensorboard: false, wandb: {{project: tests, tags: [small]}}}}
+"""
+    )
+    return path
+
+
+def sessions_of(run_dir: RunDir, count: int) -> list[Path]:
+    """The files of the sessions in their order, when the last one has ended."""
+    deadline = time.monotonic() + 120
+    while True:
+        found = sorted(run_dir.wandb.glob("*run-*/run-*.wandb"), key=lambda path: path.parent.name)
+        if len(found) == count and any(each.HasField("exit") for each in records_of(found[-1])):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def test_a_killed_and_resumed_run_is_one_run_with_every_measurement_once(
+    experiment, tmp_path, monkeypatch, capfd
+):
+    run_dir = RunDir(tmp_path / "run")
+    # Nobody is logged in, so that the library is offline without having been asked.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
+        monkeypatch.delenv(name)
+    fault = {VARIABLE: "sigkill@5"}
+    killed = subprocess.run(
+        train_command(experiment, run_dir.path), env={**os.environ, **fault}, capture_output=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    first = sessions_of(run_dir, 1)
+    assert main(["train", str(experiment), "--run-dir", str(run_dir.path)]) == 0
+    sessions = sessions_of(run_dir, 2)
+    assert "upload it with `wandb sync`" in capfd.readouterr().err
+    assert sessions[0] == first[0]
+    assert all(path.name == f"run-{run_dir.identity.id}.wandb" for path in sessions)
+    exits = [record.exit.exit_code for path in sessions for record in records_of(path)
+             if record.HasField("exit")]  # fmt: skip
+    assert exits == [1, 0]
+    rows = [row for path in sessions for row in rows_of(path)]
+    assert [row["_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows == [row | expected_of(run_dir)[row["step"]] for row in rows]
+    text = b"".join(path.read_bytes() for path in sessions)
+    assert all(word in text for word in (b"tests", b"small", b"segment_length"))
+
+
+def expected_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """What a row of each step has to have: what does not depend on the time."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in run_dir.read_metrics():
+        values = scalars_of(line)
+        losses = {name: values[name] for name in values if "loss" in name and "scale" not in name}
+        found.setdefault(line["step"], {"step": line["step"], "rewinds": 0}).update(losses)
+    return found
+
+
+def test_a_run_that_asks_for_it_without_the_library_names_the_extra(
+    experiment, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "pip install 'xl-pretrain[wandb]'" in said
+    assert not (tmp_path / "run").exists()
