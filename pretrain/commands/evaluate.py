@@ -19,6 +19,8 @@ HINTS = {
     **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
     **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
     **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),
+    **dict.fromkeys(("--num-fewshot", "--num_fewshot"), "use --few-shot"),
+    **dict.fromkeys(("--batch-size", "--batch_size", "--batch"), "use --lanes"),
     "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
 }
 
@@ -104,6 +106,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--limit and --few-shot must be 0 or more")
     if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
         raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")
+    if arguments.tasks:
+        from pretrain.evaluation.task_names import check_tasks, silence_libraries
+
+        arguments.tasks = [name for each in arguments.tasks for name in each.split(",") if name]
+        check_tasks(arguments.tasks)
+        silence_libraries()
     if arguments.same_length and 0 in memory_lengths:
         raise ConfigError(
             "--same-length needs a --memory-length above 0, the number of keys each token sees"

@@ -31,10 +31,14 @@ def describe_waiting(environment: Mapping[str, str] = os.environ) -> str:
 
 def set_threads(count: int) -> None:
     """Compute with this many threads; 0: with as many as torch chose."""
-    import torch  # late: the launcher and wrong command lines do without it
+    import numpy as np  # late: the launcher and wrong command lines do without them
+    import torch
 
     if count:
         torch.set_num_threads(count)
+    # numpy warns of what follows when it looks at its limits, so let it look before.
+    np.finfo(np.float32)
+    np.finfo(np.float64)
     # Denormals, such as alibi's weights of far keys (below 1e-38), are 100 times slower on a CPU
     # than zeros.
     torch.set_flush_denormal(True)

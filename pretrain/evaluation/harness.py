@@ -6,14 +6,13 @@ lm-eval is an extra; it is imported when tasks run.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.yaml_files import YAML_SUFFIXES
+from pretrain.evaluation.task_names import check_tasks, silence_libraries
 from pretrain.weights.trained_model import TrainedModel
 
 
@@ -30,7 +29,8 @@ def run_tasks(
     A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
     examples of a task are used (0: all); `options` are those of `TrainedLM`.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_tasks(tasks)
+    silence_libraries()
     try:
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
@@ -41,8 +41,6 @@ def run_tasks(
             f"--tasks needs lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
         ) from None
     files = [task for task in tasks if task.endswith(YAML_SUFFIXES)]
-    if missing := [file for file in files if not Path(file).is_file()]:
-        raise ConfigError(f"{missing[0]} is not a file; give the YAML file or the name of a task")
     # The index of lm-eval's own tasks takes seconds.
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     # The decorator that registers the class hides its arguments.

@@ -6,14 +6,16 @@ of any length takes linear time, and none is cut. Letters of shapes as in `pretr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
@@ -22,6 +24,7 @@ from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
+T = TypeVar("T")
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts; tokens of context and continuation
 DEFAULT_NEW_TOKENS = 256  # lm-eval's
 NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -72,6 +75,11 @@ class TrainedLM(TemplateLM):
         tokens = prompt_tokens(self._tokens, string)
         return tokens[1:] if add_special_tokens is False else tokens
 
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(list(requests), disable_tqdm=True)  # the bar is ours
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **options: Any
     ) -> list[tuple[float, bool]]:
@@ -81,7 +89,7 @@ class TrainedLM(TemplateLM):
         """
         order = sorted(range(len(requests)), key=lambda index: -_length(requests[index]))
         found: dict[int, tuple[float, bool]] = {}
-        for start in range(0, len(order), self._batch_size):
+        for start in _with_progress(range(0, len(order), self._batch_size), "batches scored"):
             batch = order[start : start + self._batch_size]
             found |= zip(batch, self._scores([requests[index] for index in batch]), strict=True)
         return [found[index] for index in range(len(requests))]
@@ -130,7 +138,8 @@ class TrainedLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text after every context, up to a stop or the end of the document."""
-        return [self._continued(*request.args) for request in requests]
+        shown = _with_progress(requests, "texts continued")
+        return [self._continued(*request.args) for request in shown]
 
     def _continued(self, context: str, options: dict[str, Any]) -> str:
         sampling, stops, num_tokens = _how_to_generate(options)
@@ -153,6 +162,13 @@ class TrainedLM(TemplateLM):
         for stop in stops:
             text = text.split(stop)[0]
         return text
+
+
+def _with_progress(items: Sequence[T], words: str) -> Iterable[T]:
+    """The items, with a bar on a terminal."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(items, words, console=console, transient=True, disable=hidden)
 
 
 def _length(request: Request) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,9 @@ def test_a_text_read_whole_has_the_loss_of_the_model(places, ours):
 def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys):
     own, files = str(places["folder"] / "own"), places["tasks"]
     assert main(["evaluate", own, "--tasks", *files[:2], "--lanes", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert not re.search("WARNING|Tokenizing", said.err), "of libraries, for nobody to act on"
+    lines = said.out.splitlines()
     (row,) = (line for line in lines if line.split()[:2] == ["cloze", "perplexity"])
     assert float(row.split()[3]) == pytest.approx(ours["cloze"]["perplexity,none"], rel=1e-5)
     # Without memory a context of one segment is all that is seen: the scores differ.
@@ -188,12 +191,14 @@ def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys)
     ("options", "reason"),
     [
         (["--tasks", "missing.yaml"], "missing.yaml is not a file"),
+        (["--tasks", "hellaswg"], "no task 'hellaswg'; did you mean 'hellaswag'?"),
+        (["--tasks", "missing.yaml,arc_easy"], "missing.yaml is not a file"),
         (["--limit", "3"], "require --tasks"),
         (["--tasks", "x.yaml", "--memory-length", "1", "2"], "one --memory-length"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(places, capsys, options, reason):
-    assert main(["evaluate", str(places["folder"] / "own"), *options]) == 2
+    assert main(["evaluate", "nowhere", *options]) == 2  # before any model is loaded
     error = capsys.readouterr().err
     assert reason in error
     assert len(error.splitlines()) == 1
