@@ -56,6 +56,7 @@ CORPUS_NAMES = {  # setting -> what other systems call it, for errors about such
     "text_field": "text_column text_key column",
     "id_field": "id_column id_key",
     "drop_duplicates": "dedup deduplicate",
+    "shuffle_seed": "shuffle seed",
     "shard_bytes": "shard_size",
     "threads": "num_threads workers",
     "tokenizer.kind": "model_type tokenizer_type",
@@ -133,6 +134,10 @@ class CorpusConfig:
     """Keep only the first of documents with equal text."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
     """Cut longer documents at paragraph ends into NAME#1, NAME#2, ...; 0: never."""
+    shuffle_seed: int = setting(-1, Range(-1, MOST))
+    """Seed by which the documents of the training split are shuffled; -1: order of the input."""
+    shuffle_bytes: int = setting(1 << 28, Range(1 << 10, MOST), unit="bytes")
+    """Host memory in which each process of a build shuffles documents."""
     shard_format: ShardFormat = "mds"
     """Format of the shards: .mds files, or .tar files of arrays."""
     shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES), unit="bytes")
@@ -148,6 +153,11 @@ class CorpusConfig:
             raise ConfigError("input names no file or folder")
         if self.token_dtype not in TOKEN_DTYPES:
             raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the documents of the training split are shuffled."""
+        return self.shuffle_seed >= 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,14 @@ from data_pipeline.builder.records import (
 )
 from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
+from data_pipeline.builder.runs import SortedRuns
 from data_pipeline.builder.sources import SourceFile, list_sources
-from data_pipeline.builder.split_writer import CorpusShards, DocumentEncoder, SplitWriter
+from data_pipeline.builder.split_writer import (
+    CorpusShards,
+    DocumentEncoder,
+    ShardFiles,
+    SplitWriter,
+)
 from data_pipeline.builder.splits import (
     Sources,
     check_not_empty,
@@ -137,8 +143,10 @@ def build_sources(
 ) -> BuildResult:
     """Like `build_corpus`, for these files. Splits of a part may be empty.
 
-    `seen`: hashes of texts that come before these files, see DocumentRules.
+    `seen`: hashes of texts that come before these files, see DocumentRules. With `shuffle_seed`,
+    only parts can be built, and their training split is sorted runs, see shuffle.py.
     """
+    assert is_part or not config.shuffles
     recipe = recipe_of(config, sources)
     with claimed_output(config.output) as output:
         if is_finished(output):
@@ -174,6 +182,8 @@ def recipe_of(config: CorpusConfig, sources: Sources) -> dict[str, Any]:
     if config.tokenizer.path:
         given = given_tokenizer(config.tokenizer.path, config.tokenizer)
         settings["tokenizer"] = given.fingerprint
+    if not config.shuffles:
+        del settings["shuffle_seed"], settings["shuffle_bytes"]
     files = [[split, source.name, source.kind, source.size] for split, source in sources]
     files_hash = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {"settings": settings, "files": len(sources), "files_hash": files_hash}
@@ -206,8 +216,10 @@ def _write_splits(
 ) -> Mixing:
     """Write all splits; return how the domains of the training split are mixed."""
     splits = splits_of_build(config)
-    files = CorpusShards(config)
-    writers = {split: SplitWriter(split, files, tokenizer, journal) for split in splits}
+    kinds: dict[str, ShardFiles] = dict.fromkeys(splits, CorpusShards(config))
+    if config.shuffles:
+        kinds = {split: SortedRuns(config, keeps_order=split != "train") for split in splits}
+    writers = {split: SplitWriter(split, kinds[split], tokenizer, journal) for split in splits}
     encode = DocumentEncoder(tokenizer)
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME

@@ -30,9 +30,11 @@ from data_pipeline.builder.journal import (
     claimed_output,
     is_finished,
     is_started,
+    read_mixing,
 )
 from data_pipeline.builder.records import REJECTS_NAME, RULE_COUNTS
 from data_pipeline.builder.round_trip import joined
+from data_pipeline.builder.shuffle import SHUFFLED, directories_of, shuffle_part
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.splits import (
     Sources,
@@ -129,8 +131,16 @@ def sources_of_parts(sources: Sources, num_parts: int) -> list[Sources]:
     return parts
 
 
-def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
-    """Move finished parts into one corpus; the same call resumes after a kill.
+def shuffle_one(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
+    """Write part `part`'s stretch of the shuffled documents of all parts, which are finished."""
+    directories = [_directory(config, each, num_parts) for each in range(1, num_parts + 1)]
+    shuffle_part(config, directories, part, report)
+
+
+def merge_parts(
+    config: CorpusConfig, num_parts: int, report: Report = lambda what: None
+) -> BuildResult:
+    """Move finished parts into one corpus, shuffled before if asked for; resumes after a kill.
 
     DataError if a part is not finished, or a split has no documents.
     """
@@ -152,8 +162,16 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)
         tokenizer.save(output / TOKENIZER_DIRECTORY)
         _merge_rejects(config, directories)
+        mixings = [result.mixing for result in results]
+        if config.shuffles:
+            for part in range(1, num_parts + 1):
+                shuffle_one(config, part, num_parts, report)
+            mixings = [read_mixing(directory / SHUFFLED) for directory in directories]
         for split in reversed(splits):  # train last: with its manifest, everything is there
-            _merge_split(config, [directory / split for directory in directories], output / split)
+            found = [directory / split for directory in directories]
+            if config.shuffles:
+                found = directories_of(directories, split)
+            _merge_split(config, found, output / split)
         names = (*RULE_COUNTS, "repeated_ids")
         counts: dict[str, Any] = {
             name: sum(getattr(result, name) for result in results) for name in names
@@ -161,14 +179,16 @@ def merge_parts(config: CorpusConfig, num_parts: int) -> BuildResult:
         firsts = (result.first_repeated_id for result in results)
         counts["first_repeated_id"] = next(filter(None, firsts), "")
         round_trip = joined(result.round_trip for result in results)
-        mixing = sum((result.mixing or Mixing() for result in results), Mixing())
+        mixing = sum((each or Mixing() for each in mixings), Mixing())
         journal.finish({**counts, "round_trip": asdict(round_trip), MIXING: mixing.tree()})
     _remove_parts(config)
     return result_of(config.output)
 
 
 def _merged_recipe(config: CorpusConfig, sources: Sources, num_parts: int) -> dict[str, Any]:
-    return {**recipe_of(config, sources), "parts": num_parts}
+    """What the merged corpus depends on; shuffled, it is the same for any number of parts."""
+    recipe = recipe_of(config, sources)
+    return recipe if config.shuffles else {**recipe, "parts": num_parts}
 
 
 def _finished_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> list[BuildResult]:

@@ -36,6 +36,7 @@ from data_pipeline.builder.parts import (
     check_output,
     merge_parts,
     shared_directory,
+    shuffle_one,
     sources_of_parts,
 )
 from data_pipeline.builder.records import HASH_BYTES, Document, hash_of
@@ -86,6 +87,9 @@ def build_in_processes(
                 [_hashes_path(config, part, num_parts) for part in range(1, num_parts + 1)]
             )
         _run_parts(_build_part, part_config, num_parts, report)
+        if config.shuffles:
+            report("shuffling")
+            _run_parts(shuffle_one, part_config, num_parts, report)
         report("merging")
         return merge_parts(config, num_parts)
 
@@ -140,6 +144,8 @@ def _list_copies(hash_lists: Sequence[Path]) -> None:
 
 def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report) -> None:
     """Run `task` for all parts at the same time; report their joint progress."""
+    if num_parts == 1:
+        return task(config, 1, 1, report)
     started, readings = time.monotonic(), {}
     with _processes(task, config, num_parts) as running:
         while running:
@@ -160,6 +166,7 @@ def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report)
                 readings[part] = message
             if len(readings) == num_parts:
                 report(joined(readings.values(), time.monotonic() - started))
+    return None
 
 
 @contextlib.contextmanager

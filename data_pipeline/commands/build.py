@@ -14,6 +14,7 @@ from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import BuiltTokenizer, CorpusConfig
 from data_pipeline.config_loader import parse_config
 from data_pipeline.corpora.corpus_hash import corpus_hash
+from data_pipeline.corpora.mixing import Mixing
 from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
@@ -35,6 +36,7 @@ SETTING_FLAGS = {
     "normalize_newlines": None,
     "drop_duplicates": None,
     "split_characters": None,
+    "shuffle_seed": None,
     "shard_format": None,
     "shard_bytes": None,
     "threads": None,
@@ -43,10 +45,11 @@ SETTING_FLAGS = {
 # Of these, the flags whose value is read as YAML.
 PARSED_FLAGS = (
     *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
-    *("split_characters", "shard_bytes", "threads", "tokenizer.vocab_size"),
+    *("split_characters", "shuffle_seed", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
+WELL_MIXED = 2.0  # factor by which the share of a domain may vary before a build says so
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
@@ -75,7 +78,8 @@ def run_build(arguments: argparse.Namespace) -> int:
         if arguments.part:
             part, num_parts = arguments.part
             result = build_part(config, part, num_parts, status.show)
-        elif arguments.processes is not None:
+        elif arguments.processes is not None or config.shuffles:
+            arguments.processes = 1 if arguments.processes is None else arguments.processes
             check_positive(arguments, "processes")
             result = build_in_processes(config, arguments.processes, status.show)
         else:
@@ -87,7 +91,9 @@ def run_merge(arguments: argparse.Namespace) -> int:
     """Merge finished parts."""
     check_positive(arguments, "parts")
     config = _corpus_config(arguments)
-    return _print_result(config, merge_parts(config, arguments.parts))
+    with StatusLine() as status:
+        result = merge_parts(config, arguments.parts, status.show)
+    return _print_result(config, result)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +156,8 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
     if result.round_trip.altered:
         print(result.round_trip)
+    if result.mixing and not config.shuffles:
+        print(mixing_advice(result.mixing), end="")
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")
@@ -165,6 +173,17 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
         f"for each of its {vocab_size:,} pieces on average; with fewer than {TOKENS_PER_PIECE} "
         "many pieces are seen too rarely to be learned: a smaller tokenizer.vocab_size may be "
         "better\n"
+    )
+
+
+def mixing_advice(mixing: Mixing) -> str:
+    """Return a line about documents that lie together by the domains of the input, or ""."""
+    name, factor = mixing.most_varying
+    if factor < WELL_MIXED:
+        return ""
+    return (
+        f"the folders and files of the input are not mixed: the share of {shown_id(name)} in the "
+        f"lanes varies {factor:.1f}x as much as after a full shuffle, which shuffle_seed=1 gives\n"
     )
 
 

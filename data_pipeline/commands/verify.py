@@ -155,12 +155,11 @@ def _mixing_of(corpus: Corpus) -> str:
         mixing = mixing_by_ids(corpus)
     if mixing is None or len(mixing.domains) < 2:
         return text
-    variations = mixing.variations
-    name = max(variations, key=lambda each: variations[each])
+    name, factor = mixing.most_varying
     return (
         f"{text}, of the same of {len(mixing.domains)} domains {mixing.same_domain:.1%} "
         f"({mixing.same_domain_shuffled:.1%} after a full shuffle); the share of a domain in the "
-        f"lanes varies up to {variations[name]:.1f}x as much as after one ({shown_id(name)})"
+        f"lanes varies up to {factor:.1f}x as much as after one ({shown_id(name)})"
     )
 
 

@@ -116,6 +116,11 @@ class Mixing:
             found[name] = math.sqrt(max(by_shard, 0) / by_document) if by_document > 0 else 0.0
         return found
 
+    @property
+    def most_varying(self) -> tuple[str, float]:
+        """The domain whose share varies most, and by how much."""
+        return max(self.variations.items(), key=lambda each: each[1], default=("", 0.0))
+
     def tree(self) -> dict[str, Any]:
         """Return what `mixing_of_tree` reads, for a JSON file."""
         return asdict(self)

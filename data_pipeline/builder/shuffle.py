@@ -1,0 +1,111 @@
+"""The second half of a build that shuffles: the runs of all parts to the shards of a corpus.
+
+Keys are divided into ranges, called buckets, of about `shuffle_bytes` each. A bucket is read into
+host memory from all runs, sorted by its keys and written as shards; its end also ends a shard. So
+the shards depend on the documents and the settings alone. The n parts of a build write n stretches
+of the buckets, each a directory of its own, which `merge_parts` joins. The validation split keeps
+the order of the input; the first part writes all of it, so that its shards do not depend on n.
+
+A part that is killed resumes after its last finished shard, as any build does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.builder.journal import MIXING, BuildJournal, claimed_output, is_finished
+from data_pipeline.builder.runs import DOCUMENT_BYTES, NUM_KEYS, Run
+from data_pipeline.builder.split_writer import CorpusShards, EncodedDocument, SplitWriter
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpora.manifest import SPLITS, TOKENIZER_DIRECTORY, Manifest, read_manifest
+from data_pipeline.corpora.mixing import mixing_of
+from data_pipeline.progress import Progress, Report
+from data_pipeline.tokenizer import Tokenizer
+
+SHUFFLED = "shuffled"  # directory in that of a part
+TRAIN, VALIDATION = SPLITS
+SETTINGS = ("shard_format", "shard_bytes", "shuffle_bytes")  # those that runs do not depend on
+
+
+def shuffle_part(
+    config: CorpusConfig,
+    parts: Sequence[Path],
+    number: int,
+    report: Report = lambda what: None,
+) -> None:
+    """Write stretch `number`, from 1 on, of the shuffled documents of all `parts`, or resume it."""
+    manifests = [read_manifest(part / TRAIN) for part in parts]
+    buckets = _num_buckets(manifests, config.shuffle_bytes)
+    first, end = (each * buckets // len(parts) for each in (number - 1, number))
+    progress = Progress(report, end - first)
+    with claimed_output(parts[number - 1] / SHUFFLED) as output:
+        if is_finished(output):
+            return
+        settings = {name: getattr(config, name) for name in SETTINGS}
+        work = {"runs": [each.hash for each in manifests], "buckets": [first, end]}
+        journal = BuildJournal(output, {"settings": settings, **work}, modified=0)
+        tokenizer = Tokenizer.load(parts[0] / TOKENIZER_DIRECTORY)
+        if number == 1 and (parts[0] / VALIDATION).exists():
+            writer = SplitWriter(VALIDATION, CorpusShards(config), tokenizer, journal)
+            for run in _runs_of(parts, VALIDATION):
+                _write_range([run], 0, NUM_KEYS, writer, progress)
+            writer.flush()
+            writer.finish()
+        writer = SplitWriter(TRAIN, CorpusShards(config), tokenizer, journal)
+        runs = _runs_of(parts, TRAIN)
+        for bucket in range(first, end):
+            keys = _first_key(bucket, buckets), _first_key(bucket + 1, buckets)
+            _write_range(runs, *keys, writer, progress)
+            writer.flush()
+            progress.finish_file(1)
+        progress.show()
+        writer.finish()
+        journal.finish({MIXING: mixing_of(shard.domains for shard in writer.shards).tree()})
+
+
+def directories_of(parts: Sequence[Path], split: str) -> list[Path]:
+    """Return where `shuffle_part` has written a split, in order."""
+    return [part / SHUFFLED / split for part in (parts if split == TRAIN else parts[:1])]
+
+
+def _runs_of(parts: Sequence[Path], split: str) -> list[Run]:
+    return [
+        Run(part / split, info) for part in parts for info in read_manifest(part / split).shards
+    ]
+
+
+def _num_buckets(manifests: Sequence[Manifest], bucket_bytes: int) -> int:
+    """Return how many buckets there are; it does not depend on how documents are divided."""
+    token_bytes = np.dtype(manifests[0].dtype).itemsize
+    size = sum(each.tokens * token_bytes + each.documents * DOCUMENT_BYTES for each in manifests)
+    return max(1, -(-size // bucket_bytes))
+
+
+def _first_key(bucket: int, buckets: int) -> int:
+    return -(-bucket * NUM_KEYS // buckets)
+
+
+def _write_range(
+    runs: Sequence[Run], first: int, end: int, writer: SplitWriter, progress: Progress
+) -> None:
+    """Write the documents with keys from `first` to before `end`, unless a shard has them."""
+    if writer.skip_all(sum(run.count(first, end) for run in runs)):
+        return
+    for document in _sorted(runs, first, end):
+        if not writer.skip():
+            writer.add(document)
+            progress.add(document.characters, len(document.tokens))
+
+
+def _sorted(runs: Sequence[Run], first: int, end: int) -> Iterator[EncodedDocument]:
+    """Yield the documents with these keys, in their order."""
+    slices = [run.between(first, end) for run in runs]
+    run_of = np.repeat(np.arange(len(slices)), [len(keys) for keys, _ in slices])
+    index_in = np.concatenate([np.arange(len(keys)) for keys, _ in slices])
+    # Stable: of equal keys, that of the earlier run first.
+    order = np.argsort(np.concatenate([keys for keys, _ in slices]), kind="stable")
+    for run, index in zip(run_of[order].tolist(), index_in[order].tolist(), strict=True):
+        yield slices[run][1][index]

@@ -1,0 +1,266 @@
+"""Builds that shuffle the documents of the training split."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+import tracemalloc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.builder.build_corpus import build_corpus, result_of
+from data_pipeline.builder.parts import build_part, merge_parts, parts_directory
+from data_pipeline.builder.processes import build_in_processes
+from data_pipeline.builder.runs import Run, SortedRuns, key_of
+from data_pipeline.builder.split_writer import EncodedDocument
+from data_pipeline.cli import main
+from data_pipeline.commands.verify import verify_split
+from data_pipeline.config import CorpusConfig, TokenizerConfig
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import ShardInfo, read_manifest
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import read_json
+from tests.helpers.corpora import contents, some_texts, write_jsonl
+from tests.helpers.full_disk import full_disk
+
+DOMAINS = ("books", "code", "web")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> CorpusConfig:
+    """Settings by which a corpus was built, in one process and without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    for seed, domain in enumerate(DOMAINS):
+        for number in range(4):
+            path = folder / "in" / domain / f"{number}.jsonl"
+            write_jsonl(path, some_texts(80, seed=10 * seed + number))
+    config = CorpusConfig(
+        input=(folder / "in",),
+        output=folder / "out",
+        threads=1,
+        validation_fraction=0.1,
+        shard_bytes=8000,
+        shuffle_seed=1,
+        shuffle_bytes=150_000,
+        tokenizer=TokenizerConfig(kind="bytes"),
+    )
+    build_in_processes(config, 1)
+    return config
+
+
+def stored(corpus: Path, split: str = "train") -> list[tuple[str, bytes]]:
+    opened = Corpus.open(corpus / split)
+    return [
+        (shard.document_id(index), shard.tokens(index).tobytes())
+        for shard in map(opened.shard, range(len(opened.manifest.shards)))
+        for index in range(len(shard))
+    ]
+
+
+def same_files(first: Path, second: Path) -> bool:
+    """Whether two corpora are equal but for counts of `build.json` that depend on the parts."""
+    both = contents(first), contents(second)
+    return (
+        both[0].pop("build.json") is not None
+        and both[1].pop("build.json") is not None
+        and (both[0] == both[1])
+    )
+
+
+def test_any_number_of_processes_and_array_tasks_give_the_same_bytes(whole, tmp_path):
+    several = replace(whole, output=tmp_path / "several")
+    build_in_processes(several, 3)
+    tasks = replace(whole, output=tmp_path / "tasks")
+    for part in (2, 4, 1, 3):
+        build_part(tasks, part, 4)
+    merge_parts(tasks, 4)
+    assert same_files(whole.output, several.output)
+    assert same_files(whole.output, tasks.output)
+    assert not parts_directory(several).exists()
+    assert build_in_processes(several, 2).was_finished, "the number of processes changes nothing"
+    assert not verify_split(whole.output / "train", lambda line: None)
+
+
+def test_every_document_is_there_once_and_mixed_as_by_a_full_shuffle(whole, tmp_path):
+    ordered = replace(whole, output=tmp_path / "ordered", shuffle_seed=-1)
+    before = build_corpus(ordered)
+    after = result_of(whole.output)
+    documents, shuffled = stored(ordered.output), stored(whole.output)
+    assert Counter(shuffled) == Counter(documents)
+    assert shuffled != documents
+    assert stored(whole.output, "validation") == stored(ordered.output, "validation")
+    for split in ("train", "validation"):
+        for total in ("text_bytes", "characters", "longest_document"):
+            found = getattr(after.manifests[split], total)
+            assert found == getattr(before.manifests[split], total)
+
+    assert before.mixing
+    assert before.mixing.most_varying[1] > 2.5
+    assert after.mixing
+    mixing, shards = after.mixing, len(after.manifests["train"].shards)
+    for factor in mixing.variations.values():
+        assert abs(factor**2 - 1) < 5 * np.sqrt(2 / shards)
+    chance = mixing.same_domain_shuffled
+    deviation = np.sqrt(chance * (1 - chance) / mixing.documents)
+    assert abs(mixing.same_domain - chance) < 5 * deviation
+    assert mixing.documents == len(documents)
+
+    # Positions in the input and after the shuffle are not related: Spearman's rho has the standard
+    # deviation 1 / sqrt(n - 1).
+    place = {document: number for number, document in enumerate(documents)}
+    places = np.array([place[document] for document in shuffled])
+    rho = np.corrcoef(places, np.arange(len(places)))[0, 1]
+    assert abs(rho) < 5 / np.sqrt(len(places) - 1)
+
+
+def test_the_order_depends_on_the_seed_and_new_text_moves_no_document(whole, tmp_path):
+    other = replace(whole, output=tmp_path / "other", shuffle_seed=2)
+    build_in_processes(other, 1)
+    assert stored(other.output) != stored(whole.output)
+    shutil.copytree(whole.input[0], tmp_path / "in")
+    write_jsonl(tmp_path / "in" / "zz" / "new.jsonl", ["new"] * 50)
+    more = replace(whole, input=(tmp_path / "in",), output=tmp_path / "more")
+    build_in_processes(more, 1)
+    old = stored(whole.output)
+    assert [each for each in stored(more.output) if each in set(old)] == old
+
+
+def test_documents_that_cannot_be_told_apart_keep_their_order(whole, tmp_path):
+    documents = [
+        EncodedDocument("same", np.array([number], np.uint16), number, 1, "d", "same:1")
+        for number in range(5)
+    ]
+    SortedRuns(whole).write(tmp_path / "00000.run", documents, tmp_path)
+    run = Run(tmp_path, info_of(tmp_path / "00000.run"))
+    keys, found = run.between(0, 1 << 64)
+    assert [int(found[index].tokens[0]) for index in range(5)] == list(range(5))
+    assert set(keys.tolist()) == {key_of(whole.shuffle_seed, documents[0])}
+    assert run.count(0, int(keys[0])) == 0
+    assert run.count(int(keys[0]), int(keys[0]) + 1) == 5
+
+
+def info_of(path: Path) -> ShardInfo:
+    return ShardInfo(path.name, 5, 5, 1, path.stat().st_size, "0" * 64, 5, 5)
+
+
+def test_a_truncated_run_is_named(whole, tmp_path):
+    document = EncodedDocument("id", np.zeros(9, np.uint16), 9, 9, "d", "x:1")
+    path = tmp_path / "00000.run"
+    SortedRuns(whole).write(path, [document], tmp_path)
+    info = info_of(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"00000\.run is corrupted: it has .* bytes, expected"):
+        Run(tmp_path, info)
+
+
+@pytest.mark.parametrize("pattern", ["*/train/*.run", "*/shuffled/train/*.mds", "merged"])
+def test_a_build_killed_in_any_phase_resumes_to_the_same_bytes(whole, tmp_path, pattern):
+    killed = replace(whole, output=tmp_path / "killed")
+    parts = parts_directory(killed)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_pipeline.builder.processes", "streaming"])
+    generator = random.Random(pattern)
+    kills = 0
+    for target in (1, 2, 5):
+        process = context.Process(target=build_in_processes, args=(killed, 1))
+        process.start()
+        where = killed.output.glob if pattern == "merged" else parts.glob
+        while process.is_alive():
+            if len(list(where("train/*.mds" if pattern == "merged" else pattern))) >= target:
+                break
+        time.sleep(generator.random() * 0.003)
+        process.kill()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+    build_in_processes(killed, 1)
+    assert same_files(whole.output, killed.output)
+    assert kills, "too fast to be killed in time"
+
+
+class Stopped(BaseException):
+    """Like a kill: nothing in the code handles it."""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "data_pipeline.builder.processes.shuffle_one",
+        "data_pipeline.builder.shuffle.SplitWriter.finish",
+        "data_pipeline.builder.shuffle.mixing_of",
+        "data_pipeline.builder.parts._merge_split",
+        "data_pipeline.builder.parts._remove_parts",
+    ],
+)
+def test_a_build_stopped_between_its_phases_resumes_also_with_more_processes(
+    whole, tmp_path, monkeypatch, moment
+):
+    stopped = replace(whole, output=tmp_path / "stopped")
+
+    def stop(*arguments):
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(moment, stop)
+        with pytest.raises(Stopped):
+            build_in_processes(stopped, 1)
+    build_in_processes(stopped, 2 if moment.endswith("_merge_split") else 1)
+    assert same_files(whole.output, stopped.output)
+    assert not parts_directory(stopped).exists()
+
+
+def test_a_full_disk_is_one_line_in_both_phases(whole, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "full"
+    arguments = ["build", "--input", str(whole.input[0]), "--output", str(output)]
+    arguments += ["--validation-fraction=0.1", "--shard-bytes=8000", "--shuffle-seed=1"]
+    arguments += ["--tokenizer=bytes", "shuffle_bytes=150000"]
+    with full_disk(20_000):
+        assert main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "00000.run: File too large" in error
+    assert len(list(parts_directory(replace(whole, output=output)).glob("**/*.tmp"))) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("data_pipeline.builder.processes.shuffle_one", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(arguments)
+    with full_disk(3_000):
+        assert main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "shuffled/validation/shard.00000.mds: File too large" in error
+    assert main(arguments) == 0
+    assert same_files(whole.output, output)
+
+
+def test_settings_of_the_shuffle_are_part_of_the_recipe_only_where_it_is_used(whole, tmp_path):
+    plain = replace(whole, output=tmp_path / "plain", shuffle_seed=-1)
+    build_corpus(plain)
+    assert not {"shuffle_seed", "shuffle_bytes"} & set(
+        read_json(plain.output / "build.json")["settings"]
+    ), "corpora that were built before there was a shuffle are still recognized"
+    assert build_corpus(replace(plain, shuffle_bytes=5000)).was_finished
+    with pytest.raises(ConfigError, match="shuffle_seed"):
+        build_in_processes(replace(plain, shuffle_seed=1), 1)
+
+
+def test_the_shuffle_needs_no_more_host_memory_than_it_is_given(whole, tmp_path):
+    source = write_jsonl(tmp_path / "large.jsonl", some_texts(8000, seed=99))
+    # Bytes as tokens: about 8 MB with 512 bytes for each document.
+    config = replace(whole, input=(source,), output=tmp_path / "out")
+    config = replace(config, shuffle_bytes=1 << 20, shard_bytes=1 << 16)
+    build_part(config, 1, 1)
+    tracemalloc.start()
+    try:
+        merge_parts(config, 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    total = read_manifest(config.output / "train").tokens * 2
+    assert total > 3 * config.shuffle_bytes
+    assert peak < 1.5 * config.shuffle_bytes + 10 * config.shard_bytes
