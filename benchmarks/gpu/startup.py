@@ -13,10 +13,10 @@ import torch.distributed as dist
 from benchmarks.gpu.context import Context, wait_for
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.processes.core_binding import (
+    address_of,
     available_cores,
     bind_to_cores_beside_gpu,
     cores_beside,
-    pci_address,
 )
 from pretrain.processes.last_collectives import write_last_collectives
 
@@ -28,8 +28,7 @@ def cores(context: Context) -> None:
     """Report what the kernel names for the GPU, and bind as `pretrain train` does."""
     words: dict[str, object] = {}
     if context.device.type == "cuda":
-        found = torch.cuda.get_device_properties(context.device)
-        address = pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        address = address_of(context.device)
         beside = asdict(cores_beside(address))
         words |= {"address": address, **beside, "cores": sorted(beside["cores"])}
     before = os.sched_getaffinity(0)

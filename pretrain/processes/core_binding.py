@@ -68,9 +68,8 @@ def bind_to_cores_beside_gpu(device: torch.device, threads: int) -> Decision | N
     """
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
     decision = decide(
-        cores_beside(pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)),
+        cores_beside(address_of(device)),
         os.sched_getaffinity(0),
         available_cores(),
         threads,
@@ -79,6 +78,15 @@ def bind_to_cores_beside_gpu(device: torch.device, threads: int) -> Decision | N
         os.sched_setaffinity(0, decision.cores)
     logger.info("%s: %s", "not bound" if decision.cores is None else "bound", decision.reason)
     return decision
+
+
+def address_of(device: torch.device) -> str:
+    """The name of a GPU in the kernel's files; "unknown" where this version of torch has none."""
+    found = torch.cuda.get_device_properties(device)
+    try:
+        return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+    except AttributeError:
+        return "unknown"
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:

@@ -54,14 +54,15 @@ def _dumps() -> Iterator[tuple[str, bytes]]:
 
 def _recorders() -> dict[str, list[Callable[[], bytes]]]:
     """What may know the collectives of each backend, by version of torch."""
+    of_nccl, of_hooks = (getattr(c10d, f"_dump_{name}_trace", None) for name in ("nccl", "fr"))
 
     def recorded_by(name: str) -> bytes:
         try:
-            return c10d._dump_fr_trace(backend=name)
-        except TypeError:  # older versions of torch know gloo's alone
-            return c10d._dump_fr_trace() if name == "gloo" else b""
+            return of_hooks(backend=name) if of_hooks else b""
+        except TypeError:  # older versions know gloo's alone
+            return of_hooks() if of_hooks and name == "gloo" else b""
 
     nccl: list[Callable[[], bytes]] = [lambda: recorded_by("nccl2")]
-    if older := getattr(c10d, "_dump_nccl_trace", None):
-        nccl.append(older)  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
+    if of_nccl:  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
+        nccl.append(of_nccl)
     return {"nccl": nccl, "gloo": [lambda: recorded_by("gloo")]}

@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.gpu.attention import errors
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.exactness import CELLS, resumed_differences, trained_twice
+from benchmarks.gpu.exactness import CELLS, resume, resumed_differences, trained_twice
 from benchmarks.gpu.kernels import CASES, repeats_its_bits
+from benchmarks.gpu.report import findings_in
+from benchmarks.gpu.startup import recorder
 from benchmarks.gpu.training import Trainer, one_rank, small_run
 from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
@@ -42,7 +44,9 @@ def test_the_fused_path_is_as_exact_as_plain_operations_and_repeats_its_bits(
 
 @pytest.fixture
 def context(corpus: Path, tmp_path: Path) -> Context:
-    return Context(tmp_path, corpus, is_dry=False, step="test")
+    context = Context(tmp_path, corpus, is_dry=False, step="test")
+    context.work.mkdir(parents=True)
+    return context
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -51,6 +55,20 @@ def test_deepspeed_saved_beside_training_and_restored_repeats_its_bits(
 ) -> None:
     with one_rank() as world:
         assert resumed_differences(name, CELLS[name], context, world) == []
+
+
+@pytest.mark.timeout(600)
+def test_verify_resume_is_bitwise_at_every_stage_in_bf16(context: Context) -> None:
+    resume(context)
+    found = findings_in(context.parts)
+    assert len(found) == 4
+    assert all(each["passed"] for each in found.values()), found
+
+
+def test_the_last_collectives_are_written_while_the_device_is_blocked(context: Context) -> None:
+    recorder(context)
+    (found,) = findings_in(context.parts).values()
+    assert found["passed"], found
 
 
 def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None:

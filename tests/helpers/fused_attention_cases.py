@@ -42,6 +42,7 @@ class Case:
     deterministic: bool = False
     from_table: bool = False  # tiles of a table beside the kernels
     wide: bool = False
+    long_keys: bool = False  # the keys' tile has four times as many keys as queries
     size: int = 16  # of the tiles
     workspace_groups: int = 100  # of heads that fit into the workspace
     dtype: torch.dtype = torch.float32
@@ -71,6 +72,9 @@ CASES: dict[str, Case] = {
     "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
     "head width 41": Case(L=33, M=20, H=41),
     "head width 41, deterministic": Case(L=33, M=20, H=41, deterministic=True),
+    "head width 41, long tiles of keys": Case(
+        B=2, L=70, M=41, H=41, documents=2, dropout=0.3, long_keys=True, deterministic=True
+    ),
     "head width 80": Case(N=1, L=20, M=9, H=80),
     "head width 128": Case(N=1, L=20, M=9, H=128, deterministic=True),
     "same length": Case(B=2, L=37, M=41, max_distance=41),
@@ -167,12 +171,13 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
     tiles = Tiles(
         forward=Tile(longer, size, 1),
         query_gradient=Tile(longer, size, 1),
-        key_gradient=Tile(size, longer, 1),
+        key_gradient=Tile(size, 4 * size if case.long_keys else longer, 1),
         position_gradient=Tile(size, longer, 1),
     )
     if case.from_table:
         _install(tiles, case.H)
-    score_row = -(-(case.L + case.M) // longer) * longer
+    longest = max(tiles.key_gradient.columns, longer)
+    score_row = -(-(case.L + case.M) // longest) * longest
     group_bytes = case.N // (case.G or case.N) * case.L * score_row * case.dtype.itemsize
     return fused_relative_attention(
         *inputs[:6],

@@ -5,7 +5,7 @@ copies it to `TABLE`. Other tiles round differently, so a run records which tabl
 {"format": 1, "kernels": version, "tiles": [row, ...], "tried": [row, ...]}, with a row such as
 {"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
 "warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles`, and the tiles of a head
-width serve all that are padded to the same one. Torch-free.
+width serve all multiples of 8 that are padded to the same one. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import read_json, sha256_of
-from pretrain.kernels.triton.tiling import Tile, Tiles, built_in_tiles, tiled_width
+from pretrain.kernels.triton.tiling import Tile, Tiles, built_in_tiles, is_aligned, tiled_width
 
 TABLE = Path(__file__).with_name("tiles.json")
 FORMAT = 1
@@ -59,7 +59,7 @@ def tiles_in(path: Path, head_width: int, capability: tuple[int, int]) -> Tiles:
         return configured
     try:
         found = _checked(Fields(read_json(path), "the table"), tiled_width(head_width), capability)
-        return replace(configured, **found)
+        return replace(configured, **found) if is_aligned(head_width) else configured
     except (OSError, ValueError, InvalidField) as error:
         raise ConfigError(
             f"{path} cannot be used: {error}; remove it, or search again on this "

@@ -70,9 +70,24 @@ _TILES = {  # by compute capability and padded head width
 }
 
 
+_ALIGNED_WIDTH = 8  # whose multiples are rows of 16 bytes; loads of others take more registers
+_UNALIGNED_FORWARD, _UNALIGNED_KEYS = Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)
+
+
 def built_in_tiles(head_width: int, capability: tuple[int, int]) -> Tiles:
     """Return the tiles for a head width and compute capability; newer GPUs use the tiles of 9."""
-    return _TILES[min(capability[0], 9), tiled_width(head_width)]
+    tiles = _TILES[min(capability[0], 9), tiled_width(head_width)]
+    if is_aligned(head_width):
+        return tiles
+    tiles = replace(tiles, forward=_UNALIGNED_FORWARD)
+    # Wide heads of an even width are loaded in words, which leaves registers for the usual tile.
+    is_wide_and_even = head_width > 64 and head_width % 2 == 0
+    return tiles if is_wide_and_even else replace(tiles, key_gradient=_UNALIGNED_KEYS)
+
+
+def is_aligned(head_width: int) -> bool:
+    """Whether loads of 16 bytes fit into the rows of a head, so that a table's tiles serve it."""
+    return head_width % _ALIGNED_WIDTH == 0
 
 
 def tiled_width(head_width: int) -> int:
