@@ -24,6 +24,7 @@ MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in 
 MOST_LANES = 1 << 17
 MOST_ROWS = 1 << 20  # of a segment or a memory
 MOST_THREADS = 4096
+OBJECT_STORES = ("s3", "gs", "azure", "oci", "hf")  # schemes of URLs
 LARGEST_SEED = (1 << 63) - 1
 LONGEST_NAME = 100
 _NAME = re.compile(rf"(?![-.])[A-Za-z0-9._+-]{{1,{LONGEST_NAME}}}")
@@ -109,6 +110,15 @@ def require_no_secrets(name_of: str, path: Path) -> None:
     """Raise ConfigError if `path` is a URL with a password: settings are copied and shown."""
     if problem := problem_of(path_text(path)):
         raise ConfigError(f"{name_of}: {problem}")
+
+
+def require_object_store(name_of: str, url: str) -> None:
+    """Raise ConfigError unless `url` names a place in an object store, without a password."""
+    require_no_secrets(name_of, Path(url))
+    scheme, _, rest = url.partition("://")
+    if scheme not in OBJECT_STORES or not rest.strip("/") or url != path_text(Path(url)):
+        expected = ", ".join(f"{each}://BUCKET/FOLDER" for each in OBJECT_STORES)
+        raise ConfigError(f"{name_of}: found {abbreviated(url)}, expected one of {expected}")
 
 
 def require_hash(name_of: str, text: str) -> None:

@@ -47,6 +47,7 @@ from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
+from pretrain.mirror.mirror import Mirror
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.determinism import check_tiles, set_determinism
@@ -161,7 +162,11 @@ def _start(process: RankProcess, attempt: str, before: int | None = None) -> int
     )
     spike: Spike | None = None
     try:
-        ending = _train_from(found, process, config, attempt)
+        step, check = found.step if found else 0, process.fence.check
+        with Mirror(process.config, run_dir, world, step, check) as mirror:
+            ending = _train_from(found, process, config, attempt, mirror)
+            if ending is not Ending.PHASE_FINISHED:  # the next phase continues the upload
+                mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
     except UnreadableError as error:
         if found is None:
             raise
@@ -186,7 +191,11 @@ def _start(process: RankProcess, attempt: str, before: int | None = None) -> int
 
 
 def _train_from(
-    found: Checkpoint | None, process: RankProcess, config: RunConfig, attempt: str
+    found: Checkpoint | None,
+    process: RankProcess,
+    config: RunConfig,
+    attempt: str,
+    mirror: Mirror,
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
@@ -199,6 +208,7 @@ def _train_from(
         run_dir.identity.id,
         process.fence.check,
         run_dir.patience,
+        mirror.held,
     )
     if found is not None:
         state = checkpointer.restore(engine, found)
@@ -225,7 +235,9 @@ def _train_from(
             lambda: process.heartbeat.beat(state.step, "evaluate"),
             process.stop.raise_if_requested,
         )
-        parts = Parts(config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate)
+        parts = Parts(
+            config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate, mirror
+        )
         try:
             ending = train(parts, process)
         except SpikeFound:

@@ -12,10 +12,11 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World
+from pretrain.distributed.world import World, on_any_rank
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
+from pretrain.mirror.mirror import Mirror
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.loss_spikes import SpikeMonitor
@@ -60,6 +61,7 @@ class Parts:
     metrics: MetricsRecorder
     spike_monitor: SpikeMonitor
     evaluate: Callable[[], dict[str, float]]
+    mirror: Mirror
 
 
 def train(parts: Parts, process: RankProcess) -> Ending:
@@ -100,9 +102,12 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
-        stopping, save_failed, saves_again = process.stop.requested_and(
-            checkpointer.has_failed, checkpointer.is_to_try_again
+        stopping, save_failed, saves_again, *uploads = process.stop.requested_and(
+            checkpointer.has_failed,
+            checkpointer.is_to_try_again,
+            *parts.mirror.flags(checkpointer.published_step),
         )
+        parts.mirror.agree(uploads, checkpointer.last_step)
         if save_failed:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
         ending = _ending_at(config, state.step, stopping)
@@ -180,3 +185,8 @@ def _save(
         what = (parts.engine, parts.state, validation_loss, parts.metrics.unwritten)
         save = partial(parts.checkpointer.save, *what, suspected_since)
         save() if ending is None else parts.checkpointer.until_published(save)
+    if ending is not None:  # it is uploaded during the last evaluation
+        parts.mirror.agree(
+            on_any_rank(parts.mirror.flags(parts.checkpointer.published_step)),
+            parts.checkpointer.last_step,
+        )

@@ -24,10 +24,10 @@ from urllib.parse import quote
 from data_pipeline.corpora.web_requests import open_url, stated_length
 from data_pipeline.credentials import problem_of, redacted
 from data_pipeline.errors import NO_SPACE, DataError
+from data_pipeline.setting_fields import OBJECT_STORES
 
 BLOCK_BYTES = 1 << 18
 WEB = ("http", "https")
-OBJECT_STORES = ("s3", "gs", "azure", "oci", "hf")
 TRANSIENT_STATUS = (408, 425, 429)  # the 4xx answers that a later attempt may not get
 # Codes and exceptions of SDKs that another attempt would give again.
 FINAL_REASONS = (

@@ -38,8 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory; resumed if it contains this run (default runs/NAME)",
     )
+    add_mirror_argument(parser)
     add_policy_arguments(parser)
     add_log_level_argument(parser)
+
+
+def add_mirror_argument(parser: argparse.ArgumentParser) -> None:
+    """Define --from."""
+    parser.add_argument(
+        "--from",
+        dest="mirror",
+        metavar="URL",
+        help="where checkpoint.mirror has put the run: make its run directory here first, and "
+        "resume from the latest checkpoint there",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(arguments.run_dir or Path("runs") / config.name, patience)
     command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
+    if arguments.mirror:
+        from pretrain.mirror.restore import restore_run  # it takes a while
+
+        restore_run(arguments.mirror, run_dir.path)
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config)):
         _log.info(

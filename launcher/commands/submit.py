@@ -13,6 +13,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import add_experiment
+from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory, on a disk that all nodes share (default runs/NAME)",
     )
+    add_mirror_argument(parser)
     add_policy_arguments(parser)
     parser.add_argument(
         "--dry-run",
@@ -67,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(render(job) + "\n".join(step_lines(job, config, step_before)))
         _print_notes(notes)
         return 0
+    if arguments.mirror:
+        from pretrain.mirror.restore import restore_run  # it takes a while
+
+        restore_run(arguments.mirror, job.run_dir)
     number = submit(job, config)
     _print_notes(notes)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")

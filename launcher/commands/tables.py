@@ -182,6 +182,9 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ("checkpoint", checkpoint),
         ("attempts", _attempts(state)),
     ]
+    if state.mirrored is not None or state.mirror_problem:
+        stored = "nothing yet" if state.mirrored is None else f"step {state.mirrored:,}"
+        lines.append(("in the store", "; ".join(filter(None, (stored, state.mirror_problem)))))
     if state.job:
         lines.append(("job", state.job))
     if state.last_failure:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from pretrain.rundir.launch_events import JobEnded, JobStarted, Submitted
 from pretrain.rundir.ledger import interruptions, last_of, num_attempts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
-from pretrain.rundir.training_events import TrainingBegan
+from pretrain.rundir.training_events import (
+    Event,
+    Mirrored,
+    MirrorEvent,
+    MirrorFailed,
+    Restored,
+    TrainingBegan,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,8 @@ class RunState:
     seconds_left: float | None = None
     checkpoint: int | None = None
     checkpoint_age: float | None = None
+    mirrored: int | None = None  # the latest step that checkpoint.mirror has
+    mirror_problem: str = ""  # why it has not the one after
     last_failure: str = ""
     last_failure_age: float | None = None
     interval: int = 0  # of checkpoints, in steps
@@ -114,6 +123,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     job = last_of(evidence.ledger, Submitted, JobStarted)
     interrupted = interruptions(evidence.ledger, is_running or status.state is State.UNRESPONSIVE)
     spent = evidence.time_spent(is_running)
+    mirrored, mirror_problem = state_of_mirror(evidence.ledger)
     age = None if evidence.checkpoint_time is None else evidence.now - evidence.checkpoint_time
     return RunState(
         name=config.name,
@@ -138,10 +148,19 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         seconds_left=left,
         checkpoint=evidence.checkpoint,
         checkpoint_age=None if age is None else max(0.0, age),
+        mirrored=mirrored,
+        mirror_problem=mirror_problem,
         last_failure=interrupted[-1].description if interrupted else "",
         last_failure_age=evidence.now - interrupted[-1].time if interrupted else None,
         interval=config.checkpoint.interval,
     )
+
+
+def state_of_mirror(ledger: Sequence[Event]) -> tuple[int | None, str]:
+    """The latest step in the object store, and why the one after it is not there."""
+    stored, last = last_of(ledger, Mirrored, Restored), last_of(ledger, MirrorEvent)
+    problem = last.problem if isinstance(last, MirrorFailed) else ""
+    return (None if stored is None else stored.step), problem
 
 
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:

@@ -128,6 +128,7 @@ class Save(threading.Thread):
         self._computed = _event_on(world.device)
         self._copied, self._written = threading.Event(), threading.Event()
         self._canceled = threading.Event()
+        self.is_published = False  # as far as this rank knows: rank 0 knows first
         self._problem: SaveProblem | None = None
 
     def wait_for_copy(self) -> None:
@@ -167,6 +168,7 @@ class Save(threading.Thread):
             self._written.set()
             if self._world.is_main:
                 self._publish(self._raise_if_canceled)
+                self.is_published = True
         except OSError as error:
             self._problem = SaveProblem.of(error)
         except Exception as error:  # the loop asks for it, and every rank then raises it

@@ -8,7 +8,7 @@ There is no pickle.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,8 +59,8 @@ class Checkpointer:
 
     `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a
     run with another `run_id` are rejected. `may_write` is called before anything is published; it
-    raises UserError if a newer attempt has claimed the run. A context manager: leaving it cancels a
-    save in progress, so call `finish` before.
+    raises UserError if a newer attempt has claimed the run. Steps that are `held` are not pruned. A
+    context manager: leaving it cancels a save in progress, so call `finish` before.
 
     A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
     and saves a later step instead. Once saves have failed for longer than the `patience`, every
@@ -76,6 +76,7 @@ class Checkpointer:
         run_id: str,
         may_write: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
+        held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._run = run
         self._root = root
@@ -86,6 +87,8 @@ class Checkpointer:
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
         self._outage = Outage(patience or Patience())
+        self._held = held
+        self._published_step = 0  # of the last save that all ranks finished, or were restored from
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -166,6 +169,20 @@ class Checkpointer:
         """Whether a save has failed and it is time for another; ranks can differ."""
         return self._save is None and self._outage.is_due
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last save, in progress or published; the same on all ranks."""
+        return self._published_step if self._save is None else self._save.step
+
+    @property
+    def published_step(self) -> int:
+        """`last_step` if its checkpoint is published as far as this rank knows, else 0.
+
+        Rank 0 knows as soon as it is, the others once they `finish`.
+        """
+        is_published = self._save is None or self._save.is_published
+        return self.last_step if is_published else 0
+
     def finish(self) -> bool:
         """Return when the save in progress is published, or whether any rank failed: False."""
         if self._save is None:
@@ -178,6 +195,7 @@ class Checkpointer:
         problems = problems or list(filter(None, gather_values(save.wait_for_publication(), kind)))
         if not problems:
             self._outage.ended()
+            self._published_step = save.step
             return True
         save.cancel()
         problem = next((each for each in problems if not each.may_pass), problems[0])
@@ -206,6 +224,7 @@ class Checkpointer:
             load_fragments(engine, found)
             state = self._restore_state(engine, found)
         restore_counters(engine, found)
+        self._published_step = found.step
         return state
 
     def _problem_ahead(
@@ -270,7 +289,7 @@ class Checkpointer:
     def _prune(self, suspected_since: int | None) -> None:
         kept, valid = self._run.checkpoint, marker.steps_that_count(self._root)
         numbers = (kept.keep_last, kept.keep_every, kept.keep_best)
-        files.prune(self._root, valid, *numbers, suspected_since)
+        files.prune(self._root, valid, *numbers, suspected_since, self._held())
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)

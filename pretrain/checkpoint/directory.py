@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
@@ -101,7 +101,11 @@ def best_steps(root: Path, valid: Sequence[int], count: int) -> list[int]:
     """Return the steps of the `count` lowest validation losses, best first; ties: later first."""
     if not count:
         return []
-    losses = {step: validation_loss(step_directory(root, step)) for step in valid}
+    return best_of({step: validation_loss(step_directory(root, step)) for step in valid}, count)
+
+
+def best_of(losses: Mapping[int, float | None], count: int) -> list[int]:
+    """Return the steps of the `count` lowest losses, best first; ties: later first."""
     ranked = sorted(
         (loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)
     )
@@ -126,9 +130,13 @@ def prune(
     keep_every: int = 0,
     keep_best: int = 0,
     suspected_since: int | None = None,
+    held: Collection[int] = (),
 ) -> list[int]:
-    """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be."""
-    best = best_steps(root, valid, keep_best)
+    """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be.
+
+    Those `held` stay besides, such as one that is being uploaded.
+    """
+    best = [*best_steps(root, valid, keep_best), *held]
     steps = steps_on_disk(root)
     old = steps_to_prune(steps, valid, keep_last, keep_every, best, suspected_since)
     return [step for step in old if _could_remove(step_directory(root, step))]

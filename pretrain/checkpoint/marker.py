@@ -111,7 +111,7 @@ def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1
     each read marker, index and their share of the other files: every `world_size`-th, from
     `rank` on. Rank 0 also checks that the files together have every element of what they hold.
     """
-    found = _read_index(directory)
+    found = read_index(directory)
     if run_id and found.index.get("run") != run_id:
         raise CheckpointError(
             f"{directory}: found a checkpoint of run {found.index.get('run')}, "
@@ -124,10 +124,33 @@ def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1
     return found
 
 
+def read_index(directory: Path) -> Checkpoint:
+    """Read the index and check it against marker and directory; CheckpointError as in `verify`."""
+    path = directory / INDEX
+    marker, content = _contents(directory / MARKER), _contents(path)
+    if marker != f"{_sha256(content)}\n".encode():
+        raise CheckpointError(f"{path}: does not match its {MARKER} marker")
+    index = parse_index(path, content)
+    named = STEP_NAME.fullmatch(directory.name)
+    if named and int(named.group(1)) != index["step"]:
+        raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
+    unknown = set(index["files"])
+    for rank in range(index["world_size"]):
+        expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
+        if not expected <= index["files"].keys():
+            raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
+        unknown -= expected
+    if unknown:  # whatever is listed is opened, so nothing but these names may be
+        raise CheckpointError(
+            f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
+        )
+    return Checkpoint(directory, index)
+
+
 def counts(directory: Path) -> bool:
     """Whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
-        found = _read_index(directory)
+        found = read_index(directory)
         for name, entry in found.index["files"].items():
             _check_size(directory / name, entry["bytes"])
         return not (directory / REFUSED).exists()
@@ -220,28 +243,6 @@ def remember(directory: Path, refused: str) -> None:
             write_text(directory / REFUSED, refused + "\n")
         else:
             (directory / REFUSED).unlink(missing_ok=True)
-
-
-def _read_index(directory: Path) -> Checkpoint:
-    path = directory / INDEX
-    marker, content = _contents(directory / MARKER), _contents(path)
-    if marker != f"{_sha256(content)}\n".encode():
-        raise CheckpointError(f"{path}: does not match its {MARKER} marker")
-    index = parse_index(path, content)
-    named = STEP_NAME.fullmatch(directory.name)
-    if named and int(named.group(1)) != index["step"]:
-        raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
-    unknown = set(index["files"])
-    for rank in range(index["world_size"]):
-        expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
-        if not expected <= index["files"].keys():
-            raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
-        unknown -= expected
-    if unknown:  # whatever is listed is opened, so nothing but these names may be
-        raise CheckpointError(
-            f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
-        )
-    return Checkpoint(directory, index)
 
 
 def _check_pieces(found: Checkpoint) -> None:

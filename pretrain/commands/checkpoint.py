@@ -1,4 +1,7 @@
-"""`pretrain checkpoint list | verify | prune RUN`: list, check or delete checkpoints."""
+"""`pretrain checkpoint list | verify | prune RUN`: list, check or delete checkpoints.
+
+`pretrain checkpoint fetch URL RUN` makes a run directory from a mirror.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ PROGRAM = Program(
         "list": (f"{HERE}:list", "list step, ranks, tokens, validation loss and size of each"),
         "verify": (f"{HERE}:verify", "read every byte of each; exit status 1 if one is corrupted"),
         "prune": (f"{HERE}:prune", "delete those that the run's settings, or flags, do not keep"),
+        "fetch": (f"{HERE}:fetch", "make a run directory from what checkpoint.mirror has uploaded"),
     },
 )
 
@@ -48,6 +52,20 @@ def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
             flag, type=int, metavar="N", help=f"{meaning} (default: the run's setting)"
         )
     parser.add_argument("--dry-run", action="store_true", help="report only, delete nothing")
+
+
+def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="the run's mirror: checkpoint.mirror/NAME")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
+
+
+def run_fetch(arguments: argparse.Namespace) -> int:
+    """Make the run directory from the latest checkpoint of the mirror."""
+    from pretrain.mirror.restore import restore_run
+
+    step = restore_run(arguments.url, arguments.run)
+    print(f"{arguments.run} has step {step}; start the run with this run directory to resume it")
+    return 0
 
 
 def run_list(arguments: argparse.Namespace) -> int:

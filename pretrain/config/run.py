@@ -21,6 +21,7 @@ from data_pipeline.setting_fields import (
     require_hash,
     require_name,
     require_no_secrets,
+    require_object_store,
     setting,
 )
 from pretrain.config.data import DataConfig
@@ -80,9 +81,17 @@ class CheckpointConfig:
     """Keep also this many with the lowest validation loss."""
     storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
+    mirror: str = ""
+    """Object store (such as s3://BUCKET/runs): checkpoints are uploaded to NAME in it; "": none."""
+    mirror_mib_per_second: float = setting(0.0, Range(0, 1e6), unit="MiB per second")
+    """Most that all ranks together send, and read back, for it; 0: no limit."""
+    mirror_wait_seconds: float = setting(60.0, Range(0, 1e7), unit="seconds")
+    """How long a run that ends or stops waits until its last checkpoint is in the store."""
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)
+        if self.mirror:
+            require_object_store("checkpoint.mirror", self.mirror)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,11 @@ from pretrain.rundir.training_events import (
     Event,
     Finished,
     GaveUp,
+    Mirrored,
+    MirrorFailed,
     OutOfMemory,
     PhaseFinished,
+    Restored,
     Resumed,
     Rewind,
     SettingsChanged,
@@ -61,8 +64,9 @@ E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
     kind.name(): kind
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
-                 Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, AttemptEnded,
-                 Interrupted, Submitted, Canceled, JobStarted, JobEnded, SupervisorKilled)
+                 Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, Mirrored,
+                 MirrorFailed, Restored, AttemptEnded, Interrupted, Submitted, Canceled, JobStarted,
+                 JobEnded, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)

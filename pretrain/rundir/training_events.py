@@ -146,6 +146,45 @@ class OutOfMemory(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MirrorEvent(Event):
+    """Base of what happens between the run and the object store at `url`."""
+
+    step: int
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(MirrorEvent):
+    """The checkpoint of `step` is in the store, read back and compared."""
+
+    seconds: float = 0.0
+
+    @property
+    def description(self) -> str:
+        return f"the checkpoint of step {self.step} is in {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorFailed(MirrorEvent):
+    """The checkpoint of `step` is not in the store yet; the upload is tried again."""
+
+    problem: str
+
+    @property
+    def description(self) -> str:
+        return f"the checkpoint of step {self.step} is not in {self.url}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(MirrorEvent):
+    """The run directory was made from the store, to resume from the checkpoint of `step`."""
+
+    @property
+    def description(self) -> str:
+        return f"restored the checkpoint of step {self.step} from {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
     """A rank that needed `ratio` times as long as the others for its own part of a step."""
 

@@ -46,6 +46,7 @@ class FileServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = upstream
         self.fault, self.faulty = "", 0
+        self.content = "shard"  # what the names of faulty files begin with
         self.bytes_per_second = 0.0
         self.denied = ""  # a part of paths that are answered with 403
         self.authorization = ""  # the header without which 401 is the answer
@@ -140,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             where = {"Location": f"{server.redirect}{self.path}", "Content-Length": "0"}
             status, headers, content = 302, where, b""
         name = self.path.rpartition("/")[2]
-        is_content = name.startswith("shard") and self.command == "GET" and status < 300
+        is_content = name.startswith(server.content) and self.command == "GET" and status < 300
         server.requests[name] += self.command == "GET"
         fault = server.fault if is_content and server.requests[name] <= server.faulty else ""
         self.send_response(500 if fault == "500" else status)

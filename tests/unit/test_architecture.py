@@ -220,7 +220,7 @@ FLOORS = (
     {"commands", "demo"},
     {"run", "scaling"},
     {"train", "evaluation", "reporting"},
-    {"processes", "recovery", "metrics", "weights"},
+    {"processes", "recovery", "metrics", "mirror", "weights"},
     {"rundir"},
     {"checkpoint"},
     {"state"},

@@ -36,8 +36,11 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Finished,
     GaveUp,
+    Mirrored,
+    MirrorFailed,
     OutOfMemory,
     PhaseFinished,
+    Restored,
     Resumed,
     Rewind,
     SettingsChanged,
@@ -93,6 +96,12 @@ EXAMPLES = [
         replace(RESUME, changes={"torch": ("2.11", "2.15"), "GPU": ("A100", "H100")}),
         "not bitwise from here: torch 2.11 -> 2.15, GPU A100 -> H100",
     ),
+    (Mirrored(step=9, url="s3://b/x", seconds=1.5), "the checkpoint of step 9 is in s3://b/x"),
+    (
+        MirrorFailed(step=9, url="s3://b/x", problem="no bucket"),
+        "the checkpoint of step 9 is not in s3://b/x: no bucket",
+    ),
+    (Restored(step=9, url="s3://b/x"), "restored the checkpoint of step 9 from s3://b/x"),
     (WindowDropped(step=9, segments=(12, 25)), "segments 12 to 24 are no longer skipped"),
     (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
     (

@@ -1,0 +1,203 @@
+"""An object store that a run writes to: every object is read back and compared.
+
+Written to bound what a background upload takes from a run: bytes per second, and no copy on disk
+where the store is S3. Other stores are written and read through mosaicml-streaming, which can
+neither be slowed down inside a file nor delete; there the pauses come between files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, fetch_once, retry
+from data_pipeline.corpora.stores import (
+    BLOCK_BYTES,
+    RetryPolicy,
+    StoreError,
+    listed_objects,
+    sdk_errors,
+    store_at,
+    uploader_to,
+    with_timeout,
+)
+from data_pipeline.errors import DataError
+from data_pipeline.files import path_below, sha256_of
+
+S3 = "s3://"
+MOST_DELETED = 1000  # objects of one request, a limit of S3
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file has to contain."""
+
+    bytes: int
+    sha256: str
+
+    def mismatch(self, path: Path) -> str | None:
+        """Return how the file differs; None if it does not."""
+        if (size := path.stat().st_size) != self.bytes:
+            return f"{size} bytes arrived, expected {self.bytes}"
+        return self.hash_mismatch(sha256_of(path))
+
+    def hash_mismatch(self, sha256: str) -> str | None:
+        """Return how a hash differs; None if it does not."""
+        if sha256 == self.sha256:
+            return None
+        return f"its SHA-256 is {sha256[:16]}..., expected {self.sha256[:16]}..."
+
+
+def content_of(path: Path) -> Content:
+    """Return what the file contains now."""
+    return Content(path.stat().st_size, sha256_of(path))
+
+
+class Pace:
+    """At most so many bytes per second, over all threads that share it; 0: no limit."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def spend(self, num_bytes: int) -> None:
+        """Return when these bytes were allowed."""
+        if not self._rate:
+            return
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + num_bytes / self._rate
+            wait = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait))
+
+
+class WritableStore:
+    """The objects under a URL. DataError, from the constructor, if it cannot be opened."""
+
+    def __init__(
+        self,
+        url: str,
+        scratch: Path,
+        retry_policy: RetryPolicy | None = None,
+        bytes_per_second: float = 0.0,
+    ) -> None:
+        policy = retry_policy or RetryPolicy()
+        if bytes_per_second:  # what goes up comes back to be compared: a whole attempt takes longer
+            slowest = min(policy.bytes_per_second, bytes_per_second / 2)
+            policy = replace(policy, bytes_per_second=slowest)
+        self.url, self._policy, self._scratch = url.rstrip("/"), policy, scratch
+        self._rate, self._pace = bytes_per_second, Pace(bytes_per_second)
+        self._store = store_at(self.url, policy)
+        self._bucket, _, self._prefix = self.url.removeprefix(S3).partition("/")
+        self._s3: Any = None
+        if self.url.startswith(S3):
+            self._s3 = listed_objects(self.url, names=False)[0].s3
+        else:
+            self._send = uploader_to(self.url, scratch)
+
+    def put(self, name: str, path: Path, content: Content) -> None:
+        """Upload the file unless the store has it; DataError unless the store returns `content`."""
+
+        def attempt() -> None:
+            with contextlib.suppress(StoreError):
+                return self._compare(name, content)  # the store has it already
+            seconds = self._policy.seconds_for(content.bytes)
+            with_timeout(seconds, lambda: self._upload(name, path, content))
+            return self._compare(name, content)
+
+        retry(self._policy, f"{self.url}/{name} could not be uploaded", attempt)
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return the object of at most `most` bytes; None if the store says that it has none."""
+        path = self._scratch / "read"
+        try:
+            fetch_file(
+                self._store, name, path, self._scratch, lambda file: size_problem(file, most), most
+            )
+        except NotFetchedError as error:
+            if error.is_absent:
+                return None
+            raise
+        return path.read_bytes()
+
+    def names(self) -> list[str]:
+        """Return the names of all objects under the URL; DataError if they cannot be listed."""
+        return listed_objects(self.url)[1]
+
+    @property
+    def can_delete(self) -> bool:
+        """Whether this kind of store is one whose objects `delete` removes."""
+        return self._s3 is not None
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete these objects; DataError if one is still there."""
+        for first in range(0, len(names), MOST_DELETED):
+            keys = [{"Key": self._key(name)} for name in names[first : first + MOST_DELETED]]
+            try:
+                with sdk_errors():
+                    request = {"Objects": keys, "Quiet": True}
+                    answer = self._s3.delete_objects(Bucket=self._bucket, Delete=request)
+            except StoreError as error:
+                raise DataError(f"{self.url}: cannot delete ({error})") from None
+            for problem in answer.get("Errors", [])[:1]:
+                raise DataError(f"{self.url}: cannot delete {problem['Key']} ({problem['Code']})")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}".lstrip("/")
+
+    def _upload(self, name: str, path: Path, content: Content) -> None:
+        if self._s3 is None:
+            staged = path_below(self._scratch, name)
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                staged.unlink()
+            os.symlink(path.absolute(), staged)
+            self._send(name)
+            return self._pace.spend(content.bytes)
+        from boto3.s3.transfer import TransferConfig
+
+        limit = {"max_bandwidth": max(1, int(self._rate))} if self._rate else {}
+        with sdk_errors():
+            config = TransferConfig(**limit)
+            return self._s3.upload_file(str(path), self._bucket, self._key(name), Config=config)
+
+    def _compare(self, name: str, content: Content) -> None:
+        """Raise StoreError unless the object has this content."""
+        if self._s3 is not None:
+            seconds = self._policy.seconds_for(content.bytes)
+            return with_timeout(seconds, lambda: self._read_back(name, content))
+        copy, check = self._scratch / "read-back", content.mismatch
+        fetch_once(self._store, name, copy, self._scratch, check, content.bytes)
+        copy.unlink()
+        return self._pace.spend(content.bytes)
+
+    def _read_back(self, name: str, content: Content) -> None:
+        digest, arrived = hashlib.sha256(), 0
+        with sdk_errors():
+            answer = self._s3.get_object(Bucket=self._bucket, Key=self._key(name))
+            with contextlib.closing(answer["Body"]) as body:
+                if (size := answer["ContentLength"]) != content.bytes:
+                    raise StoreError(f"the store has {size} bytes, expected {content.bytes}")
+                for block in iter(partial(body.read, BLOCK_BYTES), b""):
+                    self._pace.spend(len(block))
+                    digest.update(block)
+                    arrived += len(block)
+                    if arrived > content.bytes:
+                        break
+        if problem := content.hash_mismatch(digest.hexdigest()):
+            raise StoreError(problem)
+
+
+def size_problem(path: Path, most: int) -> str | None:
+    """Return why a file of which only the largest size is known is refused; None if it is not."""
+    size = path.stat().st_size
+    return f"it has {size:,} bytes, expected at most {most:,}" if size > most else None

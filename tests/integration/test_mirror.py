@@ -1,0 +1,103 @@
+"""Checkpoints in a real S3 server: uploaded while a run trains, and resumed from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main as launcher
+from launcher.status.run_state import read_state
+from pretrain.cli import main as pretrain
+from pretrain.commands.same_run import differing_losses
+from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Mirrored, MirrorFailed, Restored, Resumed
+from tests.helpers.stores import client
+
+STEPS, INTERVAL = 24, 4
+SETTINGS = """name: tiny
+model: {{num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
+data: {{path: {corpus}, lanes: 4, segment_length: 16}}
+optim: {{steps: 24}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 4, keep_last: 2}}
+evaluation: {{interval: 10, lanes: 2, max_tokens: 500}}
+metrics: {{interval: 1, tensorboard: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mirror") / "tiny.yaml"
+    path.write_text(SETTINGS.format(corpus=tiny_corpus))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
+    assert pretrain(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
+    return run_dir
+
+
+def keys(endpoint: str, bucket: str) -> set[str]:
+    found = client(endpoint).list_objects_v2(Bucket=bucket.removeprefix("s3://"))
+    return {item["Key"] for item in found.get("Contents", [])}
+
+
+def folders(endpoint: str, bucket: str) -> set[int]:
+    """The steps of which the store has any object."""
+    names = (key.split("/")[-2] for key in keys(endpoint, bucket) if "/step-" in key)
+    return {int(name.split("-")[1]) for name in names}
+
+
+def steps_listed(endpoint: str, bucket: str) -> list[int]:
+    answer = client(endpoint).get_object(
+        Bucket=bucket.removeprefix("s3://"), Key="runs/tiny/mirror.json"
+    )
+    return [each["step"] for each in json.loads(answer["Body"].read())["checkpoints"]]
+
+
+def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
+    experiment, undisturbed, tmp_path, bucket, s3_endpoint
+):
+    mirror = f"checkpoint.mirror={bucket}/runs"
+    first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
+    # Ranks share the upload; a request to stop waits until the last checkpoint is there.
+    stopped = {**os.environ, VARIABLE: "sigterm-in-evaluation@10"}
+    command = [sys.executable, "-m", "launcher", "local", str(experiment), mirror]
+    done = subprocess.run(
+        [*command, "--ranks=2", f"--run-dir={first.path}"],
+        env=stopped,
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
+    assert done.returncode == 75, done.stderr
+    assert events_of(first.ledger.read(), Mirrored)[-1].step == 10
+    assert events_of(first.ledger.read(), MirrorFailed) == []
+    assert steps_listed(s3_endpoint, bucket)[-1] == 10
+    assert read_state(first.path).mirrored == 10
+    shutil.rmtree(first.path)
+
+    url = f"{bucket}/runs/tiny"
+    more = [f"--run-dir={second.path}", f"--from={url}", mirror]
+    assert launcher(["local", str(experiment), *more]) == 0
+    assert differing_losses(undisturbed, second, 1e-5) == []
+    events = second.ledger.read()
+    assert events_of(events, Restored) == [Restored(step=10, url=url)]
+    assert events_of(events, Resumed)[0].step == 10
+    assert [line["step"] for line in second.read_metrics() if line["kind"] == "train"] == list(
+        range(1, STEPS + 1)
+    )
+    # The store keeps what the run's retention keeps, and nothing else.
+    assert steps_listed(s3_endpoint, bucket)[-1] == STEPS
+    assert folders(s3_endpoint, bucket) == set(steps_listed(s3_endpoint, bucket))
+    assert len(folders(s3_endpoint, bucket)) == 2

@@ -1,0 +1,363 @@
+"""A mirror under real kills and faults: uploads to a real S3 server, and what is restored from it.
+
+A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and which no model has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import pretrain.mirror.restore as restoring
+from data_pipeline.corpora.stores import RetryPolicy, StoreError
+from data_pipeline.corpora.writable_store import Content, Pace, WritableStore, content_of
+from data_pipeline.errors import CheckpointError, ConfigError, DataError
+from data_pipeline.files import write_text
+from pretrain.checkpoint import marker
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.mirror.layout import ROOT
+from pretrain.mirror.restore import SCRATCH, restore_run
+from pretrain.mirror.upload import Canceled, Publication, Retried, upload_share
+from pretrain.rundir.launch_events import JobStarted, Submitted
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Restored, Started
+from tests.helpers.checkpoints import publish_step
+from tests.helpers.metrics import train_line
+from tests.helpers.stores import FAULTS, QUICK, FileServer, client
+
+RANKS = 2
+FAST = RetryPolicy(attempts=2, timeout=3.0, pause=0.01)
+
+
+def run_in(directory: Path, steps: list[int]) -> RunDir:
+    """A run with checkpoints of these steps, and of the ledger and metrics that go along."""
+    run_dir = RunDir.create(directory, RunConfig(name="tiny", model=ModelConfig(vocab_size=300)))
+    run_dir.ledger.append(Submitted(job="17", job_name="tiny"))
+    run_dir.ledger.append(JobStarted(job="17", restart=0, nodes=("n1",), step=0))
+    run_dir.ledger.append(Started(step=0, world_size=RANKS, attempt="17.0.0.ab"))
+    for step in steps:
+        save(run_dir, step)
+    return run_dir
+
+
+def save(run_dir: RunDir, step: int) -> Path:
+    with open(run_dir.metrics, "a") as file:
+        file.write(json.dumps(train_line(step)) + "\n")
+    return publish_step(run_dir.checkpoints, step, RANKS, run=run_dir.identity.id)
+
+
+def upload(run_dir: RunDir, url: str, step: int, scratch: Path, keep_last: int = 3) -> None:
+    """What all ranks do for one checkpoint, one after the other."""
+    scratch.mkdir(exist_ok=True)
+    store = WritableStore(url, scratch, FAST)
+    directory = run_dir.checkpoints / f"step-{step:08d}"
+    for rank in range(RANKS):
+        upload_share(store, directory, rank, RANKS, lambda: None)
+    kept = CheckpointConfig(keep_last=keep_last)
+    publication = Publication(run_dir.path, run_dir.identity.id, step, kept, lambda: None)
+    publication.publish(store, directory, scratch, lambda: None)
+
+
+def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:
+    """The step that arrives: whole, and with the run's files."""
+    step = restore_run(url, directory, policy)
+    run_dir = RunDir.open(directory)
+    found = marker.latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
+    assert found is not None
+    assert found.step == step
+    assert run_dir.config.name == "tiny"
+    assert run_dir.read_metrics()[-1]["step"] >= step
+    assert not (directory / SCRATCH).exists()
+    return step
+
+
+def killed_at(number: int, what: str, where: object, action: Callable[[], object]) -> bool:
+    """Whether SIGKILL ended a process that does `action`, before its call `number` of `what`."""
+    child = os.fork()
+    if child == 0:
+        calls, original = 0, getattr(where, what)
+
+        def counting(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+
+        try:
+            with mock.patch.object(where, what, counting):
+                action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"{bucket}/runs/tiny"
+
+
+def over_http(url: str, endpoint: str) -> str:
+    """The same objects without an SDK, which takes half a second to start.
+
+    The server wants to be asked with a name, and does not look at it.
+    """
+    host = endpoint.removeprefix("http://")
+    os.environ["MIRROR_PASSWORD"] = f"any@{host}"
+    return url.replace("s3://", f"http://me:env:MIRROR_PASSWORD@{host}/")
+
+
+def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_then_goes_on(
+    tmp_path, url, s3_endpoint
+):
+    run_dir = run_in(tmp_path / "run", [100])
+    upload(run_dir, url, 100, tmp_path / "scratch")
+    save(run_dir, 200)
+    shutil.rmtree(run_dir.checkpoints / "step-00000100")
+
+    def second() -> None:
+        upload(run_dir, url, 200, tmp_path / "scratch", keep_last=1)
+
+    last = 3 * RANKS + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
+    mirror = over_http(url, s3_endpoint)
+    for number in (1, 2, 3 * RANKS + 1, last - 2, last - 1, last):
+        assert killed_at(number, "put", WritableStore, second)
+        assert restored(mirror, tmp_path / f"restored-{number}") == 100
+    for number in (1, 2):  # mirror.json is there: from now on the new one counts
+        assert killed_at(number, "delete", WritableStore, second)
+        assert restored(mirror, tmp_path / f"deleting-{number}") == 200
+    second()
+    assert restored(mirror, tmp_path / "restored") == 200
+    name, _, prefix = url.removeprefix("s3://").partition("/")
+    listed = client(s3_endpoint).list_objects_v2(Bucket=name, Prefix=prefix)["Contents"]
+    assert {each["Key"].split("/")[2][:13] for each in listed} == {"mirror.json", "step-00000200"}
+
+
+@pytest.mark.parametrize("what", ["fetch_file", "replace", "rename", "fsync_directory"])
+def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, tmp_path, stored):
+    where = {"replace": os, "rename": Path}.get(what, restoring)
+    target, number = tmp_path / "restored", 1
+    with FileServer(stored) as server:
+        # What has arrived stays, so that each kill comes later than the one before.
+        while killed_at(number, what, where, lambda: restore_run(server.url, target, QUICK)):
+            number += 1
+            if not RunDir(target).exists():  # else only the clean-up was left
+                with pytest.raises(ConfigError, match="holds no run"):
+                    RunDir.open(target)
+        assert restored(server.url, target, QUICK) == 200
+    assert number > {"fetch_file": 5, "replace": 6, "rename": 1, "fsync_directory": 2}[what]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_store_that_fails_at_first_gives_the_right_checkpoint(fault, tmp_path, url, stored):
+    with FileServer(stored) as server:
+        server.fault, server.faulty, server.content = fault, 1, "engine"
+        assert restored(server.url, tmp_path / "restored", QUICK) == 200
+        assert server.requests["engine-00000.safetensors"] == 2
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mirror as files, for servers that go wrong."""
+    from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
+
+    home = tmp_path_factory.mktemp("stored")
+    with s3_server() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**CREDENTIALS, "S3_ENDPOINT_URL": endpoint}.items():
+            patch.setenv(name, value)
+        bucket = make_bucket(endpoint, "stored")
+        run_dir = run_in(home / "run", [100, 200])
+        for step in (100, 200):
+            upload(run_dir, f"{bucket}/x", step, home / "scratch")
+        s3 = client(endpoint)
+        for each in s3.list_objects_v2(Bucket="stored")["Contents"]:
+            path = home / "files" / each["Key"].removeprefix("x/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            s3.download_file("stored", each["Key"], str(path))
+    return home / "files"
+
+
+def damaged(stored: Path, copy: Path, change: Callable[[Path], object]) -> Path:
+    shutil.copytree(stored, copy)
+    change(copy)
+    return copy
+
+
+def newest(home: Path) -> Path:
+    return max(home.glob("step-*"))
+
+
+def change_root(home: Path, change: Callable[[dict], object]) -> None:
+    tree = json.loads((home / ROOT).read_bytes())
+    change(tree)
+    (home / ROOT).write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda home: (newest(home) / "engine-00001.safetensors").unlink(),
+        lambda home: (newest(home) / "state-00000.safetensors").write_bytes(b"x"),
+        lambda home: (newest(home) / "index.json").write_bytes(b"{}"),
+        lambda home: (newest(home) / "ledger.jsonl").write_bytes(b"\n"),
+        lambda home: shutil.rmtree(newest(home)),
+    ],
+    ids=["a file gone", "another file", "another index", "another ledger", "all gone"],
+)
+def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_before(
+    change, tmp_path, stored, caplog
+):
+    with FileServer(damaged(stored, tmp_path / "store", change)) as server:
+        assert restored(server.url, tmp_path / "restored", QUICK) == 100
+    assert caplog.text.count("checkpoint rejected: http://") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda home: (home / ROOT).unlink(), DataError, "mirror.json could not be fetched"),
+        (
+            lambda home: (home / ROOT).write_text("[]"),
+            CheckpointError,
+            "found no index of a mirror",
+        ),
+        (
+            lambda home: change_root(home, lambda tree: tree.update(checkpoints=[])),
+            CheckpointError,
+            "it has no checkpoint yet",
+        ),
+        (
+            lambda home: change_root(home, lambda tree: tree.update(run="another")),
+            CheckpointError,
+            "none of its 2 checkpoints is valid",
+        ),
+    ],
+    ids=["no index", "not an index", "empty", "of another run"],
+)
+def test_a_store_without_a_valid_checkpoint_is_one_error_and_leaves_no_run(
+    change, error, message, tmp_path, stored
+):
+    with (
+        FileServer(damaged(stored, tmp_path / "store", change)) as server,
+        pytest.raises(error, match=message) as raised,
+    ):
+        restore_run(server.url, tmp_path / "restored", QUICK)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "restored" / "run.json").exists()
+    assert not (tmp_path / "restored" / "checkpoints").exists()
+
+
+def test_a_store_that_is_away_is_an_error_and_no_reason_to_take_an_older_checkpoint(
+    tmp_path, stored
+):
+    with FileServer(stored) as server:
+        server.fault, server.faulty, server.content = "500", 99, "engine"
+        with pytest.raises(DataError, match=r"step-00000200.*could not be fetched.*500"):
+            restore_run(server.url, tmp_path / "restored", QUICK)
+        assert not RunDir(tmp_path / "restored").exists()
+        server.fault = ""
+        server.requests.clear()
+        assert restored(server.url, tmp_path / "restored", QUICK) == 200
+        assert server.requests["metrics.jsonl"] == 0, "what had arrived is not fetched again"
+
+
+def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_path, stored):
+    with FileServer(stored) as server:
+        restored(server.url, tmp_path / "restored", QUICK)
+        events = RunDir(tmp_path / "restored").ledger.read()
+        assert [type(each) for each in events] == [Started, Restored]
+        # Again, on a machine that has it: nothing happens; where it is another run: refused.
+        assert restored(server.url, tmp_path / "restored", QUICK) == 200
+        assert RunDir(tmp_path / "restored").ledger.read() == events
+        run_in(tmp_path / "other", [100])
+        with pytest.raises(ConfigError, match="choose another run directory"):
+            restore_run(server.url, tmp_path / "other", QUICK)
+        shutil.rmtree(tmp_path / "restored" / "checkpoints" / "step-00000200")
+        with pytest.raises(ConfigError, match=r"has reached step 0, .* has step 200"):
+            restore_run(server.url, tmp_path / "restored", QUICK)
+
+
+def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(tmp_path, url, s3_endpoint):
+    first = run_in(tmp_path / "first", [100])
+    upload(first, url, 100, tmp_path / "scratch")
+    second = run_in(tmp_path / "second", [300])
+    with pytest.raises(CheckpointError, match=r"holds run .* choose another checkpoint\.mirror"):
+        upload(second, url, 300, tmp_path / "scratch")
+    assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
+
+
+def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpoint):
+    write_text(tmp_path / "file", "right")
+    name, _, prefix = url.removeprefix("s3://").partition("/")
+    key = {"Bucket": name, "Key": f"{prefix}/a/file"}
+    client(s3_endpoint).put_object(**key, Body=b"wrong")
+    store = WritableStore(url, tmp_path, FAST)
+    store.put("a/file", tmp_path / "file", content_of(tmp_path / "file"))
+    assert client(s3_endpoint).get_object(**key)["Body"].read() == b"right"
+    with pytest.raises(DataError, match=r"could not be uploaded; attempt 2 of 2.* SHA-256 is"):
+        store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
+
+
+def test_a_rate_bounds_the_bytes_that_go_up_and_come_back(tmp_path, url):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    store = WritableStore(url, tmp_path, FAST, bytes_per_second=2 << 20)
+    start = time.monotonic()
+    store.put("file", tmp_path / "file", content_of(tmp_path / "file"))
+    assert time.monotonic() - start > 0.5
+    pace, start = Pace(1000), time.monotonic()
+    for _ in range(3):
+        pace.spend(100)
+    assert 0.3 <= time.monotonic() - start < 3
+
+
+def test_a_task_is_tried_again_in_the_background_and_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    tries = []
+
+    def task(check: Callable[[], None]) -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise StoreError("the store is away")
+
+    with mock.patch("pretrain.mirror.upload.FIRST_PAUSE", 0.01):
+        thread = Retried(task, former=None)
+        thread.start()
+        thread.join(10)
+    assert len(tries) == 3
+    assert caplog.text.count("the store is away") == 1
+    assert caplog.text.count("work again") == 1
+    assert not thread.problem
+
+
+def test_a_canceled_task_ends_and_the_next_one_waits_for_it():
+    order = []
+
+    def endless(check: Callable[[], None]) -> None:
+        while True:
+            time.sleep(0.01)
+            check()
+
+    def note(check: Callable[[], None]) -> None:
+        order.append(first.is_alive())
+
+    first = Retried(endless, former=None)
+    second = Retried(note, former=first)
+    first.start()
+    second.start()
+    time.sleep(0.05)
+    assert order == []
+    first.cancel()
+    second.join(10)
+    assert order == [False]
+    with pytest.raises(Canceled):
+        first._check()
