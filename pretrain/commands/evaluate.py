@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import size_of
+from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import fitted_table
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = "compare tokens/s with computing a window for every token"
     what("--compare-sliding-window", action="store_true", help=compare)
     what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
+    add_probe_flags(parser, what)
     harness = parser.add_argument_group("with --tasks").add_argument
     harness("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
     few_shot = "examples in front of each (default: the task's)"
@@ -106,6 +108,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--limit and --few-shot must be 0 or more")
     if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
         raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")
+    check_probe_flags(arguments)
     if arguments.tasks:
         from pretrain.evaluation.task_names import check_tasks, silence_libraries
 
@@ -121,11 +124,11 @@ def _check(arguments: argparse.Namespace) -> None:
 def _check_sets(arguments: argparse.Namespace) -> None:
     """Raise ConfigError unless --sets names a path by each name, and only the losses are asked."""
     sets: list[str] = arguments.sets or []
-    if arguments.sets is not None and (
-        arguments.context_length or arguments.compare_sliding_window or arguments.tasks
-    ):
+    others = (arguments.context_length, arguments.compare_sliding_window, arguments.tasks)
+    if arguments.sets is not None and any((*others, arguments.probe)):
         raise ConfigError(
-            "--sets goes with neither --context-length, --compare-sliding-window nor --tasks"
+            "--sets goes with neither --context-length, --compare-sliding-window, --tasks nor "
+            "--probe"
         )
     named = {name: path for name, _, path in (each.partition("=") for each in sets)}
     if not all(named.values()) or len(named) < len(sets):

@@ -11,11 +11,20 @@ from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
+from pretrain.commands.probe_outputs import (
+    NUMBERS,
+    PAGE,
+    probe_directory,
+    probe_settings,
+    probe_with_status,
+    write_probes,
+)
 from pretrain.commands.threads import use_threads
 from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
+from pretrain.evaluation.probes.probe_run import probe_rows
 from pretrain.terminal.text import counted
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
@@ -41,6 +50,8 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
             outputs = _context_lengths(arguments, models, world)
         elif arguments.compare_sliding_window:
             outputs = _sliding_windows(arguments, models, world)
+        elif arguments.probe:
+            outputs = _probes(arguments, models, world)
         elif arguments.tasks:
             outputs = _tasks(arguments, models, world)
         else:
@@ -212,6 +223,27 @@ def _tasks(
         )
         title = f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}"
         outputs.append(EvaluationOutput(title, harness.task_rows(results), {"results": results}))
+    return outputs
+
+
+def _probes(
+    arguments: argparse.Namespace, models: Sequence[TrainedModel], world: World
+) -> list[EvaluationOutput]:
+    _require_one_rank(world, "--probe")
+    outputs = []
+    for path, trained in zip(arguments.runs, models, strict=True):
+        memory, segment = _memory_length(arguments, trained), _segment_length(arguments, trained)
+        settings = probe_settings(arguments, trained, memory, segment)
+        has_corpus = arguments.data or settings.needs_text() or not trained.untrusted
+        corpus = _corpus(arguments, trained) if has_corpus else None
+        directory = probe_directory(arguments, path)
+        results = probe_with_status(TrainedScorer(trained, world), path, corpus, settings)
+        values = write_probes(directory, path, trained.step, results)
+        title = (
+            f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}; "
+            f"{directory / PAGE} and {NUMBERS}"
+        )
+        outputs.append(EvaluationOutput(title, probe_rows(results), values))
     return outputs
 
 

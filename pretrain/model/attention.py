@@ -71,6 +71,23 @@ class RelativeAttention(nn.Module):
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
         t5).
         """
+        query_BLNH, parts, terms = self.inputs(
+            segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH
+        )
+        return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
+
+    def inputs(
+        self,
+        segment_BLD: Tensor,
+        memory_BMD: Tensor,
+        positions_CX: Tensor,
+        content_bias_NH: Tensor | None,
+        position_bias_NH: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor], DistanceTerms]:
+        """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
+
+        The arguments are those of `forward`.
+        """
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
         parts = [
             self.placed(self.keys_and_values(source_BXD), part_XX)
@@ -80,13 +97,8 @@ class RelativeAttention(nn.Module):
             )
             if source_BXD.shape[1]
         ]
-        return self.read(
-            self.queries(segment_BLD, positions_CX),
-            parts,
-            self.terms(positions_CX, content_bias_NH, position_bias_NH),
-            visibility=visibility,
-            dropout=dropout,
-        )
+        query_BLNH = self.queries(segment_BLD, positions_CX)
+        return query_BLNH, parts, self.terms(positions_CX, content_bias_NH, position_bias_NH)
 
     def queries(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
         """Return the queries, [B, L, N, H]."""

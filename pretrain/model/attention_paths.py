@@ -172,6 +172,17 @@ def plain_attention(
     dropout: WeightDropout,
 ) -> Tensor:
     """Attend with matrix products over all queries and keys, heads first."""
+    weights_NBLC, value_NBCH = weights_and_values(query_BLNH, parts, terms, visibility)
+    weights_NBLC = drop(
+        weights_NBLC, dropout.rate, dropout.stream, Site.ATTENTION, dropout.layer, lane_axis=1
+    )
+    return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
+
+
+def weights_and_values(
+    query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility
+) -> tuple[Tensor, Tensor]:
+    """Return the attention weights [N, B, L, C], without dropout, and what they are weights of."""
     query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
     key_value = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3)
     heads_per_key = len(query_NBLH) // key_value.shape[1]
@@ -179,11 +190,7 @@ def plain_attention(
         key_value = key_value.repeat_interleave(heads_per_key, dim=1)
     key_NBCH, value_NBCH = key_value.unbind(0)
     scores_NBLC = _scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask)
-    weights_NBLC = torch.softmax(scores_NBLC, dim=-1)
-    weights_NBLC = drop(
-        weights_NBLC, dropout.rate, dropout.stream, Site.ATTENTION, dropout.layer, lane_axis=1
-    )
-    return torch.matmul(weights_NBLC, value_NBCH).permute(1, 2, 0, 3)
+    return torch.softmax(scores_NBLC, dim=-1), value_NBCH
 
 
 def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: DistanceTerms) -> Tensor:

@@ -1,0 +1,126 @@
+"""Loss by position in the document: what a longer context, and the memory, are worth.
+
+A scorer beside `evaluate` keeps the losses that it sums, so that both have the same tokens. Letters
+of shapes as in `pretrain.model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.lane_stream import SegmentBatch
+from pretrain.distributed.world import World
+from pretrain.engines.engine import Memory
+from pretrain.evaluation.evaluate import EvaluationResult, Scorer, evaluate
+from pretrain.evaluation.probes.distances import NORMAL_975, bins_of, first_distances
+
+MOST_BINS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionLoss:
+    """The losses of one memory length by position in the document; 0 is its first token."""
+
+    memory_length: int
+    loss: float  # of all tokens, in nats, as `evaluate` has it
+    first_positions: tuple[int, ...]  # of each bin, which ends before the next
+    losses: tuple[float, ...]
+    margins: tuple[float, ...]  # of 95% intervals, as if tokens did not depend on each other
+    tokens: tuple[int, ...]
+
+
+class PositionScorer:
+    """Passes a scorer's losses on, and sums them by the token's position in its document."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._sums = torch.zeros(3, MOST_BINS, dtype=torch.float64)  # losses, squares, tokens
+        self._last_B = np.zeros(0, np.int64)  # position of the last token read
+        # Loss and validity of the last target, which is the first token of the next batch.
+        self._waiting: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def world(self) -> World:
+        return self._scorer.world
+
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
+        nll_BL, after = self._scorer.evaluate(batch, memory, memory_length)
+        losses_BL, valid_BL = nll_BL.double().cpu().numpy(), np.asarray(batch.valid_BL)
+        waiting = self._waiting
+        if waiting is None:  # the token before a lane, which nobody predicted
+            num_lanes = len(losses_BL)
+            self._last_B = np.full(num_lanes, -1)
+            waiting = np.zeros((num_lanes, 1)), np.zeros((num_lanes, 1), bool)
+        losses_BX = np.concatenate([waiting[0], losses_BL[:, :-1]], axis=1)
+        valid_BX = np.concatenate([waiting[1], valid_BL[:, :-1]], axis=1)
+        self._add(losses_BX, valid_BX, batch.starts_BL)
+        self._waiting = losses_BL[:, -1:], valid_BL[:, -1:]
+        return nll_BL, after
+
+    def result(self, evaluated: EvaluationResult) -> PositionLoss:
+        """Return the means by position; the last token of a lane starts no document."""
+        if self._waiting is not None:
+            self._add(*self._waiting, np.zeros_like(self._waiting[1]))
+            self._waiting = None
+        used = int(self._sums[2].nonzero().max()) + 1
+        losses_X, squares_X, tokens_X = self._sums[:, :used]
+        counts_X = tokens_X.clamp(min=1)
+        means_X = losses_X / counts_X
+        variances_X = (squares_X / counts_X - means_X.square()).clamp(min=0)
+        return PositionLoss(
+            memory_length=evaluated.memory_length,
+            loss=evaluated.loss,
+            first_positions=first_distances(used),
+            losses=tuple(means_X.tolist()),
+            margins=tuple((NORMAL_975 * (variances_X / counts_X).sqrt()).tolist()),
+            tokens=tuple(tokens_X.long().tolist()),
+        )
+
+    def _add(self, losses_BX: np.ndarray, valid_BX: np.ndarray, starts_BX: np.ndarray) -> None:
+        positions_BX = document_positions(self._last_B, starts_BX)
+        self._last_B = positions_BX[:, -1]
+        bins = bins_of(torch.from_numpy(positions_BX[valid_BX]))
+        losses = torch.from_numpy(losses_BX[valid_BX])
+        for row, values in enumerate((losses, losses.square(), torch.ones_like(losses))):
+            self._sums[row].index_add_(0, bins, values)
+
+
+def document_positions(last_B: np.ndarray, starts_BX: np.ndarray) -> np.ndarray:
+    """Return each token's position in its document, [B, X], after tokens at `last_B`."""
+    steps_BX = last_B[:, None] + 1 + np.arange(starts_BX.shape[1])
+    return steps_BX - np.maximum.accumulate(np.where(starts_BX, steps_BX, 0), axis=1)
+
+
+def loss_by_position(
+    scorer: Scorer,
+    corpus: Corpus,
+    memory_lengths: Sequence[int],
+    *,
+    segment_length: int,
+    num_lanes: int,
+    max_tokens: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> list[PositionLoss]:
+    """Return the losses of the split, or its first `max_tokens`, with each memory length."""
+    found = []
+    for memory_length in memory_lengths:
+        by_position = PositionScorer(scorer)
+        evaluated = evaluate(
+            by_position,
+            corpus,
+            memory_length=memory_length,
+            segment_length=segment_length,
+            num_lanes=num_lanes,
+            max_tokens=max_tokens,
+            advance=advance,
+        )
+        found.append(by_position.result(evaluated))
+    return found

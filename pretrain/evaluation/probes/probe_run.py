@@ -1,0 +1,202 @@
+"""The probes of one model, and their results as numbers and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.evaluation.context_length import (
+    ContextGrid,
+    ContextLength,
+    SplitPositions,
+    relative_effective_context_lengths,
+)
+from pretrain.evaluation.evaluate import TrainedScorer
+from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
+from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
+from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
+from pretrain.evaluation.probes.probe_settings import ProbeSettings
+from pretrain.evaluation.probes.probe_tokens import (
+    ProbeTokens,
+    tokens_of_corpus,
+    tokens_of_vocabulary,
+)
+from pretrain.evaluation.probes.recall import (
+    Recall,
+    RecallKind,
+    distances_up_to,
+    measure_recall,
+    recall_distance,
+)
+
+CONTEXT_POSITIONS = 128  # enough to mark a length in a picture
+CONTEXT_STEPS = 16  # up to twice what a token sees directly
+RECALLS: tuple[RecallKind, ...] = ("needle", "copy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResults:
+    """What the probes that were asked for have found."""
+
+    settings: ProbeSettings
+    borders: Borders
+    text: str  # where text and frequent tokens are from; "" for the vocabulary alone
+    recalls: Mapping[RecallKind, tuple[Recall, ...]]
+    position: tuple[PositionLoss, ...] = ()  # with memory and without
+    attention: AttentionMass | None = None
+    context: ContextLength | None = None  # of this model alone, over all positions
+
+    def values(self) -> dict[str, Any]:
+        """Return all numbers, ready for JSON."""
+        measured = {name: list(map(asdict, found)) for name, found in self.recalls.items()}
+        if self.position:
+            measured["position"] = list(map(asdict, self.position))
+        for name, found in (("attention", self.attention), ("recl", self.context)):
+            if found is not None:
+                measured[name] = asdict(found)  # type: ignore[assignment]
+        settings, borders = asdict(self.settings), asdict(self.borders)
+        return {
+            "summary": self.summary(),
+            "settings": {**settings, "text": self.text},
+            "borders": borders,
+            "probes": measured,
+        }
+
+    def summary(self) -> dict[str, float]:
+        """Return one number or two of each probe, by the name of its column."""
+        found: dict[str, float] = {}
+        for name, recalls in self.recalls.items():
+            found[f"{name}_distance"] = recall_distance(recalls)
+            found[f"{name}_accuracy"] = fmean(each.accuracy for each in recalls)
+        if len(self.position) == 2:
+            with_memory, without = self.position
+            found["position_gain"] = without.losses[-1] - with_memory.losses[-1]
+        if self.attention is not None:
+            found["attention_to_memory"] = mean_of(self.attention.share("memory"))
+            found["attention_entropy"] = mean_of(self.attention.entropy)
+        if self.context is not None:
+            found["recl"] = self.context.length
+        return found
+
+
+def mean_of(by_layer_and_head: list[list[float]]) -> float:
+    """Return the mean over layers and heads."""
+    return fmean(value for layer in by_layer_and_head for value in layer)
+
+
+def run_probes(
+    scorer: TrainedScorer,
+    tokenizer: Tokenizer,
+    corpus: Corpus | None,
+    settings: ProbeSettings,
+    say: Callable[[str], None] = lambda words: None,
+) -> ProbeResults:
+    """Take the probes of a model; those that read text need a corpus. `say` hears what runs."""
+    module, names = scorer.trained.module, settings.names
+    assert corpus is not None or not settings.needs_text()
+    memory, segment = settings.memory_length, settings.segment_length
+    borders = borders_of(module.config, memory, segment)
+    settings = replace(settings, longest_distance=settings.longest_distance or 2 * borders.direct)
+    results = ProbeResults(
+        settings=settings, borders=borders, text=str(corpus.location) if corpus else "", recalls={}
+    )
+    if not set(RECALLS).isdisjoint(names):
+        tokens = tokens_of_corpus(corpus) if corpus else tokens_of_vocabulary(tokenizer)
+        found = {
+            kind: _recalls(scorer, kind, tokens, settings, borders, say)
+            for kind in RECALLS
+            if kind in names
+        }
+        results = replace(results, recalls=found)
+    if corpus is None:
+        return results
+    if "position" in names:
+        say("loss by position")
+        lengths = list(dict.fromkeys((memory, 0)))
+        position = loss_by_position(
+            scorer,
+            corpus,
+            lengths,
+            segment_length=min(segment, corpus.num_tokens),
+            num_lanes=settings.lanes,
+            max_tokens=settings.max_tokens,
+        )
+        results = replace(results, position=tuple(position))
+    if "attention" in names:
+        say("attention by distance")
+        attention = attention_mass(module, corpus, memory_length=memory, segment_length=segment)
+        results = replace(results, attention=attention)
+    if "recl" in names:
+        say("effective context length")
+        results = replace(results, context=_context(scorer, corpus, settings, borders))
+    return results
+
+
+def _recalls(
+    scorer: TrainedScorer,
+    kind: RecallKind,
+    tokens: ProbeTokens,
+    settings: ProbeSettings,
+    borders: Borders,
+    say: Callable[[str], None],
+) -> tuple[Recall, ...]:
+    shown = (borders.segment, borders.direct, borders.total)
+    found = []
+    for distance in distances_up_to(settings.longest_distance, shown):
+        say(f"{kind} after {distance:,} tokens")
+        recall = measure_recall(
+            kind,
+            scorer.trained.module,
+            tokens,
+            distance,
+            memory_length=settings.memory_length,
+            segment_length=settings.segment_length,
+            num_trials=settings.trials,
+            seed=settings.seed,
+        )
+        found.append(recall)
+    return tuple(found)
+
+
+def _context(
+    scorer: TrainedScorer, corpus: Corpus, settings: ProbeSettings, borders: Borders
+) -> ContextLength:
+    step = -(-2 * borders.direct // CONTEXT_STEPS)
+    grid = ContextGrid(step, step * CONTEXT_STEPS)
+    positions = SplitPositions(corpus, CONTEXT_POSITIONS, grid.longest, settings.max_tokens)
+    memory, segment = settings.memory_length, settings.segment_length
+    module = scorer.trained.module
+    losses = [lambda length: positions.losses(module, length, memory, segment)]
+    return relative_effective_context_lengths(losses, grid, (1.0,))[0][0]
+
+
+def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:
+    """Return the rows of a table, heads first."""
+    rows = [("probe", "at", "found", "95% interval", "compare with")]
+    for name, recalls in results.recalls.items():
+        for each in recalls:
+            interval = f"{each.low:.1%} to {each.high:.1%}"
+            cells = (f"{each.distance:,}", f"{each.accuracy:.1%}", interval)
+            rows.append((name, *cells, f"chance {each.chance:.1%}"))
+    if results.position:
+        first, last = results.position[0], results.position[-1]
+        names = bin_names(first.first_positions)
+        for name, loss, margin, other in zip(
+            names, first.losses, first.margins, last.losses, strict=True
+        ):
+            without = f"without memory {other:.4f}" if first is not last else "-"
+            rows.append(("position", name, f"loss {loss:.4f}", f"+- {margin:.4f}", without))
+    if (attention := results.attention) is not None:
+        shares = attention.share("memory")
+        for number, (share, entropy) in enumerate(zip(shares, attention.entropy, strict=True)):
+            words = f"entropy {fmean(entropy):.2f} of {attention.uniform_entropy:.2f} nats"
+            layer, found = f"layer {number + 1}", f"{fmean(share):.1%} in memory"
+            rows.append(("attention", layer, found, "-", words))
+    if results.context is not None:
+        more = " or more" if results.context.reached_longest else ""
+        rows.append(("recl", "all", f"{results.context.length:,} tokens{more}", "-", "-"))
+    return rows

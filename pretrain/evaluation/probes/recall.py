@@ -1,0 +1,204 @@
+"""Recall of tokens seen d tokens ago: the needle and the copy.
+
+A pattern of random tokens is read, then other tokens, then the pattern again, d tokens after its
+first occurrence. The needle is a key of four tokens and a value, in text: scored is the value after
+the key's second occurrence (RULER's single needle, Hsieh et al. 2024). The copy is eight tokens
+among random ones: scored is each but the first (induction, Olsson et al. 2022). The prediction is
+the most likely of the candidates, from which patterns are drawn without replacement, less those
+that are already repeated. So chance is exact for every vocabulary, and for every model that cannot
+see the first occurrence. B lanes, J tokens scored in each, X candidates; other letters as in
+`pretrain.model`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.setting_fields import assert_never
+from pretrain.evaluation.probes.distances import wilson_interval
+from pretrain.evaluation.probes.probe_tokens import ProbeTokens
+from pretrain.model.cached import new_stream
+from pretrain.model.memory import document_starts
+from pretrain.model.transformer_xl import TransformerXL
+
+RecallKind = Literal["needle", "copy"]
+LANES = 16  # trials computed together; they share their place in the segment
+SHORTEST = 8  # distance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Recall at one distance; the interval is Wilson's for as many observations as trials."""
+
+    distance: int  # tokens from the first occurrence of a scored token to its second
+    accuracy: float
+    low: float
+    high: float
+    chance: float  # without the first occurrence
+    loss: float  # nats, among the candidates
+    chance_loss: float  # of equal probabilities
+    trials: int
+    tokens: int  # scored
+
+    @property
+    def is_above_chance(self) -> bool:
+        return self.low > self.chance
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    length: int
+    first_scored: int
+    in_text: bool
+
+
+def _pattern_of(kind: RecallKind) -> _Pattern:
+    match kind:
+        case "needle":
+            return _Pattern(length=5, first_scored=4, in_text=True)
+        case "copy":
+            return _Pattern(length=SHORTEST, first_scored=1, in_text=False)
+        case _:
+            assert_never(kind)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Streams that end with the last token to predict, and where the predicted ones are."""
+
+    tokens_BT: Tensor
+    num_scored: int  # tokens at the end
+    place_BX: Tensor  # of each candidate in the pattern; those beyond its end are not in it
+
+
+def distances_up_to(longest: int, borders: Sequence[int]) -> list[int]:
+    """Return powers of two from 8 up, the borders among them, and the longest itself."""
+    if longest < SHORTEST:
+        raise ConfigError(f"the longest distance is {longest}, expected {SHORTEST} or more")
+    powers = [1 << power for power in range(SHORTEST.bit_length() - 1, longest.bit_length())]
+    chosen = {*powers, *borders, longest}
+    return sorted(distance for distance in chosen if SHORTEST <= distance <= longest)
+
+
+def num_choices(kind: RecallKind, tokens: ProbeTokens) -> list[int]:
+    """Return among how many candidates each scored token is chosen; chance is one of them."""
+    pattern, count = _pattern_of(kind), len(tokens.candidates)
+    return [count - place for place in range(pattern.first_scored, pattern.length)]
+
+
+def drawn_trials(
+    kind: RecallKind,
+    tokens: ProbeTokens,
+    distance: int,
+    lead: int,
+    num_lanes: int,
+    generator: torch.Generator,
+) -> Trials:
+    """Return trials with `lead` tokens before the pattern, after an end of document."""
+    pattern = _pattern_of(kind)
+    order_BX = torch.rand(num_lanes, len(tokens.candidates), generator=generator).argsort(1)
+    pattern_BX = tokens.candidates[order_BX[:, : pattern.length]]
+    between = tokens.haystack if pattern.in_text else tokens.filler
+    other_BX = between(num_lanes, lead + distance - pattern.length, generator)
+    end_B1 = torch.full((num_lanes, 1), tokens.end_id)
+    parts = (end_B1, other_BX[:, :lead], pattern_BX, other_BX[:, lead:], pattern_BX)
+    num_scored = pattern.length - pattern.first_scored
+    return Trials(torch.cat(parts, dim=1), num_scored, place_BX=order_BX.argsort(1))
+
+
+@torch.no_grad()
+def scored_logits(
+    module: TransformerXL, trials: Trials, memory_length: int, segment_length: int, end_id: int
+) -> Tensor:
+    """Return log-probabilities [B, J, V] of the scored tokens, read in segments with memory."""
+    device = next(module.parameters()).device
+    inputs_BT = trials.tokens_BT[:, :-1].to(device)
+    starts_BT = document_starts(inputs_BT, end_id)
+    length = inputs_BT.shape[1]
+    first = length - trials.num_scored
+    stream = new_stream(module, min(memory_length, length), min(segment_length, length))
+    found = []
+    for start in range(0, length, segment_length):
+        part = slice(start, min(start + segment_length, length))
+        wanted = part.stop - max(start, first)
+        logits_BLV = stream.logits_BLV(inputs_BT[:, part], starts_BT[:, part], max(1, wanted))
+        if wanted > 0:
+            found.append(logits_BLV)
+    return torch.cat(found, dim=1)
+
+
+def measure_recall(
+    kind: RecallKind,
+    module: TransformerXL,
+    tokens: ProbeTokens,
+    distance: int,
+    *,
+    memory_length: int,
+    segment_length: int,
+    num_trials: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Recall:
+    """Return the recall at one distance; the seed and the distance fix the trials.
+
+    The second occurrence is as often at the start of a segment as at its end. `advance` is called
+    with the number of tokens read.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + distance)
+    groups = -(-num_trials // LANES)
+    first_scored = _pattern_of(kind).first_scored
+    right, losses = [], []
+    for number in range(groups):
+        place = (number + float(torch.rand((), generator=generator))) / groups
+        lead = segment_length + int(place * segment_length)
+        num_lanes = min(LANES, num_trials - number * LANES)
+        trials = drawn_trials(kind, tokens, distance, lead, num_lanes, generator)
+        logits_BJV = scored_logits(module, trials, memory_length, segment_length, tokens.end_id)
+        right_BJ, losses_BJ = _scored(logits_BJV, trials, tokens.candidates, first_scored)
+        right.append(right_BJ.double().mean(1))
+        losses.append(losses_BJ.flatten())
+        advance(trials.tokens_BT.numel())
+    right_B, losses_X = torch.cat(right), torch.cat(losses)
+    low, high = wilson_interval(float(right_B.sum()), num_trials)
+    choices = num_choices(kind, tokens)
+    return Recall(
+        distance=distance,
+        accuracy=float(right_B.mean()),
+        low=low,
+        high=high,
+        chance=sum(1 / count for count in choices) / len(choices),
+        loss=float(losses_X.mean()),
+        chance_loss=sum(map(math.log, choices)) / len(choices),
+        trials=num_trials,
+        tokens=len(losses_X),
+    )
+
+
+def _scored(
+    logits_BJV: Tensor, trials: Trials, candidates: Tensor, first_scored: int
+) -> tuple[Tensor, Tensor]:
+    """Return which tokens are predicted, and the loss of each among the candidates, [B, J]."""
+    logits_BJX = logits_BJV[..., candidates.to(logits_BJV.device)].double().cpu()
+    places_J1 = first_scored + torch.arange(trials.num_scored)[:, None]
+    place_B1X = trials.place_BX[:, None]
+    logits_BJX = logits_BJX.masked_fill(place_B1X < places_J1, -math.inf)
+    target_BJ = (place_B1X == places_J1).long().argmax(-1)
+    losses_BJ = -logits_BJX.log_softmax(-1).gather(2, target_BJ[..., None]).squeeze(2)
+    return logits_BJX.argmax(-1) == target_BJ, losses_BJ
+
+
+def recall_distance(results: Sequence[Recall]) -> int:
+    """Return the longest distance up to which every one tested is above chance; 0 for none."""
+    reached = 0
+    for result in results:
+        if not result.is_above_chance:
+            break
+        reached = result.distance
+    return reached

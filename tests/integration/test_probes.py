@@ -1,0 +1,86 @@
+"""`pretrain evaluate --probe`: the page, the numbers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.tokenizer import Tokenizer
+from pretrain.cli import main
+from pretrain.config.data import DataConfig
+from pretrain.config.run import RunConfig
+from pretrain.weights.export import write_export
+from tests.helpers.models import tiny_model
+
+ALL = ("needle", "copy", "position", "attention", "recl")
+
+
+@pytest.fixture(scope="module")
+def export(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("probes") / "model<x>"
+    vocab_size = Tokenizer.load(tiny_corpus / "tokenizer").vocab_size
+    module = tiny_model(dtype=torch.float32, vocab_size=vocab_size).eval()
+    config = RunConfig(model=module.config, data=DataConfig(path=tiny_corpus, segment_length=8))
+    write_export(folder, module, config, 7, tiny_corpus)
+    return folder
+
+
+def test_all_probes_of_a_model_make_a_page_and_a_file_of_numbers(
+    export, tiny_corpus, tmp_path, capsys
+):
+    data = ["--data", str(tiny_corpus), "--max-tokens", "600"]
+    command = ["evaluate", str(export), *data, "--probe", *ALL, "--trials", "5"]
+    assert main([*command, "--output", str(tmp_path / "a")]) == 0
+    table = capsys.readouterr().out
+    assert main([*command, "--output", str(tmp_path / "b"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = [json.loads((tmp_path / name / "probes.json").read_text()) for name in "ab"]
+    assert written[0] == written[1] == printed, "the same numbers each time"
+    assert set(printed["probes"]) == set(ALL)
+    assert {"needle_distance", "copy_accuracy", "attention_to_memory", "recl"} <= {
+        *printed["summary"]
+    }
+    for name in ALL:
+        assert re.search(rf"^{name} ", table, re.MULTILINE), name
+    page = (tmp_path / "a" / "probes.html").read_text()
+    assert page.count("<svg") == 7
+    assert "model&lt;x&gt;" in page
+    assert "<x>" not in page
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", page), "it needs no network"
+    assert main(["evaluate", str(export), *data, "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["results"][0]
+    assert printed["probes"]["position"][0]["loss"] == evaluated["loss"]
+
+
+def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
+    command = ["evaluate", str(export), "--probe", "needle", "copy", "--trials", "3", "--json"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["text"] == ""
+    assert {each["trials"] for each in found["probes"]["copy"]} == {3}
+    assert [each["distance"] for each in found["probes"]["needle"]] == [8, 16, 24, 32]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--probe", "needle"], "give --output DIR"),
+        (["--probe", "attention", "--output", "x"], "name a corpus with --data"),
+        (["--trials", "5"], "--trials requires --probe"),
+        (["--output", "x"], "--output requires --probe"),
+        (["--probe", "copy", "--trials", "0"], "--trials must be 1 or more"),
+        (["--probe", "copy", "--memory-length", "1", "2"], "one --memory-length"),
+        (["--probe", "copy", "--longest-distance", "7", "--output", "x"], "expected 8 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(
+    export, tmp_path, capsys, monkeypatch, flags, words
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(export), *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing is written"

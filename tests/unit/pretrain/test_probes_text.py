@@ -1,0 +1,209 @@
+"""Loss by document position, and attention by distance, on the text of a split."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config.data import DataConfig
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.evaluation.evaluate import TrainedScorer, evaluate
+from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
+from pretrain.evaluation.probes.distances import bin_names, bins_of, first_distances
+from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
+from pretrain.model.layer import TransformerLayer
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.trained_model import TrainedModel
+from tests.helpers.exact_attention import exact_attention
+from tests.helpers.induction import induction_model
+from tests.helpers.models import VARIANTS, tiny_model
+
+MEMORY, SEGMENT = 8, 6
+
+
+@pytest.fixture
+def world():
+    yield init_world()
+    destroy_process_group()
+
+
+def scorer_of(model: TransformerXL, corpus, world) -> TrainedScorer:
+    run = RunConfig(model=model.config, data=DataConfig(lanes=2))
+    return TrainedScorer(TrainedModel(model.eval(), run, 0, corpus.directory.parent), world)
+
+
+def model_for(corpus, **options) -> TransformerXL:
+    return tiny_model(vocab_size=corpus.manifest.vocab_size, **options)
+
+
+def test_bins_are_powers_of_two():
+    distances = torch.tensor([-3, 0, 1, 2, 3, 4, 7, 8, 1023, 1024])
+    assert bins_of(distances).tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 10, 11]
+    assert first_distances(5) == (0, 1, 2, 4, 8)
+    assert bin_names((0, 1, 2, 4, 8)) == ["0", "1", "2-3", "4-7", "8+"]
+
+
+def test_positions_count_from_the_last_start_across_batches():
+    starts = np.array([[0, 1, 0, 0, 1, 1, 0, 0]], bool)
+    whole = document_positions(np.array([4]), starts)
+    assert whole.tolist() == [[5, 0, 1, 2, 0, 0, 1, 2]]
+    first = document_positions(np.array([4]), starts[:, :3])
+    assert (document_positions(first[:, -1], starts[:, 3:]) == whole[:, 3:]).all()
+
+
+@pytest.mark.parametrize(("segment_length", "max_tokens"), [(1, 100), (6, 0), (64, 100)])
+def test_the_losses_by_position_average_to_that_of_evaluate(
+    corpus, world, segment_length, max_tokens
+):
+    scorer = scorer_of(model_for(corpus), corpus, world)
+    settings = {"segment_length": segment_length, "num_lanes": 3, "max_tokens": max_tokens}
+    found = loss_by_position(scorer, corpus, (MEMORY, 0), **settings)
+    for each in found:
+        expected = evaluate(scorer, corpus, memory_length=each.memory_length, **settings)
+        assert each.loss == expected.loss
+        assert sum(each.tokens) == expected.tokens
+        total = math.fsum(
+            loss * count for loss, count in zip(each.losses, each.tokens, strict=True)
+        )
+        assert total / expected.tokens == pytest.approx(expected.loss, rel=1e-13)
+    if segment_length < 64:  # such a segment may hold all that a lane reads
+        assert found[0].losses != found[1].losses
+
+
+def test_each_position_has_the_losses_of_its_documents(corpus, world):
+    """Against every document by itself, in a model that isolates documents."""
+    model = model_for(corpus, isolate_documents=True, memory_length=400)
+    (found,) = loss_by_position(
+        scorer_of(model, corpus, world), corpus, (400,), segment_length=7, num_lanes=2
+    )
+    by_bin: dict[int, list[float]] = {}
+    end_id = corpus.manifest.end_id
+    for number in range(len(corpus.manifest.shards)):
+        shard = corpus.shard(number)
+        for document in range(len(shard)):
+            targets = torch.from_numpy(shard.tokens(document).astype(np.int64))[None]
+            inputs = torch.cat([torch.tensor([[end_id]]), targets[:, :-1]], 1)
+            starts = torch.zeros_like(inputs, dtype=torch.bool)
+            starts[0, 1] = True
+            with torch.no_grad():
+                nll_BL, _ = model(inputs, targets, None, starts)
+            for position, loss in enumerate(nll_BL[0].tolist()):
+                by_bin.setdefault(int(bins_of(torch.tensor(position))), []).append(loss)
+    assert found.tokens == tuple(len(by_bin[number]) for number in sorted(by_bin))
+    # The first target is predicted from the end of the document before, which is isolated too.
+    for number, losses in by_bin.items():
+        if number:
+            assert found.losses[number] == pytest.approx(np.mean(losses), rel=1e-12)
+            margin = 1.96 * np.std(losses) / len(losses) ** 0.5
+            assert found.margins[number] == pytest.approx(margin, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_attention_by_distance_equals_that_of_each_pair_in_float64(corpus, name):
+    model = model_for(corpus, **VARIANTS[name])
+    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    expected = direct_attention(model, corpus, found)
+    for part in found.mass:
+        torch.testing.assert_close(
+            torch.tensor(found.mass[part], dtype=torch.float64),
+            expected[part],
+            rtol=1e-9,
+            atol=1e-12,
+        )
+    torch.testing.assert_close(
+        torch.tensor(found.entropy, dtype=torch.float64), expected["entropy"], rtol=1e-9, atol=1e-9
+    )
+    total = torch.tensor(found.total(), dtype=torch.float64).sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-12, atol=0)
+    assert max(map(max, found.entropy)) <= found.uniform_entropy + 1e-12
+
+
+def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict[str, torch.Tensor]:
+    """Weights pair by pair from attention's inputs, which a hook on each layer's own takes."""
+    taken: list[tuple] = []
+
+    def take(module, inputs, options):
+        taken.append((module.inputs(*inputs), options["visibility"]))
+
+    handles = [
+        layer.attention.register_forward_pre_hook(take, with_kwargs=True)
+        for layer in model.layers
+        if isinstance(layer, TransformerLayer)
+    ]
+    config = model.config
+    num_bins, sums, queries, memory = len(found.first_distances), {}, 0, None
+    stream, warm_up = measured_stream(corpus, config, MEMORY, SEGMENT)
+    for number, batch in enumerate(stream):
+        compressed = (
+            memory[config.num_layers].shape[1] if config.compressed_length and memory else 0
+        )
+        taken.clear()
+        with torch.no_grad():
+            _, memory, _ = model.hidden_states(
+                torch.from_numpy(batch.tokens_BL), memory, torch.from_numpy(batch.starts_BL),
+                memory_length=MEMORY,
+            )  # fmt: skip
+        if number < warm_up:
+            continue
+        queries += int(np.asarray(batch.valid_BL).sum())
+        for layer, ((query, parts, terms), visibility) in enumerate(taken):
+            key_BCGH, _ = torch.cat(parts, 1).unbind(2)
+            B, C, G = key_BCGH.shape[:3]
+            identity = torch.eye(C, dtype=torch.float64)[None, :, None].expand(B, C, G, C)
+            weights_BLNC = exact_attention(
+                query, key_BCGH, identity, terms.position_CNH, terms.content_bias_NH,
+                terms.position_bias_NH, distance_bias_CN=terms.distance_bias_CN,
+                max_distance=visibility.window or None, documents_BC=visibility.documents_BC,
+            )  # fmt: skip
+            L = weights_BLNC.shape[1]
+            weights_BLNC = weights_BLNC * torch.from_numpy(batch.valid_BL)[:, :, None, None]
+            for row in range(L):
+                for column in range(C - L + row + 1):
+                    part = "segment" if column >= C - L else "memory"
+                    part = "compressed" if column < compressed else part
+                    key = (part, layer, (C - L + row - column).bit_length())
+                    sums[key] = sums.get(key, 0.0) + weights_BLNC[:, row, :, column].sum(0)
+            entropy = torch.special.entr(weights_BLNC).sum((0, 1, 3))
+            sums["entropy", layer] = sums.get(("entropy", layer), 0.0) + entropy
+    for handle in handles:
+        handle.remove()
+    assert queries == found.queries > 0
+    none = torch.zeros(config.num_heads, dtype=torch.float64)
+    layers = range(config.num_layers)
+    return {
+        "entropy": torch.stack([sums["entropy", layer] for layer in layers]) / queries,
+        **{
+            part: torch.stack([
+                torch.stack([sums.get((part, layer, x), none) for x in range(num_bins)], -1)
+                for layer in layers
+            ]) / queries
+            for part in found.mass
+        },
+    }  # fmt: skip
+
+
+def test_attention_of_a_model_set_by_hand_is_where_it_was_put(corpus):
+    """Its first head looks at distance 1; a head without scores looks at all keys alike."""
+    model = induction_model(corpus.manifest.vocab_size, MEMORY)
+    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    first, idle = found.total()[0]
+    assert first[1] == pytest.approx(1.0)
+    assert found.entropy[0][0] == pytest.approx(0.0, abs=1e-9)
+    assert found.mean_distance[0][0] == pytest.approx(1.0)
+    assert found.entropy[0][1] == pytest.approx(found.uniform_entropy)
+    # Of a segment's six queries, the first has its previous token in memory.
+    assert 1 / SEGMENT <= found.share("memory")[0][0] < 1.2 / SEGMENT, "the last may be shorter"
+    assert found.memory_length == MEMORY
+    assert max(idle) < 0.5
+
+
+def test_attention_in_tiles_of_float32_sums_to_one_and_leaves_the_model_as_it_was(corpus):
+    model = model_for(corpus, dtype=torch.float32, positions="rope")
+    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=64)
+    total = torch.tensor(found.total(), dtype=torch.float64).sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-6, atol=0)
+    assert not any(layer.attention._forward_pre_hooks for layer in model.layers)  # type: ignore[union-attr]
