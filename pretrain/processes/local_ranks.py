@@ -23,6 +23,7 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
+from pretrain.rundir.start_time import STARTED_AT
 from pretrain.terminal.live_bar import LogLine, show
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
@@ -66,6 +67,7 @@ class RankGroup:
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
+        shared.setdefault(STARTED_AT, f"{time.time():.3f}")  # a sweep's cell has that of its start
         shared |= variables_of_attempt(logs, attempt)
         try:
             for rank in range(num_ranks):

@@ -20,6 +20,7 @@ from pretrain.distributed.world import World
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.start_time import seconds_since_start
 from pretrain.rundir.training_events import Resumed, Started, TrainingBegan
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def record_start(
     ledger = run_dir.ledger
     began: dict[str, Any] = {
         "step": step,
+        "start_seconds": round(seconds_since_start(), 3),
         "code": code_version(),
         "environment": environment,
         **data,

@@ -69,13 +69,14 @@ def time_spent(
 
 
 def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
-    """Return the seconds from the first start to `end` in which the run was neither finished,
-    stopped nor in Slurm's queue."""
+    """Return the seconds from the first start of ranks to `end` in which the run was neither
+    finished, stopped nor in Slurm's queue."""
     elapsed, since, has_begun = 0.0, None, False
     for event in ledger:
         has_begun = has_begun or isinstance(event, TrainingBegan)
         if since is None and has_begun and isinstance(event, (TrainingBegan, JobStarted)):
-            since = event.time
+            # The time before a rank's first event, most of it imports, is a start, too.
+            since = event.time - getattr(event, "start_seconds", 0.0)
         elif since is not None and (
             is_finished(event) or is_stopped(event) or isinstance(event, JobEnded)
         ):

@@ -294,6 +294,18 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     assert evidence().time_spent(is_running=False) is None
 
 
+def test_the_time_from_the_launchers_start_to_the_first_event_is_a_start():
+    metrics = MetricsSummary(seconds=30.0)
+    began = replace(START, time=NOW - 45, start_seconds=15.0)
+    spent = evidence(began, metrics=metrics).time_spent(True)
+    assert spent is not None
+    assert (spent.total, spent.restarts) == (pytest.approx(60), pytest.approx(30))
+    again = replace(began, time=NOW - 10, start_seconds=15.0)  # within the same 60 s: a crash
+    spent = evidence(began, RETRY, again, metrics=metrics).time_spent(True)
+    assert spent is not None
+    assert spent.total == pytest.approx(60)
+
+
 def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
     metrics = MetricsSummary(seconds=30.0)
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
