@@ -71,6 +71,10 @@ def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
     return _directory(config, 0, num_parts)
 
 
+def _directories(config: CorpusConfig, num_parts: int) -> list[Path]:
+    return [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
+
+
 def _directory(config: CorpusConfig, part: int, num_parts: int) -> Path:
     return parts_directory(config) / f"{part:05d}-of-{num_parts:05d}"
 
@@ -133,8 +137,12 @@ def sources_of_parts(sources: Sources, num_parts: int) -> list[Sources]:
 
 def shuffle_one(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
     """Write part `part`'s stretch of the shuffled documents of all parts, which are finished."""
-    directories = [_directory(config, each, num_parts) for each in range(1, num_parts + 1)]
-    shuffle_part(config, directories, part, report)
+    shuffle_part(config, _directories(config, num_parts), part, report)
+
+
+def can_shuffle(config: CorpusConfig, num_parts: int) -> bool:
+    """Whether documents are to be shuffled and all parts are there."""
+    return config.shuffles and all(map(is_finished, _directories(config, num_parts)))
 
 
 def merge_parts(
@@ -156,7 +164,7 @@ def merge_parts(
         split: sum(result.manifests[split].documents for result in results) for split in splits
     }
     check_not_empty(config, documents, parts_directory(config))
-    directories = [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
+    directories = _directories(config, num_parts)
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
-from data_pipeline.builder.parts import build_part, merge_parts
+from data_pipeline.builder.parts import build_part, can_shuffle, merge_parts, shuffle_one
 from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.builder.train_tokenizer import needs_training
@@ -78,6 +78,9 @@ def run_build(arguments: argparse.Namespace) -> int:
         if arguments.part:
             part, num_parts = arguments.part
             result = build_part(config, part, num_parts, status.show)
+            if can_shuffle(config, num_parts):
+                status.show("shuffling")
+                shuffle_one(config, part, num_parts, status.show)
         elif arguments.processes is not None or config.shuffles:
             arguments.processes = 1 if arguments.processes is None else arguments.processes
             check_positive(arguments, "processes")
