@@ -76,6 +76,8 @@ class Retried(threading.Thread):
                 self.problem = os_error_text(error)
             except Exception as error:  # whatever it is, the run goes on
                 self.problem = str(error) if isinstance(error, UserError) else repr(error)
+            if self._canceled.is_set():  # the files may be gone that it still had open
+                return
             if not self._told:
                 logger.warning("%s; training continues, the upload is tried again", self.problem)
                 self._told = True

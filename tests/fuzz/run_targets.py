@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from data_pipeline.config_loader import to_tree
+from data_pipeline.corpora.writable_store import content_of
 from data_pipeline.files import sha256_of
 from launcher import cli as launcher
 from pretrain import cli as pretrain
+from pretrain.mirror.layout import ROOT, RUN_FILES, MirrorIndex
+from pretrain.mirror.restore import restore_run
+from pretrain.mirror.upload import stored_form
 from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export
 from tests.fuzz.mutations import json_text
 from tests.fuzz.target import Refused, Target, command, parse_lines, write_lines
+from tests.helpers.stores import QUICK, FileServer
 
 
 def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
@@ -111,6 +119,28 @@ def _look_at_run(copy: Path) -> None:
 
 def _report(copy: Path) -> None:
     command(pretrain.main, "report", copy)
+
+
+def mirror_targets(home: Path, run: Path) -> dict[str, Target]:
+    """What a run's mirror has in a store, as files; the run has one checkpoint in it."""
+    step = sorted((run / "checkpoints").iterdir())[-1]
+    stored = stored_form(step)
+    shutil.copytree(step, home / stored.folder)
+    for name in RUN_FILES:
+        shutil.copy(run / name, home / stored.folder)
+    run_files = {name: content_of(run / name) for name in RUN_FILES}
+    index = MirrorIndex(RunDir(run).identity.id, (replace(stored, run_files=run_files),))
+    (home / ROOT).write_bytes(index.to_bytes())
+
+    def restore(copy: Path) -> object:
+        """Return what arrives from a server of these files."""
+        target = copy.parent / "scratch" / "restored"
+        with FileServer(copy) as server:
+            step = restore_run(server.url, target, QUICK)
+        run_dir = RunDir.open(target)
+        return step, run_dir.identity, sha256_of(run_dir.metrics), len(run_dir.ledger.read())
+
+    return {"index of a mirror": Target(home, ROOT, restore, seconds=0.1)}
 
 
 def export_targets(export: Path) -> dict[str, Target]:

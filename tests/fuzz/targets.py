@@ -14,7 +14,7 @@ from tests.fuzz.corpus_targets import (
     token_targets,
     tokenizer_targets,
 )
-from tests.fuzz.run_targets import export_targets, run_targets
+from tests.fuzz.run_targets import export_targets, mirror_targets, run_targets
 from tests.fuzz.settings_targets import result_targets, settings_of_run, settings_targets
 from tests.fuzz.target import Target, command
 from tests.helpers.corpora import make_tiny_corpus
@@ -40,6 +40,7 @@ class Workplace:
             **shard_targets(self.directory, corpus),
             **tokenizer_targets(self.directory),
             **run_targets(run, experiment),
+            **mirror_targets(self.directory / "mirror", run),
             **settings_targets(self.directory, experiment, corpus),
             **result_targets(self.directory),
             **text_targets(self.directory),

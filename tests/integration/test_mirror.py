@@ -19,7 +19,7 @@ from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Mirrored, MirrorFailed, Restored, Resumed
-from tests.helpers.stores import client
+from tests.helpers.stores import client, make_bucket
 
 STEPS, INTERVAL = 24, 4
 SETTINGS = """name: tiny
@@ -65,6 +65,7 @@ def steps_listed(endpoint: str, bucket: str) -> list[int]:
     return [each["step"] for each in json.loads(answer["Body"].read())["checkpoints"]]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     experiment, undisturbed, tmp_path, bucket, s3_endpoint
 ):
@@ -101,3 +102,53 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     assert steps_listed(s3_endpoint, bucket)[-1] == STEPS
     assert folders(s3_endpoint, bucket) == set(steps_listed(s3_endpoint, bucket))
     assert len(folders(s3_endpoint, bucket)) == 2
+
+
+def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_it_is_back(
+    experiment, undisturbed, tmp_path, bucket, s3_endpoint, caplog, capsys
+):
+    run_dir = RunDir(tmp_path / "run")
+    away = f"checkpoint.mirror={bucket}-away/runs"
+    command = ["train", str(experiment), f"--run-dir={run_dir.path}", away]
+    assert pretrain([*command, "checkpoint.mirror_wait_seconds=0.5"]) == 0
+    assert differing_losses(undisturbed, run_dir) == []
+    failed = events_of(run_dir.ledger.read(), MirrorFailed)
+    assert (failed[-1].step, failed[-1].url) == (STEPS, f"{bucket}-away/runs/tiny")
+    assert len(failed) <= 2, "one for the failure that lasts, one for the end"
+    assert caplog.text.count("training continues, the upload is tried again") <= 1
+    assert launcher(["status", str(run_dir.path)]) == 0
+    assert "nothing yet; not uploaded when the run ended" in capsys.readouterr().out
+
+    make_bucket(s3_endpoint, f"{bucket}-away".removeprefix("s3://"))
+    assert pretrain([*command, "optim.steps=26"]) == 0
+    assert steps_listed(s3_endpoint, f"{bucket}-away")[-1] == 26
+    back = read_state(run_dir.path)
+    assert (back.mirrored, back.mirror_problem) == (26, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["local", "--run-dir", "{run}", "--from", "{url}"],
+        [
+            "submit",
+            "--cluster",
+            "configs/clusters/cpu.yaml",
+            "--run-dir",
+            "{run}",
+            "--from",
+            "{url}",
+        ],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_wrong_url_is_one_line_before_anything_starts(
+    command, experiment, tmp_path, bucket, capsys
+):
+    places = {"run": tmp_path / "run", "url": f"{bucket}/nothing"}
+    name, *options = (part.format(**places) for part in command)
+    assert launcher([name, str(experiment), *options]) == 2
+    error = capsys.readouterr().err
+    assert f"{bucket}/nothing/mirror.json could not be fetched" in error
+    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not (tmp_path / "run").exists()

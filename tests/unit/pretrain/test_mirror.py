@@ -339,6 +339,18 @@ def test_a_task_is_tried_again_in_the_background_and_logged_once(caplog):
     assert not thread.problem
 
 
+def test_a_canceled_task_that_fails_is_not_tried_again_and_says_nothing(caplog):
+    def fail(check: Callable[[], None]) -> None:
+        thread.cancel()
+        raise OSError("the scratch directory is gone")
+
+    thread = Retried(fail, former=None)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not caplog.text
+
+
 def test_a_canceled_task_ends_and_the_next_one_waits_for_it():
     order = []
 
