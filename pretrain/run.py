@@ -44,6 +44,7 @@ from pretrain.distributed.world import (
 )
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
+from pretrain.evaluation.training_tasks import check_training_tasks, has_tasks_after, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
@@ -125,6 +126,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
                 check_wandb(config.metrics.wandb)
+                check_training_tasks(config)
                 if not run_dir.exists():
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
@@ -228,13 +230,7 @@ def _train_from(
             config, run_dir, world, state, prefetcher, clock, process.fence.check
         )
         monitor = SpikeMonitor(config, run_dir, world, state)
-        evaluate = training_evaluator(
-            config,
-            engine,
-            splits_of_sets(process.config),
-            lambda: process.heartbeat.beat(state.step, "evaluate"),
-            process.stop.raise_if_requested,
-        )
+        evaluate = _evaluator(process, config, engine, state)
         parts = Parts(
             config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate, mirror
         )
@@ -262,6 +258,24 @@ def _train_from(
         )
         _log_ending(ending, config, run_dir, state.step)
     return ending
+
+
+def _evaluator(
+    process: RankProcess, config: RunConfig, engine: Engine, state: TrainState
+) -> Callable[[], dict[str, Any]]:
+    """What an evaluation measures: the losses of all corpora and, when they are due, tasks."""
+
+    def beat() -> None:
+        process.heartbeat.beat(state.step, "evaluate")
+
+    def before_texts() -> None:
+        beat()
+        process.stop.raise_if_requested()
+
+    sets = splits_of_sets(process.config)
+    losses = training_evaluator(config, engine, sets, beat, process.stop.raise_if_requested)
+    tasks = training_tasks(config, engine, before_texts)
+    return lambda: losses() | (tasks(state.step) if has_tasks_after(config, state.step) else {})
 
 
 def _open_lanes(

@@ -17,6 +17,7 @@ from pretrain.reporting.run_history import History, read_histories
 from pretrain.rundir.losses import set_loss_name, set_losses
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import SPEED
+from pretrain.rundir.task_metrics import latest_with_tasks, task_metrics
 from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import distinguished, fitted_table, number, si
 
@@ -108,6 +109,10 @@ def _numbers(history: History) -> dict[str, str]:
         **{
             set_loss_name(printable(name)): number(loss, ".4f")
             for name, loss in set_losses(history.summary.evaluation).items()
+        },
+        **{
+            printable(name): f"{value:.4f}"
+            for name, value in task_metrics(latest_with_tasks(history.evaluations)).items()
         },
     }
 

@@ -241,7 +241,8 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
         return _row("  evaluation", "?", f"({time.evaluations:,} {words})")
     twice = ", each with memory and without" if config.model.memory_length else ""
     sets = f", and of {counted(time.sets, 'set')} with it" if time.sets else ""
-    words = f"({time.evaluations:,} of {time.tokens:,} tokens{twice}{sets})"
+    tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
+    words = f"({time.evaluations:,} of {time.tokens:,} tokens{twice}{sets}{tasks})"
     return _row("  evaluation", duration(time.evaluation), words)
 
 

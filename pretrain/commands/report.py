@@ -27,6 +27,7 @@ from pretrain.rundir.losses import (
 )
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.speeds import RUN_SPEED
+from pretrain.rundir.task_metrics import latest_with_tasks, task_metrics
 from pretrain.rundir.training_events import GaveUp
 from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import counted, number, si
@@ -110,6 +111,7 @@ def render(history: History) -> str:
         *_warnings(history),
         *charts,
         _sets(history),
+        _tasks(history),
         _time(history),
         _events(history),
         _settings(history),
@@ -171,6 +173,15 @@ def _sets(history: History) -> str:
     words = f"After step {line['step']:,}, with the memory that the run trains with."
     heads = ["", "loss", "perplexity"]
     return section("Losses by corpus", paragraph(words), table(heads, rows, "named"))
+
+
+def _tasks(history: History) -> str:
+    """The latest metrics of tasks, if there are any."""
+    if (line := latest_with_tasks(history.evaluations)) is None:
+        return ""
+    rows = [[printable(name), f"{value:.4f}"] for name, value in task_metrics(line).items()]
+    words = f"After step {line['step']:,}."
+    return section("Tasks", paragraph(words), table(["", "value"], rows, "named"))
 
 
 def _time(history: History) -> str:

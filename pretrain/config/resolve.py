@@ -11,6 +11,7 @@ from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.files import absolute, path_text, url_of
+from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.config.choices import Precision, resolved_precision
 from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.phases import runs_of_phases
@@ -132,11 +133,15 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         ),
     )
     sets = {name: Path(absolute(path)) for name, path in config.evaluation.sets.items()}
+    tasks = tuple(
+        str(absolute(Path(task))) if task.endswith(YAML_SUFFIXES) else task
+        for task in config.evaluation.tasks
+    )
     weights = config.initial_weights
     return replace(
         config,
         data=data,
-        evaluation=replace(config.evaluation, sets=sets),
+        evaluation=replace(config.evaluation, sets=sets, tasks=tasks),
         initial_weights=Path(absolute(weights)) if weights else None,
     )
 

@@ -24,6 +24,7 @@ from data_pipeline.setting_fields import (
     require_object_store,
     setting,
 )
+from pretrain.config.choices import shards
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -110,6 +111,12 @@ class EvaluationConfig:
     """Hashes that the corpora of sets must have, by name, as `data.manifest_hash`."""
     mixture_parts: bool = True
     """Measure as well the validation loss of each part of a mixture that has such a split."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval that are run while training: names, or YAML files."""
+    tasks_interval: int = setting(1, Range(1, MOST), unit="evaluations")
+    """Evaluations from one with tasks to the next; the last one always has them."""
+    tasks_limit: int = setting(0, Range(0, MOST), unit="examples")
+    """Examples of each task; 0: all."""
 
     def __post_init__(self) -> None:
         check_ranges("evaluation.", self)
@@ -206,6 +213,11 @@ class RunConfig:
             raise ConfigError(
                 f"initial_weights_may_differ: found {', '.join(unknown)}, expected names of model "
                 "settings, such as clamp_length"
+            )
+        if self.evaluation.tasks and shards(self.engine.kind) and self.engine.zero_stage > 2:
+            raise ConfigError(
+                "evaluation.tasks needs a rank with whole weights, engine.zero_stage=3 shards "
+                "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):

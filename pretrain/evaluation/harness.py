@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
@@ -22,44 +22,66 @@ def run_tasks(
     *,
     limit: int = 0,
     few_shot: int | None = None,
+    bootstrap_iters: int = 100_000,
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of every task and group: `acc,none`, `acc_stderr,none`, ...
 
     A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
-    examples of a task are used (0: all); `options` are those of `TrainedLM`.
+    examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0:
+    none); `options` are those of `TrainedLM`.
     """
+    simple_evaluate, manager = _harness(tasks)
+    from pretrain.evaluation.harness_model import TrainedLM
+
+    # The decorator that registers the class hides its arguments.
+    model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
+    with _one_line("run", tasks):
+        found = simple_evaluate(
+            model,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit or None,
+            num_fewshot=few_shot,
+            log_samples=False,
+            bootstrap_iters=bootstrap_iters,
+        )
+    assert found is not None  # on the only rank
+    return {task: dict(metrics) for task, metrics in found.get("results", {}).items()}
+
+
+def load_tasks(tasks: Sequence[str]) -> None:
+    """Load tasks and their data; ConfigError or DataError if that fails."""
+    _, manager = _harness(tasks)
+    with _one_line("load", tasks):
+        manager.load(list(tasks))
+
+
+def _harness(tasks: Sequence[str]) -> tuple[Any, Any]:
+    """Return lm-eval's `simple_evaluate` and a manager that finds the tasks."""
     check_tasks(tasks)
     silence_libraries()
     try:
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
-
-        from pretrain.evaluation.harness_model import TrainedLM
     except ImportError as error:
         raise ConfigError(
-            f"--tasks needs lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
+            f"tasks need lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
         ) from None
     files = [task for task in tasks if task.endswith(YAML_SUFFIXES)]
     # The index of lm-eval's own tasks takes seconds.
-    manager = TaskManager(include_defaults=len(files) < len(tasks))
-    # The decorator that registers the class hides its arguments.
-    model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
+    return simple_evaluate, TaskManager(include_defaults=len(files) < len(tasks))
+
+
+@contextlib.contextmanager
+def _one_line(what: str, tasks: Sequence[str]) -> Iterator[None]:
+    """Turn what goes wrong with tasks and their data, which is of many kinds, into a DataError."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where it prints what it is doing
-            found = simple_evaluate(
-                model,
-                tasks=list(tasks),
-                task_manager=manager,
-                limit=limit or None,
-                num_fewshot=few_shot,
-                log_samples=False,
-            )
-    except (KeyError, ValueError, OSError) as error:  # of tasks and their data, of many kinds
+            yield
+    except (KeyError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"lm-eval could not run {', '.join(tasks)}: {reason[:500]}") from error
-    assert found is not None  # on the only rank
-    return {task: dict(metrics) for task, metrics in found.get("results", {}).items()}
+        raise DataError(f"lm-eval could not {what} {', '.join(tasks)}: {reason[:500]}") from error
 
 
 def task_rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:

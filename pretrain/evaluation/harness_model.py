@@ -6,7 +6,7 @@ of any length takes linear time, and none is cut. Letters of shapes as in `pretr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +42,13 @@ class TrainedLM(TemplateLM):
         segment_length: int | None = None,
         batch_size: int | str = 1,
         device: str | None = None,
+        before_batch: Callable[[], None] = lambda: None,
         **others: Any,
     ) -> None:
-        """By default memory and segments are as long as in training."""
+        """By default memory and segments are as long as in training.
+
+        `before_batch` is called before each batch of texts, and may raise.
+        """
         super().__init__()
         if not isinstance(run, TrainedModel):
             run = load_trained(run, torch.device(device) if device else None)
@@ -54,6 +58,7 @@ class TrainedLM(TemplateLM):
                 "data, memory_length, segment_length and device besides"
             )
         self._trained = run
+        self._before_batch = before_batch
         self._tokens = load_tokenizer(run, Path(data) if data else None)
         trained_length = run.config.model.memory_length
         self._memory_length = trained_length if memory_length is None else int(memory_length)
@@ -90,6 +95,7 @@ class TrainedLM(TemplateLM):
         order = sorted(range(len(requests)), key=lambda index: -_length(requests[index]))
         found: dict[int, tuple[float, bool]] = {}
         for start in _with_progress(range(0, len(order), self._batch_size), "batches scored"):
+            self._before_batch()
             batch = order[start : start + self._batch_size]
             found |= zip(batch, self._scores([requests[index] for index in batch]), strict=True)
         return [found[index] for index in range(len(requests))]
@@ -142,6 +148,7 @@ class TrainedLM(TemplateLM):
         return [self._continued(*request.args) for request in shown]
 
     def _continued(self, context: str, options: dict[str, Any]) -> str:
+        self._before_batch()
         sampling, stops, num_tokens = _how_to_generate(options)
         tokens = generate(
             self._trained.module,

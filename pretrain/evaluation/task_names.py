@@ -23,7 +23,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
     """Raise ConfigError without lm-eval, and for a missing file or an unknown name."""
     package = importlib.util.find_spec("lm_eval")
     if package is None or not package.submodule_search_locations:
-        raise ConfigError("--tasks needs lm-eval; `pip install 'xl-pretrain[lm-eval]'`")
+        raise ConfigError("tasks need lm-eval; `pip install 'xl-pretrain[lm-eval]'`")
     for task in tasks:
         if task.endswith(YAML_SUFFIXES) and not Path(task).is_file():
             raise ConfigError(f"{task} is not a file; give the YAML file or the name of a task")

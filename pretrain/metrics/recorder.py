@@ -15,7 +15,7 @@ and rank 0 writes:
                    "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
                    "loss_scale"; at full intervals norms per layer (`layer_norms`)
     {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; of each set also
-                   "loss/NAME" and "bits_per_byte/NAME"
+                   "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
@@ -56,6 +56,7 @@ from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.losses import set_losses, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.task_metrics import task_metrics
 from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
 from pretrain.terminal.log import PROGRESS
@@ -184,7 +185,7 @@ class MetricsRecorder:
         if self._files is not None:
             seconds = self._idle_since - start
             self._files.append([{"kind": "evaluation", "step": step, "seconds": seconds, **values}])
-            logger.info(evaluation_line(step, values, set_losses(values)))
+            logger.info(evaluation_line(step, values, set_losses(values) | task_metrics(values)))
 
     def cut_off_evaluation(self) -> None:
         """Count the time since the last step as that of an evaluation that was not finished."""

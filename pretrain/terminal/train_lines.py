@@ -43,9 +43,9 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
 
 
 def evaluation_line(
-    step: int, values: Mapping[str, float], set_losses: Mapping[str, float] = MappingProxyType({})
+    step: int, values: Mapping[str, float], others: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """What an evaluation after `step` found; `set_losses` are losses by the names of sets."""
+    """What an evaluation after `step` found; `others` are shown by their names."""
     parts = [
         f"after step {step}:",
         f"validation loss {values['loss']:.4f}",
@@ -55,7 +55,7 @@ def evaluation_line(
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:
         parts.append(f"({values['loss_without_memory']:.4f} without memory)")
-    parts += [f"{name} {loss:.4f}" for name, loss in set_losses.items()]
+    parts += [f"{name} {value:.4f}" for name, value in others.items()]
     return "  ".join(parts)
 
 

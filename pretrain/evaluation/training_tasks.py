@@ -1,0 +1,114 @@
+"""Tasks of lm-eval while a run trains: rank 0 runs them, the others wait with it.
+
+Rank 0 has the whole weights. It tells the others before each batch of texts that it works: no
+watchdog takes the wait for a hang, and a request to stop ends the tasks on all ranks at the same
+batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import numpy as np
+import torch
+
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import broadcast_value
+from pretrain.engines.engine import Engine
+from pretrain.evaluation.harness import load_tasks, run_tasks
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.recovery.stop_requests import StopRequested
+from pretrain.rundir.task_metrics import task_values
+from pretrain.weights.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def check_training_tasks(run: RunConfig) -> None:
+    """Raise ConfigError or DataError if the run's tasks, or their data, cannot be loaded."""
+    if run.evaluation.tasks:
+        with kept_random_state():
+            load_tasks(run.evaluation.tasks)
+
+
+def has_tasks_after(run: RunConfig, step: int) -> bool:
+    """Whether tasks belong to the evaluation after `step`: every k-th, and the last one."""
+    wanted = run.evaluation
+    if not wanted.tasks:
+        return False
+    every = wanted.interval * wanted.tasks_interval
+    return step == run.optim.steps or bool(every and step % every == 0)
+
+
+def training_tasks(
+    run: RunConfig, engine: Engine, before_batch: Callable[[], None]
+) -> Callable[[int], dict[str, float | None]]:
+    """Return a function that measures the run's tasks after a step. A collective; {} if they fail.
+
+    Rank 0 returns what it measured, the others {}. `before_batch` is called by every rank before
+    each batch of texts, and may raise. Weights, memories and random numbers stay as they are.
+    """
+    world = engine.world
+
+    def tick() -> None:
+        broadcast_value(True, bool)
+        before_batch()
+
+    def measure(step: int) -> dict[str, float | None]:
+        if not world.is_main:
+            while broadcast_value(False, bool):
+                before_batch()
+            return {}
+        try:
+            with kept_random_state(), _evaluating(engine) as module:
+                trained = TrainedModel(module, run, step, run.data.directory())
+                results = run_tasks(
+                    trained,
+                    run.evaluation.tasks,
+                    limit=run.evaluation.tasks_limit,
+                    bootstrap_iters=0,  # standard errors take longer than small tasks
+                    memory_length=run.model.memory_length,
+                    segment_length=run.data.segment_length,
+                    batch_size=run.evaluation.lanes,
+                    before_batch=tick,
+                )
+        except StopRequested:
+            raise  # by all ranks
+        except Exception as error:  # of a library, in code that only measures
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            logger.warning("evaluation.tasks gave no results after step %d: %s", step, reason)
+            results = {}
+        broadcast_value(False, bool)
+        return task_values(results)
+
+    return measure
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore all random number generators after the block: the harness seeds and uses them."""
+    python, of_numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def _evaluating(engine: Engine) -> Iterator[TransformerXL]:
+    """The model without dropout in the block; it keeps the mode it was in."""
+    module = cast("TransformerXL", engine.module)
+    was_training = module.training
+    try:
+        yield module.eval()
+    finally:
+        module.train(was_training)

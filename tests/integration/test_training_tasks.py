@@ -1,0 +1,152 @@
+"""Tasks of lm-eval while a run trains, from local files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.errors import ConfigError
+from pretrain.cli import main
+from pretrain.commands.same_run import differences
+from pretrain.config.run import RunConfig
+from pretrain.evaluation.training_tasks import has_tasks_after
+from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.task_metrics import task_metrics, task_values
+from tests.helpers.corpora import some_texts
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [{"text": text[:60], "answer": number % 2} for number, text in enumerate(some_texts(6))]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": f"{folder}/data.jsonl"},
+        "test_split": "train",
+    }
+    choices = {
+        "task": "choices",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": ["a river", "the road"],
+        "doc_to_target": "{{answer}}",
+        "num_fewshot": 1,
+        "metric_list": [{"metric": "acc"}],
+    }
+    whole = {
+        "task": "whole",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    for settings in (choices, whole):
+        (folder / f"{settings['task']}.yaml").write_text(json.dumps({**task, **settings}))
+    path = folder / "tiny.yaml"
+    path.write_text(
+        f"""name: tiny
+model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: {STEPS}}}
+engine: {{kind: torch, threads: 1}}
+checkpoint: {{interval: 4}}
+evaluation:
+  interval: 1
+  max_tokens: 200
+  lanes: 2
+  tasks: [{folder}/choices.yaml, {folder}/whole.yaml]
+  tasks_interval: 3
+metrics: {{interval: 2, tensorboard: false}}
+"""
+    )
+    return path
+
+
+def train(experiment: Path, run_dir: RunDir, *more: str) -> int:
+    return main(["train", str(experiment), "--run-dir", str(run_dir.path), *more])
+
+
+@pytest.fixture(scope="module")
+def trained(experiment: Path) -> RunDir:
+    run_dir = RunDir(experiment.with_name("run"))
+    assert train(experiment, run_dir) == 0
+    return run_dir
+
+
+def tasks_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
+    lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
+    return {line["step"]: task_metrics(line) for line in lines}
+
+
+def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
+    experiment, trained, tmp_path, capsys
+):
+    found = tasks_of(trained)
+    assert [step for step in found if found[step]] == [3, 4]
+    assert list(found[4]) == ["choices acc", "whole bits_per_byte"]
+    files = load_config(RunConfig, experiment).evaluation.tasks
+    assert main(["evaluate", str(trained.path), "--tasks", *files, "--lanes", "2", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    expected = task_metrics(task_values(results))
+    assert found[4] == pytest.approx(expected, rel=1e-5)
+    assert found[3]["whole bits_per_byte"] != found[4]["whole bits_per_byte"]
+    assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
+    row = f"<td>whole bits_per_byte</td><td>{found[4]['whole bits_per_byte']:.4f}</td>"
+    assert row in (tmp_path / "report.html").read_text()
+
+
+def test_training_is_bitwise_the_same_with_and_without_tasks(experiment, trained, tmp_path):
+    without = RunDir(tmp_path / "run")
+    assert train(experiment, without, "evaluation.tasks=[]") == 0
+    assert not any(tasks_of(without).values())
+    problems = differences(trained, without, STEPS)
+    assert not problems, "losses, weights, moments, memories and random numbers"
+
+
+def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    command = train_command(experiment, run_dir.path, "evaluation.tasks_interval=9")
+    with RankGroup(command, 2, tmp_path / "logs") as group:
+        assert group.wait(timeout=300) == [0, 0]
+    found = tasks_of(run_dir)
+    assert [step for step in found if found[step]] == [STEPS]
+    assert found[STEPS] == pytest.approx(tasks_of(trained)[STEPS], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["evaluation.tasks=[missing.yaml]"], "missing.yaml is not a file"),
+        (["evaluation.tasks=[{folder}/broken.yaml]"], "lm-eval could not load"),
+    ],
+)
+def test_tasks_that_cannot_be_loaded_are_rejected_before_training(
+    experiment, tmp_path, capsys, settings, reason
+):
+    broken = {"task": "broken", "dataset_path": "json", "test_split": "train"}
+    broken["dataset_kwargs"] = {"data_files": "/nowhere.jsonl"}  # type: ignore[assignment]
+    experiment.with_name("broken.yaml").write_text(json.dumps(broken))
+    more = [each.format(folder=experiment.parent) for each in settings]
+    assert train(experiment, RunDir(tmp_path / "run"), *more) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_weights_are_sharded_has_no_tasks(experiment):
+    overrides = ["engine.kind=deepspeed", "engine.zero_stage=3"]
+    with pytest.raises(ConfigError, match="needs a rank with whole weights"):
+        load_config(RunConfig, experiment, overrides)
+
+
+def test_the_last_evaluation_has_tasks_and_only_it_without_an_interval(experiment):
+    run = load_config(RunConfig, experiment, ["optim.steps=10", "evaluation.interval=2"])
+    assert [step for step in range(1, 11) if has_tasks_after(run, step)] == [6, 10]
+    run = load_config(RunConfig, experiment, ["optim.steps=10", "evaluation.interval=0"])
+    assert [step for step in range(1, 11) if has_tasks_after(run, step)] == [10]
