@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.setting_pages import as_overrides
+from data_pipeline.setting_pages import as_overrides, value_text
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, is_run
 from launcher.status.slurm_queue import read_states
@@ -19,7 +19,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import differing_settings
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
-from pretrain.terminal.text import si
+from pretrain.terminal.text import flops_text, si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
     }
     try:
         cost = cost_of(with_vocabulary(cell.config))
-        row |= {"parameters": si(cost.parameters), "FLOPs": f"{cost.flops:.3g}"}
+        row |= {"parameters": si(cost.parameters), "FLOPs": flops_text(cost.flops)}
     except ConfigError:  # the corpus, and with it the vocabulary size, is missing
         pass
     return {**row, "settings": as_overrides(settings)}
@@ -120,7 +120,7 @@ def result_of(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, Any]:
     state = cell.state
     return {
         "cell": cell.cell.name,
-        **settings,
+        **{name: value_text(value) for name, value in settings.items()},
         "state": str(state.state),
         "step": state.step,
         **vars(state.results),

@@ -15,8 +15,7 @@ from launcher.commands.tables import RunsTable, plain_table
 from launcher.sweep_cells import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 
-FULL_WIDTH = 140
-HEADS_OF_NARROW_TABLES = 4
+GAP = 2  # between columns
 
 
 def sweep_status(cells: Sequence[CellRun]) -> Group:
@@ -39,16 +38,28 @@ def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
 
 @dataclass(frozen=True)
 class ResultsTable:
-    """A row per cell; on a narrow terminal two tables, one below the other."""
+    """A row per cell; on a narrow terminal several tables, one below the other."""
 
     cells: Sequence[CellRun]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        count = len(HEADS) if options.max_width >= FULL_WIDTH else HEADS_OF_NARROW_TABLES
-        for start in range(0, len(HEADS), count):
-            if start:
+        cells = [cell.state.results.cells for cell in self.cells]
+        longest = max(len(printable(cell.cell.name)) for cell in self.cells)
+        room = options.max_width - min(longest, options.max_width // 2)
+        groups: list[list[str]] = [[]]
+        left = room
+        for head in HEADS:
+            values = [each[head] for each in cells]
+            needed = max(map(len, [head, *values])) + GAP
+            if needed > left and groups[-1]:
+                groups.append([])
+                left = room
+            groups[-1].append(head)
+            left -= needed
+        for number, heads in enumerate(groups):
+            if number:
                 yield ""
-            yield self._table(HEADS[start : start + count])
+            yield self._table(heads)
 
     def _table(self, heads: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -33,7 +33,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_tokens, write_plan
 from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.terminal.text import counted, fitted_table
+from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PROGRAM = Program(
     "pretrain scale context",
@@ -86,7 +86,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             *(str(value) for value in (item.run.data.segment_length, item.run.model.memory_length)),
             *(str(value) for value in (item.run.data.lanes, item.cost.steps)),
             amount(item.cost.tokens),
-            f"{item.cost.flops:.3e}",
+            flops_text(item.cost.flops),
         ]
         for item in runs
     ]

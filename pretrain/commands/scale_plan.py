@@ -24,7 +24,7 @@ from pretrain.scaling.plan import (
     write_plan,
 )
 from pretrain.scaling.recipe import Rule, replaced_settings
-from pretrain.terminal.text import counted, fitted_table
+from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15
 
@@ -139,7 +139,7 @@ def _table(runs: list[PlannedRun]) -> list[list[str]]:
                 f"{cost.tokens / cost.parameters:.1f}",
                 *(str(value) for value in (item.run.data.lanes, cost.steps)),
                 f"{item.run.optim.learning_rate:.2e}",
-                f"{cost.flops:.3e}",
+                flops_text(cost.flops),
                 f"{cost.flops / item.facts['budget'] - 1:+.2%}",
                 f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
             ]

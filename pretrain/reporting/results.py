@@ -19,7 +19,7 @@ from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS, mem
 from pretrain.rundir.metrics_summary import MetricsSummary
 from pretrain.rundir.speeds import RUN_SPEED, run_speed
 from pretrain.rundir.training_events import Event
-from pretrain.terminal.text import number, si
+from pretrain.terminal.text import flops_text, number, si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RunResults:
             "bits/byte": number(self.bits_per_byte, ".4f"),
             MEMORY_GAIN: number(self.memory_gain, "+.4f"),
             "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
-            "FLOPs": number(self.flops, ".3g"),
+            "FLOPs": "-" if self.flops is None else flops_text(self.flops),
             RUN_SPEED: number(self.run_tokens_per_second, ",.0f"),
             "goodput": number(self.goodput, ".0%"),
             "skipped windows": str(self.skipped_windows),

@@ -22,6 +22,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.sweep_file import Cell, Sweep
+from pretrain.terminal.text import flops_text
 
 CURVE_POINTS = 100  # per run; losses between are averaged
 SET_LOSSES = "set_losses"
@@ -71,7 +72,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
     """The rows that have a loss as a table for the terminal, heads first."""
     cells = [
-        [row.name, amount(float(row.N)), amount(float(row.D)), f"{float(row.C):.3e}"]
+        [row.name, amount(float(row.N)), amount(float(row.D)), flops_text(float(row.C))]
         + [f"{float(row.loss):.4f}"]
         for row in rows
         if not row.excluded

@@ -25,6 +25,7 @@ from pretrain.reporting.page_files import write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.context import ContextRow
 from pretrain.scaling.intervals import amount
+from pretrain.terminal.text import flops_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,7 +221,7 @@ def trained_table(rows: Sequence[ContextRow], name: str) -> list[list[str]]:
     heads = _HEADS if len(models) > 1 else _HEADS[:-1]
     cells = [
         [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.N)),
-         amount(float(row.D)), f"{row.C:.3g}", f"{row.loss:.4f}", models[row.recipe]]
+         amount(float(row.D)), flops_text(float(row.C)), f"{row.loss:.4f}", models[row.recipe]]
         for row in sorted(mine, key=lambda row: float(row.loss))
     ]  # fmt: skip
     return [list(heads), *(row[: len(heads)] for row in cells)]

@@ -57,11 +57,6 @@ def as_size(value: float) -> str:
     return f"{number:#.3g}".rstrip(".") + prefix
 
 
-def as_flops(value: float) -> str:
-    """Estimated FLOPs: `7.20e+11`."""
-    return f"{value:.2e}" if math.isfinite(value) else "-"
-
-
 def as_loss(value: float) -> str:
     """A loss in nats per token: `1.6640`."""
     return f"{value:.4f}" if math.isfinite(value) else "-"

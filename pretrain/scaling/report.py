@@ -32,7 +32,7 @@ from pretrain.scaling.summary import (
     lost_lines,
     unavailable_lines,
 )
-from pretrain.terminal.text import counted
+from pretrain.terminal.text import counted, flops_text
 
 MOST_ROWS = 60
 
@@ -255,13 +255,20 @@ def _costs(fit: Fit) -> str:
                 str(len(mine)),
                 sizes,
                 tokens,
-                f"{mine.flops_P.sum():.3g}",
+                flops_text(float(mine.flops_P.sum())),
                 f"{share:.0%}",
             ]
         )
     tokens = amount(points.tokens_P.sum())
     rows.append(
-        ["all", str(len(points)), "", f"{tokens} in all", f"{points.flops_P.sum():.3g}", "100%"]
+        [
+            "all",
+            str(len(points)),
+            "",
+            f"{tokens} in all",
+            flops_text(float(points.flops_P.sum())),
+            "100%",
+        ]
     )
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
@@ -288,7 +295,7 @@ def _runs(fit: Fit) -> str:
         [
             points.names[i],
             *(amount(float(values[i])) for values in (points.parameters_P, points.tokens_P)),
-            f"{points.flops_P[i]:.3g}",
+            flops_text(float(points.flops_P[i])),
             as_loss(float(points.loss_P[i])),
         ]
         for i in order

@@ -17,7 +17,6 @@ from pretrain.scaling.intervals import (
     Interval,
     as_exponent,
     as_factor,
-    as_flops,
     as_loss,
     as_size,
     interval,
@@ -26,7 +25,7 @@ from pretrain.scaling.intervals import (
 from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.predict import Forecast
-from pretrain.terminal.text import counted, fitted_table
+from pretrain.terminal.text import counted, fitted_table, flops_text
 
 
 def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
@@ -207,7 +206,7 @@ def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str]
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "parameters": ("N*", as_size),
         "tokens": ("D*", as_size),
-        "flops": ("C", as_flops),
+        "flops": ("C", flops_text),
         "loss": ("loss", as_loss),
     }
     del columns[asked]

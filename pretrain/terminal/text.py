@@ -34,6 +34,11 @@ def si(value: float) -> str:
     return f"{number:.3g} {prefix}"
 
 
+def flops_text(value: float) -> str:
+    """FLOPs in a table: `7.20e+11`; budgets differ by powers of ten."""
+    return f"{value:.2e}" if math.isfinite(value) else "-"
+
+
 def step_time(seconds: float) -> str:
     """The time of a step to three digits or more: 12.345 s, 4.56 ms, 7.89 us."""
     if seconds >= 0.1:

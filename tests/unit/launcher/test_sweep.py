@@ -353,6 +353,16 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     assert (rows[0]["state"], rows[0]["bits_per_byte"]) == ("new", "")
 
 
+def test_results_are_spelled_as_settings_files_spell_them(sweep, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    text = sweep.read_text().replace("overrides: [", "overrides: [model.tie_embeddings=false, ", 1)
+    sweep.write_text(text)
+    assert main(["sweep", "collect", str(sweep)]) == 0
+    with open("runs/three/results.csv") as file:
+        found = {row["model.tie_embeddings"] for row in csv.DictReader(file)}
+    assert found == {"true", "false"}
+
+
 def test_a_setting_that_differs_has_its_value_in_every_row_also_where_it_is_the_default(
     sweep, capsys, monkeypatch
 ):
