@@ -21,8 +21,8 @@ from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch, check_va
 from data_pipeline.shards.shards import ShardReader
 
 # A block is read for all lanes at once: a step then costs a few array operations, not a Python
-# loop over the documents of each lane.
-BLOCK_TOKENS = 8192
+# loop over the documents of each lane. Its length divides what each lane costs beside its tokens.
+BLOCK_TOKENS = 32768
 BLOCK_SEGMENTS = 64  # at most: short segments need no longer blocks
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.lanes import lane_stream
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from tests.helpers.corpora import write_numbered_corpus
 
@@ -31,6 +33,18 @@ def test_resuming_with_another_segment_length_continues_at_the_same_token(corpus
     batch = next(LaneStream(corpus, 4, SEED, 8, range(4)))
     resumed = next(LaneStream(corpus, 4, SEED, 3, range(4), batch.cursor))
     assert np.array_equal(resumed.tokens_BL[:, 0], batch.targets_BL[:, -1])
+
+
+def test_the_length_of_a_block_changes_no_batch_and_no_cursor(corpus, monkeypatch):
+    def read() -> list[tuple[bytes, bytes, dict[str, object]]]:
+        batches = itertools.islice(LaneStream(corpus, 3, SEED, 16, range(3)), 150)
+        return [(b.tokens_BL.tobytes(), b.starts_BL.tobytes(), b.cursor.to_tree()) for b in batches]
+
+    expected = read()
+    assert expected[-1][2]["epochs"] != [0, 0, 0]
+    for block_tokens in (16, 80):
+        monkeypatch.setattr(lane_stream, "BLOCK_TOKENS", block_tokens)
+        assert read() == expected
 
 
 def test_slots_are_consecutive_lanes_of_the_batch(corpus):
