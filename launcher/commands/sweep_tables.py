@@ -45,7 +45,7 @@ class ResultsTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [cell.state.results.cells for cell in self.cells]
         longest = max(len(printable(cell.cell.name)) for cell in self.cells)
-        room = options.max_width - min(longest, options.max_width // 2)
+        room = options.max_width - min(longest, options.max_width // 4)
         groups: list[list[str]] = [[]]
         left = room
         for head in HEADS:
