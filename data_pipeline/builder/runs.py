@@ -25,7 +25,7 @@ from data_pipeline.builder.split_writer import EncodedDocument
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import ShardInfo
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, parse_json
+from data_pipeline.files import atomic_write, named_errors, parse_json
 
 FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters", "domains")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python
@@ -127,9 +127,12 @@ class Run:
             (int(ends[low - 1]) if low else 0, int(ends[high - 1]) if high else 0)
             for ends in (token_ends, id_ends)
         )
-        token_low, token_high = (tokens_start + dtype.itemsize * bound for bound in token_bounds)
-        tokens = np.array(memory[token_low:token_high]).view(dtype)
-        ids = memory[ids_start + id_bounds[0] : ids_start + id_bounds[1]].tobytes()
+        # Read, not mapped: pages of a map count as host memory of this process, too.
+        with named_errors(self._path), open(self._path, "rb") as file:
+            file.seek(tokens_start + dtype.itemsize * token_bounds[0])
+            tokens = np.fromfile(file, dtype, token_bounds[1] - token_bounds[0])
+            file.seek(ids_start + id_bounds[0])
+            ids = file.read(id_bounds[1] - id_bounds[0])
         rows = np.array(columns[:, low:high])
         rows[1] -= np.uint64(token_bounds[0])
         rows[2] -= np.uint64(id_bounds[0])
