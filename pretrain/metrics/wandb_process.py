@@ -46,12 +46,13 @@ QUIET = {
     "save_code": False,
     "disable_code": True,
     "disable_git": True,
+    "host": "-",
     "x_disable_meta": True,
     "x_disable_stats": True,
     "x_disable_machine_info": True,
     "x_save_requirements": False,
     "x_transaction_log_flush_interval": 1.0,
-    "init_timeout": INIT_SECONDS,
+    "init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_SECONDS),
     "finish_timeout": FINISH_SECONDS,
 }
 
@@ -146,6 +147,7 @@ def _start(run_dir: RunDir) -> Any:
     try:
         run = start("offline" if wanted.offline else None)
     except (Error, OSError) as error:
+        wandb.teardown()  # the library's own process takes an id once
         reason = " ".join(str(error).split())[:300]
         logger.warning(
             "Weights & Biases: %s; this attempt is kept in %s; upload it with `wandb sync`",

@@ -20,6 +20,7 @@ from pretrain.rundir.run_dir import RunDir
 from tests.helpers.wandb_files import records_of, rows_of
 
 STEPS = 7
+KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,9 @@ def sessions_of(run_dir: RunDir, count: int) -> list[Path]:
     """The files of the sessions in their order, when the last one has ended."""
     deadline = time.monotonic() + 120
     while True:
-        found = sorted(run_dir.wandb.glob("*run-*/run-*.wandb"), key=lambda path: path.parent.name)
+        found = sorted(
+            run_dir.wandb.glob("offline-run-*/run-*.wandb"), key=lambda path: path.parent.name
+        )
         if len(found) == count and any(each.HasField("exit") for each in records_of(found[-1])):
             return found
         assert time.monotonic() < deadline, found
@@ -54,16 +57,18 @@ def test_a_killed_and_resumed_run_is_one_run_with_every_measurement_once(
     experiment, tmp_path, monkeypatch, capfd
 ):
     run_dir = RunDir(tmp_path / "run")
-    # Nobody is logged in, so that the library is offline without having been asked.
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
         monkeypatch.delenv(name)
-    fault = {VARIABLE: "sigkill@5"}
+    # Somebody is here, but no server answers.
+    fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3"}
+    fault["WANDB_BASE_URL"] = "http://127.0.0.1:9"
     killed = subprocess.run(
         train_command(experiment, run_dir.path), env={**os.environ, **fault}, capture_output=True
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     first = sessions_of(run_dir, 1)
+    # Nobody is logged in: the library is offline without having been asked.
     assert main(["train", str(experiment), "--run-dir", str(run_dir.path)]) == 0
     sessions = sessions_of(run_dir, 2)
     assert "upload it with `wandb sync`" in capfd.readouterr().err
@@ -75,6 +80,11 @@ def test_a_killed_and_resumed_run_is_one_run_with_every_measurement_once(
     rows = [row for path in sessions for row in rows_of(path)]
     assert [row["_step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows == [row | expected_of(run_dir)[row["step"]] for row in rows]
+    hosts = {record.run.host for path in sessions for record in records_of(path)
+             if record.HasField("run")}  # fmt: skip
+    assert hosts == {"-"}
+    files = [path for path in run_dir.path.rglob("*") if path.is_file()]
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
     text = b"".join(path.read_bytes() for path in sessions)
     assert all(word in text for word in (b"tests", b"small", b"segment_length"))
 
