@@ -28,7 +28,7 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -48,6 +48,7 @@ class Program:
     name: str
     purpose: str
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
+    meant: Mapping[str, str] = field(default_factory=dict)  # what others would guess -> what to run
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -74,9 +75,9 @@ class Program:
             print(self.usage())
             return 0
         if name not in self.commands:
-            raise UserError(
-                f"unknown command '{self.name} {name}'{did_you_mean(name, list(self.commands))}"
-            )
+            hint = did_you_mean(name, list(self.commands))
+            hint = f"; use '{self.meant[name]}'" if name in self.meant else hint
+            raise UserError(f"unknown command '{self.name} {name}'{hint}")
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")
         module = importlib.import_module(module_name)

@@ -54,7 +54,19 @@ COMMANDS = {
         "run the cells of a sweep file, several at a time; skip those that are done",
     ),
 }
-PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)
+PROGRAM = Program(
+    "launcher",
+    "Keep pretraining runs going.",
+    COMMANDS,
+    {
+        **dict.fromkeys(("run", "train", "start"), "launcher local EXPERIMENT, or launcher submit"),
+        **dict.fromkeys(("stop", "kill"), "launcher cancel RUN"),
+        **dict.fromkeys(("list", "ls", "ps"), "launcher status"),
+        "report": "pretrain report RUN",
+        "compare": "pretrain compare RUN RUN",
+        "tune": "pretrain scale tune",
+    },
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

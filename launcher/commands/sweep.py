@@ -52,6 +52,11 @@ PROGRAM = Program(
         ),
         "collect": ("launcher.commands.sweep:collect", "write settings and results as CSV"),
     },
+    {
+        **dict.fromkeys(("run", "start", "local"), "launcher sweep submit SWEEP --local"),
+        "results": "launcher sweep report SWEEP",
+        "compare": "launcher sweep report SWEEP",
+    },
 )
 
 

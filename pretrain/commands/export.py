@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from pretrain.weights.trained_model import TrainedModel
 
 
+HINTS = {
+    **dict.fromkeys(("--out-dir", "--output-dir", "--output_dir"), "use --output"),
+    **dict.fromkeys(("--hf", "--huggingface"), "use --format huggingface"),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument

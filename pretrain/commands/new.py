@@ -17,6 +17,11 @@ from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si
 
+HINTS = {
+    **dict.fromkeys(("--data", "--dataset", "--input"), "use --corpus"),
+    **dict.fromkeys(("--params", "--size", "--model-size"), "use --parameters"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain new`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
+from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.commands.scale import (
     add_report_output,
     add_runs,
@@ -35,6 +36,11 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
         )
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
+    if arguments.runs.suffix in YAML_SUFFIXES:
+        raise ConfigError(
+            f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
+            f"'pretrain scale collect {arguments.runs}' writes"
+        )
     points = read_points(
         arguments.runs,
         _columns(arguments.column),

@@ -43,7 +43,8 @@ RUN_NAMES = {
     "data.cache.gib": "cache_limit size_gib",
     "data.phases": "batch_size_warmup seq_len_warmup",
     "optim": "training trainer",
-    "optim.steps": "max_steps num_steps train_iters max_step total_steps",
+    "optim.steps": "max_steps num_steps train_iters max_step total_steps epochs num_train_epochs "
+    "max_epochs",
     "optim.name": "optimizer optimizer_type optim_type",
     "optim.learning_rate": "lr max_lr peak_lr",
     "optim.betas": "adam_betas",

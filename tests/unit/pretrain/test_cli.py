@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.cli import main as data_main
 from data_pipeline.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
@@ -43,6 +44,31 @@ def test_every_command_explains_itself(capsys, command):
 def test_a_command_with_actions_takes_its_arguments(capsys):
     assert main(["scale", "fit", "nowhere.csv"]) == 2
     assert "nowhere.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "expected"),
+    [
+        ("pretrain", "eval x", "use 'pretrain evaluate RUN'"),
+        ("pretrain", "sample x", "use 'pretrain generate RUN'"),
+        ("pretrain", "export x --hf", "use --format huggingface"),
+        ("pretrain", "new x.yaml --data d", "use --corpus"),
+        ("pretrain", "scale fit sweep.yaml", "'pretrain scale collect sweep.yaml' writes"),
+        ("launcher", "train x.yaml", "use 'launcher local EXPERIMENT, or launcher submit'"),
+        ("launcher", "stop x", "use 'launcher cancel RUN'"),
+        ("launcher", "ps", "use 'launcher status'"),
+        ("launcher", "sweep run x.yaml", "use 'launcher sweep submit SWEEP --local'"),
+        ("launcher", "local x.yaml --gpus 2", "use --ranks"),
+        ("launcher", "local x.yaml --resume", "the same command resumes the run"),
+        ("launcher", "submit x.yaml --gpus 8", "use --nodes"),
+        ("data-pipeline", "tokenize x", "use 'data-pipeline build CONFIG --input PATH"),
+    ],
+)
+def test_first_guesses_are_answered_with_the_right_word(capsys, program, line, expected):
+    mains = {"pretrain": main, "launcher": launcher, "data-pipeline": data_main}
+    assert mains[program](line.split()) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert expected in said
 
 
 def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
