@@ -40,6 +40,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
 
+LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
 NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
 
 
@@ -203,6 +204,8 @@ def _time_lines(
     a_day = f"{si(86400 * tokens_per_second)} tokens a day"
     lines = [_row(f"at an MFU of {mfu:.0%}", f"{tokens_per_second:,.0f} tokens/s", a_day)]
     lines.append(_row("  step", step_time(time.of_step[0]), first))
+    if hardware.on_gpu and time.of_step[0] < LAUNCH_BOUND_SECONDS:
+        lines.append("  an upper bound: starting the kernels of so small a step takes longer")
     if computed > flops:
         words = "of these FLOPs, in the time"
         lines.append(_row("  recomputed", f"{computed / flops - 1:.1%}", words))

@@ -53,6 +53,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu",
+        type=lambda name: {each.lower(): each for each in DEVICES}.get(name.lower(), name),
         choices=sorted(DEVICES),
         help="accelerator type of a rank (default: the cluster's, else cpu)",
     )

@@ -58,6 +58,14 @@ def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
     return {part.name: part.bytes for part in memory_parts(run, ranks)}
 
 
+def test_a_step_too_small_for_gpus_is_called_an_upper_bound(capsys):
+    small = ["describe", "configs/experiments/books-laptop.yaml", "model.vocab_size=1000"]
+    assert main([*small, "--gpu", "h100"]) == 0
+    assert "an upper bound: starting the kernels" in capsys.readouterr().out
+    assert main(small) == 0
+    assert "an upper bound" not in capsys.readouterr().out
+
+
 def test_describe_prints_what_the_published_model_is_made_of(capsys):
     assert (
         main(["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "--gpus-per-node", "4"])
