@@ -163,7 +163,7 @@ def test_a_setting_with_dashes_is_told_to_have_none(capsys):
     assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("flag", ["--dry-run", "--gpus=2", "--learning_rate=1"])
+@pytest.mark.parametrize("flag", ["--dry-run", "--colors=2", "--learning_rate=1"])
 def test_a_flag_that_is_no_setting_is_answered_with_the_flags_that_there_are(capsys, flag):
     assert launcher(["local", "x.yaml", flag]) == 2
     error = capsys.readouterr().err
