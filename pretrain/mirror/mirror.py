@@ -203,7 +203,9 @@ class Mirror:
             scratch = Path(self._scratch.name)
             if self._store is None:  # here, because importing an SDK takes seconds
                 rate = self._settings.mirror_mib_per_second * MIB / self._world.world_size
-                self._store = WritableStore(self.url, scratch, bytes_per_second=rate)
+                store = WritableStore(self.url, scratch, bytes_per_second=rate)
+                self._publication.read(store)  # the folder of another run gets no files
+                self._store = store
             task(self._store, scratch, check)
 
         self._task = Retried(run, former=self._task)

@@ -113,8 +113,8 @@ def upload_share(
 class Publication:
     """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
 
-    It remembers mirror.json, which nobody else writes: `may_write` raises UserError if a newer
-    attempt has claimed the run.
+    It remembers mirror.json, which no other attempt of the run writes: `may_write` raises UserError
+    if a newer one has claimed the run.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class Publication:
 
     def publish(self, store: WritableStore, directory: Path, scratch: Path, check: Check) -> None:
         """Make the checkpoint count, once all ranks have uploaded their files."""
-        stored = self._index or self._read(store)
+        found = self.read(store)
+        stored = self._index or until(found, self._resumed_step)
         new = stored_form(directory)
         if stored.find(new.step, new.index) is None:
             run_files = {}
@@ -156,7 +157,8 @@ class Publication:
         self._index = stored
         self._delete(store, stored, check)
 
-    def _read(self, store: WritableStore) -> MirrorIndex:
+    def read(self, store: WritableStore) -> MirrorIndex:
+        """Return mirror.json as it is now; CheckpointError if another run has written it."""
         content = store.read(ROOT, LARGEST_ROOT_BYTES)
         found = (
             MirrorIndex(self._run_id) if content is None else parse(f"{store.url}/{ROOT}", content)
@@ -166,7 +168,7 @@ class Publication:
                 f"{store.url} holds run {found.run}, expected run {self._run_id}; choose another "
                 "checkpoint.mirror, or remove what is there"
             )
-        return until(found, self._resumed_step)
+        return found
 
     def _delete(self, store: WritableStore, stored: MirrorIndex, check: Check) -> None:
         """Remove what is not kept; a store that does not allow it costs space, not the run."""
@@ -175,6 +177,7 @@ class Publication:
                 raise CheckpointError(f"{store.url}: nothing can be deleted in this kind of store")
             for names in to_delete(store.names(), stored):
                 check()
+                self._may_write()  # a newer attempt may be uploading what is not listed yet
                 store.delete(names)
         except UserError as error:
             if not self._told_of_deletion:

@@ -18,67 +18,22 @@ from unittest import mock
 import pytest
 
 import pretrain.mirror.restore as restoring
-from data_pipeline.corpora.stores import RetryPolicy, StoreError
+from data_pipeline.corpora.stores import StoreError
 from data_pipeline.corpora.writable_store import Content, Pace, WritableStore, content_of
 from data_pipeline.errors import CheckpointError, ConfigError, DataError
 from data_pipeline.files import write_text
-from pretrain.checkpoint import marker
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.mirror.layout import ROOT
-from pretrain.mirror.restore import SCRATCH, restore_run
-from pretrain.mirror.upload import Canceled, Publication, Retried, upload_share
-from pretrain.rundir.launch_events import JobStarted, Submitted
+from pretrain.mirror.restore import restore_run
+from pretrain.mirror.upload import Canceled, Retried
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Restored, Started
-from tests.helpers.checkpoints import publish_step
-from tests.helpers.metrics import train_line
+from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
 from tests.helpers.stores import FAULTS, QUICK, FileServer, client
 
-RANKS = 2
-FAST = RetryPolicy(attempts=2, timeout=3.0, pause=0.01)
 
-
-def run_in(directory: Path, steps: list[int]) -> RunDir:
-    """A run with checkpoints of these steps, and of the ledger and metrics that go along."""
-    run_dir = RunDir.create(directory, RunConfig(name="tiny", model=ModelConfig(vocab_size=300)))
-    run_dir.ledger.append(Submitted(job="17", job_name="tiny"))
-    run_dir.ledger.append(JobStarted(job="17", restart=0, nodes=("n1",), step=0))
-    run_dir.ledger.append(Started(step=0, world_size=RANKS, attempt="17.0.0.ab"))
-    for step in steps:
-        save(run_dir, step)
-    return run_dir
-
-
-def save(run_dir: RunDir, step: int) -> Path:
-    with open(run_dir.metrics, "a") as file:
-        file.write(json.dumps(train_line(step)) + "\n")
-    return publish_step(run_dir.checkpoints, step, RANKS, run=run_dir.identity.id)
-
-
-def upload(run_dir: RunDir, url: str, step: int, scratch: Path, keep_last: int = 3) -> None:
-    """What all ranks do for one checkpoint, one after the other."""
-    scratch.mkdir(exist_ok=True)
-    store = WritableStore(url, scratch, FAST)
-    directory = run_dir.checkpoints / f"step-{step:08d}"
-    for rank in range(RANKS):
-        upload_share(store, directory, rank, RANKS, lambda: None)
-    kept = CheckpointConfig(keep_last=keep_last)
-    publication = Publication(run_dir.path, run_dir.identity.id, step, kept, lambda: None)
-    publication.publish(store, directory, scratch, lambda: None)
-
-
-def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:
-    """The step that arrives: whole, and with the run's files."""
-    step = restore_run(url, directory, policy)
-    run_dir = RunDir.open(directory)
-    found = marker.latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
-    assert found is not None
-    assert found.step == step
-    assert run_dir.config.name == "tiny"
-    assert run_dir.read_metrics()[-1]["step"] >= step
-    assert not (directory / SCRATCH).exists()
-    return step
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"{bucket}/runs/tiny"
 
 
 def killed_at(number: int, what: str, where: object, action: Callable[[], object]) -> bool:
@@ -102,21 +57,6 @@ def killed_at(number: int, what: str, where: object, action: Callable[[], object
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.fixture
-def url(bucket: str) -> str:
-    return f"{bucket}/runs/tiny"
-
-
-def over_http(url: str, endpoint: str) -> str:
-    """The same objects without an SDK, which takes half a second to start.
-
-    The server wants to be asked with a name, and does not look at it.
-    """
-    host = endpoint.removeprefix("http://")
-    os.environ["MIRROR_PASSWORD"] = f"any@{host}"
-    return url.replace("s3://", f"http://me:env:MIRROR_PASSWORD@{host}/")
-
-
 def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_then_goes_on(
     tmp_path, url, s3_endpoint
 ):
@@ -138,9 +78,8 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_t
         assert restored(mirror, tmp_path / f"deleting-{number}") == 200
     second()
     assert restored(mirror, tmp_path / "restored") == 200
-    name, _, prefix = url.removeprefix("s3://").partition("/")
-    listed = client(s3_endpoint).list_objects_v2(Bucket=name, Prefix=prefix)["Contents"]
-    assert {each["Key"].split("/")[2][:13] for each in listed} == {"mirror.json", "step-00000200"}
+    left = {name.split("/")[0][:13] for name in names_in(url, s3_endpoint)}
+    assert left == {"mirror.json", "step-00000200"}
 
 
 @pytest.mark.parametrize("what", ["fetch_file", "replace", "rename", "fsync_directory"])
@@ -285,15 +224,6 @@ def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_pa
         shutil.rmtree(tmp_path / "restored" / "checkpoints" / "step-00000200")
         with pytest.raises(ConfigError, match=r"has reached step 0, .* has step 200"):
             restore_run(server.url, tmp_path / "restored", QUICK)
-
-
-def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(tmp_path, url, s3_endpoint):
-    first = run_in(tmp_path / "first", [100])
-    upload(first, url, 100, tmp_path / "scratch")
-    second = run_in(tmp_path / "second", [300])
-    with pytest.raises(CheckpointError, match=r"holds run .* choose another checkpoint\.mirror"):
-        upload(second, url, 300, tmp_path / "scratch")
-    assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
 
 
 def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpoint):

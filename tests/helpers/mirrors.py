@@ -1,0 +1,93 @@
+"""Mirrors for tests: runs whose checkpoints verify, their uploads, and what is restored."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.corpora.stores import RetryPolicy
+from data_pipeline.corpora.writable_store import WritableStore
+from pretrain.checkpoint import marker
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.mirror.restore import SCRATCH, restore_run
+from pretrain.mirror.upload import Publication, upload_share
+from pretrain.rundir.launch_events import JobStarted, Submitted
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
+from tests.helpers.checkpoints import publish_step
+from tests.helpers.metrics import train_line
+from tests.helpers.stores import client
+
+RANKS = 2
+FAST = RetryPolicy(attempts=2, timeout=3.0, pause=0.01)
+
+
+def run_in(directory: Path, steps: list[int]) -> RunDir:
+    """A run with checkpoints of these steps, and of the ledger and metrics that go along."""
+    run_dir = RunDir.create(directory, RunConfig(name="tiny", model=ModelConfig(vocab_size=300)))
+    run_dir.ledger.append(Submitted(job="17", job_name="tiny"))
+    run_dir.ledger.append(JobStarted(job="17", restart=0, nodes=("n1",), step=0))
+    run_dir.ledger.append(Started(step=0, world_size=RANKS, attempt="17.0.0.ab"))
+    for step in steps:
+        save(run_dir, step)
+    return run_dir
+
+
+def save(run_dir: RunDir, step: int) -> Path:
+    with open(run_dir.metrics, "a") as file:
+        file.write(json.dumps(train_line(step)) + "\n")
+    return publish_step(run_dir.checkpoints, step, RANKS, run=run_dir.identity.id)
+
+
+def upload(
+    run_dir: RunDir,
+    url: str,
+    step: int,
+    scratch: Path,
+    keep_last: int = 3,
+    may_write: Callable[[], None] = lambda: None,
+) -> None:
+    """What all ranks do for one checkpoint, one after the other."""
+    scratch.mkdir(exist_ok=True)
+    store = WritableStore(url, scratch, FAST)
+    directory = run_dir.checkpoints / f"step-{step:08d}"
+    for rank in range(RANKS):
+        upload_share(store, directory, rank, RANKS, lambda: None)
+    kept = CheckpointConfig(keep_last=keep_last)
+    publication = Publication(run_dir.path, run_dir.identity.id, step, kept, may_write)
+    publication.publish(store, directory, scratch, lambda: None)
+
+
+def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:
+    """The step that arrives: whole, and with the run's files."""
+    step = restore_run(url, directory, policy)
+    run_dir = RunDir.open(directory)
+    found = marker.latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
+    assert found is not None
+    assert found.step == step
+    assert run_dir.config.name == "tiny"
+    assert run_dir.read_metrics()[-1]["step"] >= step
+    assert not (directory / SCRATCH).exists()
+    return step
+
+
+def names_in(url: str, endpoint: str) -> set[str]:
+    """The objects under the URL."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    found = client(endpoint).list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]
+    return {each["Key"].removeprefix(f"{prefix}/") for each in found}
+
+
+def over_http(url: str, endpoint: str) -> str:
+    """The same objects without an SDK, which takes half a second to start.
+
+    The server wants to be asked with a name, and does not look at it.
+    """
+    host = endpoint.removeprefix("http://")
+    os.environ["MIRROR_PASSWORD"] = f"any@{host}"
+    return url.replace("s3://", f"http://me:env:MIRROR_PASSWORD@{host}/")
