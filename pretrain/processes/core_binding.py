@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from data_pipeline.errors import os_error_text
 from data_pipeline.files import read_regular
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,19 @@ def bind_to_cores_beside_gpu(device: torch.device, threads: int) -> Decision | N
     """
     if device.type != "cuda":
         return None
-    decision = decide(
-        cores_beside(address_of(device)),
-        os.sched_getaffinity(0),
-        available_cores(),
-        threads,
-    )
-    if decision.cores is not None:
-        os.sched_setaffinity(0, decision.cores)
+    decision = bind(cores_beside(address_of(device)), threads)
     logger.info("%s: %s", "not bound" if decision.cores is None else "bound", decision.reason)
+    return decision
+
+
+def bind(beside: Beside, threads: int) -> Decision:
+    """Decide, and bind this thread if so decided; a container may not allow that."""
+    try:
+        decision = decide(beside, os.sched_getaffinity(0), available_cores(), threads)
+        if decision.cores is not None:
+            os.sched_setaffinity(0, decision.cores)
+    except OSError as error:
+        return Decision(None, os_error_text(error))
     return decision
 
 

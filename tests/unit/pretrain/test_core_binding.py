@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from pretrain.processes.core_binding import (
     Beside,
     available_cores,
+    bind,
     bind_to_cores_beside_gpu,
     cores_beside,
     decide,
@@ -75,6 +77,16 @@ def test_the_cores_that_are_available_are_found_although_the_thread_is_bound() -
         assert os.sched_getaffinity(0) == {min(before)}
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_a_rank_trains_on_where_nothing_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)  # as seccomp does in containers
+    decision = bind(SECOND, threads=1)
+    assert decision.cores is None
+    assert "not permitted" in decision.reason
 
 
 def test_nothing_is_bound_without_a_gpu() -> None:
