@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import UserError
 from data_pipeline.file_lock import exclusive_lock
 from data_pipeline.files import open_regular, read_json, write_json
 from data_pipeline.typed_json import from_json
@@ -182,7 +181,7 @@ def main() -> int:
     set_up_logging("wandb")
     try:
         follow(RunDir.open(Path(sys.argv[1])), sys.stdin.fileno())
-    except (Exception, UserError) as error:  # training goes on without this process
+    except Exception as error:  # training goes on without this process
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         logger.warning("Weights & Biases gets no more of this attempt: %s", reason)
         return 1

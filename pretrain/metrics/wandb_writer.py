@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, os_error_text
 from data_pipeline.own_programs import own_command
 from pretrain.config.run import WandbConfig
 from pretrain.metrics.wandb_process import END
@@ -39,13 +39,18 @@ def wandb_writer(run_dir: RunDir, config: WandbConfig) -> Iterator[None]:
     if not config.project:
         yield
         return
-    process = subprocess.Popen(
-        own_command("pretrain.metrics.wandb_process", str(run_dir.path)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,  # Ctrl-C and the end of the ranks' group leave it time to finish
-    )
+    try:
+        process = subprocess.Popen(
+            own_command("pretrain.metrics.wandb_process", str(run_dir.path)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C and the end of the ranks' group leave it time
+        )
+    except OSError as error:  # no more processes, or no memory for one
+        logger.warning("Weights & Biases gets nothing of this attempt: %s", os_error_text(error))
+        yield
+        return
     assert process.stdin is not None
     with process.stdin as pipe:
         yield

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from pretrain.cli import main
+from pretrain.config.run import WandbConfig
+from pretrain.metrics import wandb_writer
 from pretrain.metrics.scalars import scalars_of
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
@@ -97,6 +99,18 @@ def expected_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
         losses = {name: values[name] for name in values if "loss" in name and "scale" not in name}
         found.setdefault(line["step"], {"step": line["step"], "rewinds": 0}).update(losses)
     return found
+
+
+def test_training_goes_on_where_no_process_can_be_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb_writer, "own_command", lambda *words: ["/nowhere/python"])
+        with wandb_writer.wandb_writer(RunDir(tmp_path), WandbConfig(project="tests")):
+            trained.append(1)
+    assert trained
+    assert "gets nothing of this attempt: " in caplog.text
 
 
 def test_a_run_that_asks_for_it_without_the_library_names_the_extra(
