@@ -106,6 +106,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         set_older_format,
         f"found format {marker.FORMAT - 1}, expected format {marker.FORMAT}; resume with the",
     ),
+    "unknown field of a file": (
+        lambda step: rewrite_index(
+            step, lambda index: index["files"]["rank-00000.json"].update(mode=4095)
+        ),
+        "mode is unknown",
+    ),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
 
