@@ -93,7 +93,7 @@ def _write_run(path: Path, keys: np.ndarray, documents: Sequence[EncodedDocument
 
 
 class Run:
-    """A run on disk; DataError if it is not what was written."""
+    """A run on disk; DataError unless it has the size that was written."""
 
     def __init__(self, directory: Path, info: ShardInfo) -> None:
         self._path = directory / info.path
