@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda step: rewrite_index(
             step, lambda index: index["files"]["rank-00000.json"].update(mode=4095)
         ),
-        "mode is unknown",
+        "'mode' is unknown",
     ),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
