@@ -1,9 +1,9 @@
 """Sorted runs: what a build that shuffles writes first, read again by ranges of keys.
 
 The key of a document is a hash of the seed, where it is in the input, and its id; in a split that
-keeps its order all keys are 0. A run holds the
-documents of a stretch of the input in the order of their keys, so the documents of any range of
-keys are one slice of each run. Runs exist only during a build, in the directories of its parts.
+keeps its order all keys are 0. A run holds the documents of a stretch of the input in the order of
+their keys, so the documents of any range of keys are one slice of each run. Runs exist only during
+a build, in the directories of its parts.
 
 Layout (little endian): 8 bytes with the size of the head; the head, JSON with the counts and the
 names of the domains; a column each of FIELDS, 8 bytes per document; the tokens; the ids in UTF-8.

@@ -28,8 +28,8 @@ def run_tasks(
     """Return the metrics of every task and group: `acc,none`, `acc_stderr,none`, ...
 
     A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
-    examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0:
-    none); `options` are those of `TrainedLM`.
+    examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0: none);
+    `options` are those of `TrainedLM`.
     """
     simple_evaluate, manager = _harness(tasks)
     from pretrain.evaluation.harness_model import TrainedLM
