@@ -30,7 +30,7 @@ from data_pipeline.setting_fields import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
-from pretrain.config.evaluation_sets import splits_of_sets
+from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.device_memory import check_host_memory
@@ -38,6 +38,7 @@ from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import (
     World,
     broadcast_value,
+    gather_values,
     raise_on_all_ranks,
     ranks_on_this_node,
     sum_over_ranks,
@@ -272,7 +273,9 @@ def _evaluator(
         beat()
         process.stop.raise_if_requested()
 
-    sets = splits_of_sets(process.config)
+    with raise_on_all_ranks():
+        sets = splits_of_sets(process.config)
+    check_same_sets(gather_values(hashes_of_sets(sets), dict[str, str]))
     losses = training_evaluator(config, engine, sets, beat, process.stop.raise_if_requested)
     tasks = training_tasks(config, engine, before_texts)
     return lambda: losses() | (tasks(state.step) if has_tasks_after(config, state.step) else {})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,23 @@ def splits_of_sets(run: RunConfig, corpus: Path | None = None) -> dict[str, Path
             )
         found[each.name] = directory
     return found
+
+
+def hashes_of_sets(splits: Mapping[str, Path]) -> dict[str, str]:
+    """Return name -> hash of the split of each set."""
+    return {name: read_manifest(split).hash for name, split in splits.items()}
+
+
+def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Raise DataError unless all ranks have found the same sets: they evaluate together."""
+    expected = hashes_of_ranks[0]
+    for rank, found in enumerate(hashes_of_ranks):
+        names = sorted({*found, *expected})
+        if differing := [name for name in names if found.get(name) != expected.get(name)]:
+            raise DataError(
+                f"rank {rank} finds another validation split of {', '.join(differing)} than rank "
+                "0, or none; every node needs the same corpora under the same paths"
+            )
 
 
 def _names_of(paths: Iterable[Path]) -> list[str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from data_pipeline.corpora.corpus_hash import VALIDATION, corpus_hash, split_hash
 from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
-from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, read_manifest
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
-from pretrain.config.evaluation_sets import splits_of_sets
+from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 from pretrain.distributed.environment import environment_changes, environment_of_ranks
@@ -60,7 +60,7 @@ def _hashes_of_sets(run_dir: RunDir, config: RunConfig) -> dict[str, str]:
     before: dict[str, str] = {}
     for event in events_of(run_dir.ledger.read(), TrainingBegan):
         before |= event.sets
-    found = {name: read_manifest(split).hash for name, split in splits_of_sets(config).items()}
+    found = hashes_of_sets(splits_of_sets(config))
     for name, hash_now in found.items():
         if before.get(name, hash_now) != hash_now:
             raise DataError(

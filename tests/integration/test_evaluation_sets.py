@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart
+from data_pipeline.errors import DataError
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.data import DataConfig
-from pretrain.config.evaluation_sets import evaluation_sets
+from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.ledger import events_of
@@ -155,6 +156,15 @@ def test_sets_that_cannot_be_measured_are_rejected_before_training(
     assert train(places, run_dir, setting.format_map(places)) == 2
     assert words in capsys.readouterr().err
     assert not run_dir.path.exists()
+
+
+def test_ranks_with_other_sets_are_an_error_before_they_wait_for_each_other():
+    first = {"a": "1", "b": "2"}
+    check_same_sets([first, dict(first)])
+    with pytest.raises(DataError, match="rank 1 finds another validation split of b than rank 0"):
+        check_same_sets([first, {"a": "1"}, first])
+    with pytest.raises(DataError, match="rank 2 finds another validation split of a, c than"):
+        check_same_sets([first, first, {"a": "2", "b": "2", "c": "3"}])
 
 
 def test_describe_counts_the_time_of_sets(places, capsys):
