@@ -158,7 +158,8 @@ class Save(threading.Thread):
     def cancel(self) -> None:
         """Write and publish nothing more; returns when the thread has ended."""
         self._canceled.set()
-        self.join()
+        if self.ident is not None:  # else the thread could not be started
+            self.join()
 
     def run(self) -> None:
         try:

@@ -149,7 +149,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     end = time.monotonic() + 60 * arguments.minutes
     own = arguments.findings.resolve() / f"worker-{arguments.worker}"
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name, bounded_memory():
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         targets = Workplace(Path(name)).make()
         chosen = [each for each in targets if not arguments.targets or each in arguments.targets]
         place = Path(name) / "work"
@@ -160,9 +160,9 @@ def work(arguments: argparse.Namespace) -> None:
                 if time.monotonic() > end:
                     break
                 start, target = time.monotonic(), targets[each]
-                try_changes(
-                    target, targets, sizes[each], partial(_examine, own, each, target, place)
-                )
+                see = partial(_examine, own, each, target, place)
+                with bounded_memory():  # libraries that are loaded late are no example's fault
+                    try_changes(target, targets, sizes[each], see)
                 counts[each] += sizes[each]
                 per_second = sizes[each] / (time.monotonic() - start)
                 sizes[each] = max(FIRST_BATCH, min(400, int(BATCH_SECONDS * per_second)))

@@ -24,7 +24,12 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import (
+    World,
+    destroy_process_group,
+    init_world,
+    world_from_environment,
+)
 from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
@@ -271,3 +276,10 @@ def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it
         assert all(torch.equal(ours.values[kind], theirs.values[kind]) for kind in ours.values)
     for ours, theirs in zip(empty.module.parameters(), engine.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_save_whose_thread_could_not_start_can_be_canceled(tmp_path):
+    world = world_from_environment({})
+    save = Save(1, tmp_path, [], {}, HostBuffers(world.device), world, lambda stop: None)
+    save.cancel()
+    assert not save.is_alive()
