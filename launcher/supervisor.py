@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from data_pipeline.errors import EXIT_USER_ERROR
+from data_pipeline.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from data_pipeline.patience import outlast
 from launcher.restart_policy import (
     AttemptResult,
@@ -26,6 +26,7 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.directory import step_directory, steps_on_disk
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction
 from pretrain.rundir.run_dir import RunDir
@@ -143,7 +144,7 @@ def supervise(
             _log_end(ended, run_dir, job)
             if decision.action is NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
-            return EXIT_STATUS[decision.action]
+            return _status_of(decision.action, run_dir, job)
         count = ended.without_progress
         limit = policy.attempts_without_progress
         progress = f", attempt {count} of {limit} without progress" if count else ""
@@ -159,7 +160,7 @@ def supervise(
                 name = signal.Signals(stop.received[-1]).name
                 run_dir.ledger.append(Interrupted(signal=name, step=ended.step))
             _log_stopped(run_dir, job)
-            return EXIT_STOPPED
+            return _status_of(NextAction.STOPPED, run_dir, job)
     raise AssertionError("itertools.count does not end")
 
 
@@ -231,5 +232,26 @@ def _log_end(ended: AttemptEnded, run_dir: RunDir, job: str | None) -> None:
 
 def _log_stopped(run_dir: RunDir, job: str | None) -> None:
     # In a job nobody types the same command again: its end says what has to be done.
-    then = "" if job else "; rerun the same command to resume from there"
-    _log.info("stopped on request after the checkpoint of step %d%s", latest_step(run_dir), then)
+    if _has_checkpoint(run_dir):
+        then = "" if job else "; rerun the same command to resume from there"
+        _log.info(
+            "stopped on request after the checkpoint of step %d%s", latest_step(run_dir), then
+        )
+        return
+    before = "checkpoint" if run_dir.exists() else "step"  # the run begins before its first step
+    then = "" if job else "; rerun the same command to start again"
+    _log.info("stopped before the first %s; nothing was saved%s", before, then)
+
+
+def _status_of(action: NextAction, run_dir: RunDir, job: str | None) -> int:
+    """The exit status; a job that is stopped has one, whether or not something was saved."""
+    if action is NextAction.STOPPED and job is None and not _has_checkpoint(run_dir):
+        return EXIT_INTERRUPTED
+    return EXIT_STATUS[action]
+
+
+def _has_checkpoint(run_dir: RunDir) -> bool:
+    """Whether a start would resume from a checkpoint, which may be of step 0."""
+    root = run_dir.checkpoints
+    directories = (step_directory(root, step) for step in steps_on_disk(root))
+    return any(map(marker.counts, directories))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from data_pipeline.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
@@ -28,6 +28,7 @@ from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
+_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED)  # after a checkpoint, and before the first one
 
 
 def run_cells(
@@ -57,7 +58,7 @@ def run_cells(
                     del running[name]
                     if end := end_of(status, stop.requests > 0):
                         print(f"{name}: {end}", flush=True)
-                    if status not in (0, EXIT_STOPPED):
+                    if status not in (0, *_STOPPED):
                         failed.append(name)
                         print(describe_failure([status], group.logs, lines=5), flush=True)
             if stop.requests > passed_on:
@@ -73,7 +74,7 @@ def run_cells(
 
 def end_of(status: int, is_stopping: bool) -> str:
     """How a cell ended; empty for a cell that stopped because all were asked to."""
-    if status == EXIT_STOPPED and is_stopping:
+    if status in _STOPPED and is_stopping:
         return ""
     return "done" if status == 0 else describe_exit(status)
 

@@ -67,7 +67,8 @@ def add_mirror_argument(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train until the run is finished.
 
-    Returns 0 then, 75 if stopped on request, 2 if the run was refused or given up.
+    Returns 0 then, 75 if stopped on request, 130 if nothing was saved before, 2 if the run was
+    refused or given up.
     """
     set_up_logging("supervisor", getattr(arguments, "log_level", None))
     if arguments.ranks < 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import EXIT_INTERRUPTED
 from data_pipeline.patience import Patience
 from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
@@ -80,10 +81,22 @@ def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir,
     fails = starter([sys.executable, "-I", "-S", "-c", "raise SystemExit(1)"], 1, run_dir)
     threading.Thread(target=stop_at_the_first_failure, args=(run_dir, stop)).start()
     status = supervise(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job)
-    assert status == EXIT_STOPPED
+    assert status == (EXIT_STOPPED if job else EXIT_INTERRUPTED)
     said = caplog.messages[-1]
+    assert said.startswith("stopped before the first checkpoint; nothing was saved")
     assert ("rerun the same command" in said) == (job is None)
     if job is None:
         state = read_state(run_dir.path)
         assert (state.state, state.reason) == ("stopped", "stopped by Ctrl-C; nothing is saved")
         assert not state.is_lost
+
+
+def test_ctrl_c_before_the_ranks_are_up_promises_no_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO")
+    stop, new = StopSignals(), RunDir(tmp_path / "new")
+    stop.requests = 1
+    sleeps = starter(["sleep", "60"], 1, new)
+    assert supervise(new, sleeps, RestartPolicy(), stop) == EXIT_INTERRUPTED
+    assert caplog.messages[-1] == (
+        "stopped before the first step; nothing was saved; rerun the same command to start again"
+    )

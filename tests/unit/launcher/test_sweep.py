@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
 from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.cluster import ClusterConfig
@@ -445,6 +445,7 @@ def test_a_missing_experiment_is_not_answered_with_the_sweep_itself(sweep, capsy
 
 def test_a_cell_that_stopped_is_mentioned_unless_all_were_asked_to_stop():
     assert end_of(EXIT_STOPPED, is_stopping=True) == ""
+    assert end_of(EXIT_INTERRUPTED, is_stopping=True) == "", "before it saved anything"
     assert end_of(EXIT_STOPPED, is_stopping=False) == "exited with status 75"
     assert end_of(0, is_stopping=True) == "done"
     assert end_of(-9, is_stopping=True) == "was killed by SIGKILL"
