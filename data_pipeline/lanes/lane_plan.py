@@ -29,6 +29,7 @@ EPOCHS_KEPT = 4  # lanes enter the next epoch at different steps
 LAYOUTS_KEPT = 32
 ALWAYS_EMPTY_EPOCHS = 1000
 COMFORTABLE_RATIO = 20  # tokens of a lane per token of the longest document
+FEW_LANES = 16  # with fewer, uneven lanes are the smaller evil
 
 
 class EpochOrder(NamedTuple):
@@ -271,6 +272,14 @@ def check_range(lanes: range, num_lanes: int) -> None:
         )
 
 
+def comfortable_lanes(num_tokens: int, longest_document: int) -> int:
+    """Return how many lanes are about even; with too little text for that, as many as it fills,
+    at most `FEW_LANES`."""
+    longest = max(longest_document, 1)
+    even = num_tokens // (COMFORTABLE_RATIO * longest)
+    return even if even >= FEW_LANES else max(1, min(FEW_LANES, num_tokens // longest))
+
+
 def check_lanes(plan: LanePlan, longest_document: int) -> str:
     """Return advice on the number of lanes, or ""; DataError if a lane has nothing to read.
 
@@ -288,14 +297,13 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
             f"document has {longest_document} tokens and lane {empty} would be "
             f"empty; use at most {most} lanes (data.lanes={most}), more text, or shorter documents"
         )
-    if share < COMFORTABLE_RATIO * longest_document:
-        comfortable = plan.num_tokens // (COMFORTABLE_RATIO * max(longest_document, 1))
-        lanes = "1 lane" if comfortable == 1 else f"up to {comfortable:,} lanes"
-        fewer = f"; {lanes} would have it" if comfortable else ""
+    most = comfortable_lanes(plan.num_tokens, longest_document)
+    if share < COMFORTABLE_RATIO * longest_document and plan.num_lanes > most:
+        lanes = "1 lane" if most == 1 else f"up to {most:,} lanes"
         return (
             f"{plan.num_lanes:,} lanes of {share:,} tokens may differ in length by the longest "
             f"document, {longest_document:,} tokens, and then enter epochs at different steps; "
-            f"lanes of {COMFORTABLE_RATIO} times its length are about even{fewer}"
+            f"lanes of {COMFORTABLE_RATIO} times its length are about even; use {lanes}"
         )
     return ""
 

@@ -30,7 +30,7 @@ from pretrain.scaling.context import (
     read_context,
 )
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.plan import check_tokens, write_plan
+from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.terminal.text import counted, fitted_table, flops_text
@@ -78,7 +78,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and write the sweep file."""
     base, name = sweep_base(arguments, "context")
     runs = plan_contexts(with_vocabulary(base), arguments.segments, arguments.memories)
-    unchecked = check_tokens(base, runs)
+    unchecked = check_corpus(
+        base,
+        runs,
+        fewer_tokens="use an experiment of fewer steps, or more text",
+        fewer_lanes="longer --segments, which need fewer lanes",
+    )
     heads = ["cell", "segment", "memory", "lanes", "steps", "D", "C"]
     rows = [
         [

@@ -18,7 +18,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
     PlannedRun,
-    check_tokens,
+    check_corpus,
     optimum_at_ratio,
     plan_runs,
     write_plan,
@@ -73,7 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         lanes_multiple=arguments.lanes_multiple,
         keep_layers=arguments.keep_layers,
     )
-    unchecked = check_tokens(base, runs)
+    unchecked = check_corpus(
+        base,
+        runs,
+        fewer_tokens="use smaller budgets, larger sizes or more text",
+        fewer_lanes="a base with fewer lanes or --rule base",
+    )
     print(fitted_table(_table(runs)))
     totals = _totals(runs, arguments.speed)
     print("\n".join([totals, _replaced(known, arguments.rule), *unchecked]))

@@ -16,7 +16,7 @@ from pretrain.commands.scale import (
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.plan import check_tokens, write_plan
+from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
 from pretrain.terminal.text import counted, fitted_table
@@ -63,7 +63,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         steps=arguments.steps,
     )
-    unchecked = check_tokens(base, runs)
+    unchecked = check_corpus(
+        base, runs, fewer_tokens="use fewer --steps or more text", fewer_lanes="smaller --lanes"
+    )
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{amount(runs[0].cost.tokens)} tokens and about {runs[0].cost.flops:.3g} FLOPs each"
     print("\n".join([total, *unchecked]))

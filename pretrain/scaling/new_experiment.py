@@ -14,6 +14,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
+from data_pipeline.lanes.lane_plan import comfortable_lanes
 from data_pipeline.yaml_files import SHIPPED
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -29,8 +30,6 @@ TOLERANCE = 0.5  # how far, as a logarithm, the model may be from the wanted siz
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 MOST_PASSES = 10  # over the corpus
 FEWEST_STEPS = 100
-EVEN_LANES = 20  # documents of the longest kind in a lane, so that lanes are about equally long
-FEW_LANES = 16  # with fewer, uneven lanes are the smaller evil
 HIGHEST_RATE = 3e-3
 PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
 EVALUATIONS, SAVES = 10, 20  # per run
@@ -118,9 +117,7 @@ def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
 
 def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
     """Return lanes and segment length, powers of two that the corpus can fill."""
-    longest = max(1, text.longest_document)
-    even = text.tokens // (EVEN_LANES * longest)
-    possible = even if even >= FEW_LANES else min(FEW_LANES, text.tokens // longest)
+    possible = comfortable_lanes(text.tokens, text.longest_document)
     lanes = _power_of_two(min(base.data.lanes, possible))
     return lanes, _power_of_two(min(base.data.segment_length, text.tokens // lanes))
 

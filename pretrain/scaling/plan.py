@@ -16,6 +16,8 @@ from data_pipeline.config_loader import differences, load_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.lanes.lane_plan import check_lanes
+from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
@@ -145,25 +147,37 @@ def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> flo
     return cost.flops_per_token / cost.parameters
 
 
-def check_tokens(base: RunConfig, runs: Sequence[PlannedRun]) -> list[str]:
-    """Return a note if the corpus is not here; DataError if a run reads over one epoch."""
+def check_corpus(
+    base: RunConfig, runs: Sequence[PlannedRun], *, fewer_tokens: str, fewer_lanes: str
+) -> list[str]:
+    """Return a note if the corpus is not here; DataError if it is too small for a run.
+
+    That is one that reads over one epoch or has a lane with nothing to read. `fewer_tokens` and
+    `fewer_lanes` are what to change in the plan then.
+    """
     directory = base.data.directory() / SPLITS[0]
     if not directory.is_dir():
         return [f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens"]
-    available = Corpus.open(directory, check_hashes=False).num_tokens
-    refuse_more_tokens({item.name: item.cost.tokens for item in runs}, available)
+    corpus = Corpus.open(directory, check_hashes=False)
+    tokens = {item.name: item.cost.tokens for item in runs}
+    refuse_more_tokens(tokens, corpus.num_tokens, fewer_tokens)
+    shown = {(item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)}
+    for (lanes, seed), name in shown.items():
+        try:
+            check_lanes(plan_of(corpus, lanes, seed), corpus.manifest.longest_document)
+        except DataError as error:
+            raise DataError(f"{name}: {error}; in a plan: {fewer_lanes}") from error
     return []
 
 
-def refuse_more_tokens(tokens: Mapping[str, int], available: int) -> None:
+def refuse_more_tokens(tokens: Mapping[str, int], available: int, advice: str) -> None:
     """Raise DataError if a cell reads over one epoch: repeated tokens are worth less."""
     greedy = [name for name, count in tokens.items() if count > available]
     if greedy:
         worst = max(greedy, key=tokens.__getitem__)
         raise DataError(
             f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has "
-            f"({available:,}); {worst} "
-            f"needs {tokens[worst]:,}: use smaller budgets, larger sizes or more text"
+            f"({available:,}); {worst} needs {tokens[worst]:,}: {advice}"
         )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.lanes.lane_plan import LanePlan, check_lanes
+from data_pipeline.lanes.lane_plan import LanePlan, check_lanes, comfortable_lanes
 
 SHARDS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=7)
 
@@ -106,12 +106,15 @@ def test_lanes_without_documents_are_rejected_with_the_number_that_fits():
 def test_short_lanes_are_advised_against_and_ample_ones_are_not():
     plan = make_plan([[10] * 100] * 4, 10)
     assert "up to 20 lanes" in check_lanes(make_plan([[10] * 100] * 4, 40), longest_document=10)
-    long = make_plan([[1000] * 20, [10]], 3)
+    long = make_plan([[1000] * 20, [10] * 500], 18)
     assert check_lanes(long, longest_document=1000) == (
-        "3 lanes of 6,670 tokens may differ in length by the longest document, 1,000 tokens, and "
+        "18 lanes of 1,388 tokens may differ in length by the longest document, 1,000 tokens, and "
         "then enter epochs at different steps; lanes of 20 times its length are about even; "
-        "1 lane would have it"
+        "use up to 16 lanes"
     )
+    few = comfortable_lanes(25_000, 1000)
+    assert few == 16, "what `pretrain new` writes for little text is not advised against"
+    assert check_lanes(make_plan([[1000] * 20, [10] * 500], few), longest_document=1000) == ""
     assert check_lanes(plan, longest_document=10) == ""
 
 

@@ -153,11 +153,11 @@ def test_more_tokens_than_the_corpus_has_are_refused():
     runs = planned()
     tokens = {item.name: item.cost.tokens for item in runs}
     most = max(tokens.values())
-    refuse_more_tokens(tokens, most)
+    refuse_more_tokens(tokens, most, "")
     with pytest.raises(
         DataError, match=r"1 of 10 cells need more tokens than the corpus has .*; c1e18-"
     ):
-        refuse_more_tokens(tokens, most - 1)
+        refuse_more_tokens(tokens, most - 1, "less")
 
 
 def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):

@@ -180,3 +180,24 @@ def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
     write_text(sweep, "format: 1\nname: other\ncells: [{name: a, experiment: a.yaml}]\n")
     assert main(["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path)]) == 2
     assert "use one that 'scale tune plan' wrote" in capsys.readouterr().err
+
+
+def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advice(
+    tmp_path: Path, capsys
+):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    experiment = tmp_path / "tiny.yaml"
+    write_text(
+        experiment,
+        f"model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}\n"
+        f"data: {{path: {corpus}, lanes: 16, segment_length: 32}}\noptim: {{steps: 4}}\n",
+    )
+    for command, advice in (
+        (["tune", "plan", "--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "use fewer --steps"),
+        (["context", "plan", "--segments", "1", "32", "--memories", "8"], "longer --segments"),
+    ):
+        kind, plan, *flags = command
+        out = ["--out", str(tmp_path / "sweep.yaml")]
+        assert main(["scale", kind, plan, str(experiment), *flags, *out]) == 2
+        assert advice in capsys.readouterr().err
+    assert not (tmp_path / "sweep.yaml").exists()
