@@ -11,7 +11,7 @@ from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import absolute, refuse_overwrite, write_new
 from data_pipeline.setting_fields import require_name
-from data_pipeline.sizes import amount_of
+from data_pipeline.sizes import amount_of, size_of
 from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
@@ -20,6 +20,7 @@ from pretrain.terminal.text import counted, si
 HINTS = {
     **dict.fromkeys(("--data", "--dataset", "--input"), "use --corpus"),
     **dict.fromkeys(("--params", "--size", "--model-size"), "use --parameters"),
+    "KEY=VALUE": "change settings in the file, or in the command that trains it",
 }
 
 
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--corpus", type=Path, required=True, metavar="DIR", help=corpus)
     size = "parameters of the model, such as 30M or 1.5B (default 10M)"
     add("--parameters", type=amount_of("parameters"), default=1e7, metavar="N", help=size)
+    steps = "steps of the run; warm-up and intervals follow (default: as the corpus and size ask)"
+    add("--steps", type=size_of("steps"), metavar="N", help=steps)
     paper = (
         "the paper's parts and learning rate; without, the file has today's parts (rope, rmsnorm, "
         "pre, swiglu), and its comments name the paper's"
@@ -49,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--parameters={arguments.parameters:g} must be above 0 and below 1e12, such as 10M"
         )
+    if arguments.steps is not None and arguments.steps < 1:
+        raise ConfigError(f"--steps={arguments.steps} must be 1 or more, such as 1000")
     path = absolute(arguments.corpus)
     manifest = read_manifest(local_corpus_directory(path, CacheConfig()) / "train")
     text = TrainingText(
@@ -57,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         longest_document=manifest.longest_document,
         vocab_size=manifest.vocab_size,
     )
-    config = resolve(new_experiment(file.stem, text, arguments.parameters, arguments.paper))
+    steps, paper = arguments.steps or 0, arguments.paper
+    config = resolve(new_experiment(file.stem, text, arguments.parameters, paper, steps))
     write_new(file, as_file(config, file, text))
     tokens = config.optim.steps * config.tokens_per_step
     print(

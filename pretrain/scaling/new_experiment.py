@@ -46,11 +46,12 @@ class TrainingText:
 
 
 def new_experiment(
-    name: str, text: TrainingText, parameters: float, paper: bool = False
+    name: str, text: TrainingText, parameters: float, paper: bool = False, steps: int = 0
 ) -> RunConfig:
     """Return a run of about that many parameters on the text; ConfigError if no shape is near.
 
-    `paper`: with the paper's parts instead of today's, and at most its learning rate.
+    `paper`: with the paper's parts instead of today's, and at most its learning rate. `steps`: that
+    many, instead of what parameters and text ask for.
     """
     base = _base_of(parameters, text.vocab_size)
     if paper:
@@ -76,7 +77,7 @@ def new_experiment(
         engine=EngineConfig(),
     )
     tokens = min(TOKENS_PER_PARAMETER * found, MOST_PASSES * text.tokens)
-    steps = max(FEWEST_STEPS, round(tokens / (lanes * segment)))
+    steps = steps or max(FEWEST_STEPS, round(tokens / (lanes * segment)))
     run = with_steps(run, steps)
     return replace(
         run,
@@ -132,7 +133,7 @@ def as_file(run: RunConfig, file: Path, text: TrainingText) -> str:
     wider = (
         f"\n  d_inner: {model.d_inner}  # width of the feed-forward layer" if model.d_inner else ""
     )
-    per_step = run.tokens_per_step
+    per_step, trial = run.tokens_per_step, max(1, optim.steps // 10)
     return f"""\
 # {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
 # What each setting means, and all others: docs/settings.md, or 'pretrain settings optim'.
@@ -158,6 +159,7 @@ data:
   lanes: {data.lanes}  # rows of a batch; the number of ranks must divide it
   segment_length: {data.segment_length}  # tokens of each lane in a step: {per_step:,} tokens in all
 optim:
+  # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
   steps: {optim.steps}  # {amount(optim.steps * per_step)} tokens; more may be added when resuming
   learning_rate: {optim.learning_rate}  # the most important one to tune: 'pretrain scale tune'
   betas: [{optim.betas[0]}, {optim.betas[1]}]

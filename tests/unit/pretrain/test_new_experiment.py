@@ -50,6 +50,30 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     assert run.optim.learning_rate == 2.5e-4
 
 
+@pytest.mark.parametrize("steps", [1, 20, 5000])
+def test_with_steps_the_warmup_and_the_intervals_follow(steps):
+    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
+    run = new_experiment("mine", text, 1e7, steps=steps)
+    assert run.optim.steps == steps
+    assert run.optim.schedule.warmup_steps == max(1, steps // 20)
+    assert run.evaluation.interval == max(1, steps // 10)
+    assert run.checkpoint.interval == max(1, steps // 20)
+
+
+def test_the_shorter_run_of_the_comment_is_a_valid_pair(tmp_path):
+    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_file(new_experiment("mine", text, 1e7), file, text))
+    (line,) = (line for line in file.read_text().splitlines() if "A shorter run: " in line)
+    overrides = line.partition("run: ")[2].split()
+    assert [each.partition("=")[0] for each in overrides] == [
+        "optim.steps",
+        "optim.schedule.warmup_steps",
+    ]
+    plain, shorter = load_config(RunConfig, file), load_config(RunConfig, file, overrides)
+    assert shorter.optim.steps == plain.optim.steps // 10
+
+
 def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
     corpus, tmp_path, monkeypatch, capsys
 ):
@@ -78,6 +102,8 @@ def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
         (["b.yaml", "--corpus", "nowhere"], f"{tmp_path}/nowhere/train does not exist; build"),
         (["b.yaml", "--corpus", str(home), "--parameters=1k"], "the nearest model has 9.6k; ask"),
         (["b.yaml", "--corpus", str(home), "--parameters=much"], "such as 4k or 10M"),
+        (["b.yaml", "--corpus", str(home), "--steps=0"], "--steps=0 must be 1 or more"),
+        (["b.yaml", "--corpus", str(home), "optim.steps=20"], "change settings in the file, or"),
         (["b c.yaml", "--corpus", str(home)], "found 'b c', expected 1 to 100 letters"),
     ):
         capsys.readouterr()
