@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 BYTES = "bytes"
-_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {name: factor for name, factor in _COUNTS.items() if name != "B"}
 _OF_BYTES = {
@@ -23,7 +23,7 @@ _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)")
 def parse_size(text: str, unit: str) -> int | float | None:
     """Return the number that `text` stands for, or None if it is not a number with a prefix.
 
-    k, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is bytes,
+    k or K, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is bytes,
     B stands for them: `2GB`, `2GiB`.
     """
     found = _SIZE.fullmatch(text.strip())

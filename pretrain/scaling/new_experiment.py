@@ -133,6 +133,7 @@ def as_file(run: RunConfig, file: Path, text: TrainingText) -> str:
     wider = (
         f"\n  d_inner: {model.d_inner}  # width of the feed-forward layer" if model.d_inner else ""
     )
+    parts = _part_lines(model)
     per_step, trial = run.tokens_per_step, max(1, optim.steps // 10)
     return f"""\
 # {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
@@ -148,10 +149,7 @@ model:  # vocab_size is the corpus'
   num_heads: {model.num_heads}
   num_key_heads: {model.num_key_heads}  # heads of keys and values; 0: as many{wider}
   memory_length: {model.memory_length}  # tokens remembered from earlier segments; 0: none
-  positions: {model.positions}  # the paper's: relative
-  norm: {model.norm}  # the paper's: layernorm
-  norm_position: {model.norm_position}  # the paper's: post
-  feed_forward: {model.feed_forward}  # the paper's: relu
+{parts}
   query_key_norm: {str(model.query_key_norm).lower()}
   z_loss: {model.z_loss}
 data:
@@ -161,6 +159,8 @@ data:
 optim:
   # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
   steps: {optim.steps}  # {amount(optim.steps * per_step)} tokens; more may be added when resuming
+  # 'new' and 'new --paper' start from different rates; for a fair comparison tune both and train
+  # each at its own best one.
   learning_rate: {optim.learning_rate}  # the most important one to tune: 'pretrain scale tune'
   betas: [{optim.betas[0]}, {optim.betas[1]}]
   weight_decay: {optim.weight_decay}
@@ -175,3 +175,12 @@ engine:
 checkpoint: {{interval: {run.checkpoint.interval}}}  # steps
 evaluation: {{interval: {run.evaluation.interval}}}  # steps
 """
+
+
+def _part_lines(model: ModelConfig) -> str:
+    """The lines of the parts in which today's models differ from the paper's."""
+    lines, paper = [], ModelConfig()  # whose defaults are the paper's parts
+    for name in ("positions", "norm", "norm_position", "feed_forward"):
+        found, papers = getattr(model, name), getattr(paper, name)
+        lines.append(f"  {name}: {found}" + (f"  # the paper's: {papers}" * (found != papers)))
+    return "\n".join(lines)

@@ -97,7 +97,8 @@ def test_names_of_other_systems_lead_to_one_setting_each_and_are_none_of_ours():
 @pytest.mark.parametrize(
     ("text", "unit", "number"),
     [
-        ("4k", "tokens", 4000), ("10M", "parameters", 10**7), ("1.5B", "tokens", 15 * 10**8),
+        ("4k", "tokens", 4000), ("200K", "parameters", 200_000), ("8KB", "bytes", 8000),
+        ("10M", "parameters", 10**7), ("1.5B", "tokens", 15 * 10**8),
         ("2G", "tokens", 2 * 10**9), ("1T", "tokens", 10**12), ("4Ki", "tokens", 4096),
         ("1_000k", "tokens", 10**6), ("12", "steps", 12), ("0.5", "tokens", 0.5),
         ("2GiB", "bytes", 1 << 31), ("2GB", "bytes", 2 * 10**9), ("8Mi", "bytes", 1 << 23),
@@ -121,7 +122,7 @@ def test_settings_with_a_unit_take_sizes_and_others_do_not():
             parse_config(RunConfig, tree, "file")
 
 
-@pytest.mark.parametrize("text", ["10q", "20GB", "1K", "4kB", "1,000k"])
+@pytest.mark.parametrize("text", ["10q", "20GB", "1m", "4kB", "1,000k"])
 def test_a_number_with_an_unknown_unit_is_told_which_there_are(text):
     with pytest.raises(ConfigError) as caught:
         parse_config(RunConfig, {"data": {"lanes": text}}, "file")

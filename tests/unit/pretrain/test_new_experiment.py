@@ -48,6 +48,23 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     assert new_experiment("mine", text, 3e7).model.norm_position != plain.norm_position
     assert cost_of(run).parameters == pytest.approx(3e7, rel=0.4)
     assert run.optim.learning_rate == 2.5e-4
+    assert "the paper's: " not in file.read_text()
+    file.write_text(as_file(new_experiment("mine", text, 3e7), file, text))
+    today = [line for line in file.read_text().splitlines() if "the paper's: " in line]
+    assert [line.partition("# ")[2] for line in today] == [
+        "the paper's: relative",
+        "the paper's: layernorm",
+        "the paper's: post",
+        "the paper's: relu",
+    ]
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_the_file_says_how_to_compare_with_the_other_parts(paper, tmp_path):
+    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
+    written = as_file(new_experiment("mine", text, 3e7, paper), tmp_path / "mine.yaml", text)
+    before = written.partition("  learning_rate:")[0]
+    assert "start from different rates; for a fair comparison tune both" in before
 
 
 @pytest.mark.parametrize("steps", [1, 20, 5000])
