@@ -23,8 +23,8 @@ _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)")
 def parse_size(text: str, unit: str) -> int | float | None:
     """Return the number that `text` stands for, or None if it is not a number with a prefix.
 
-    k or K, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is bytes,
-    B stands for them: `2GB`, `2GiB`.
+    k or K, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is
+    bytes, B stands for them: `2GB`, `2GiB`.
     """
     found = _SIZE.fullmatch(text.strip())
     factors = _OF_BYTES if unit == BYTES else _OF_COUNTS

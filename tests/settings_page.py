@@ -22,8 +22,9 @@ system calls it: `pretrain settings lr`.
 
 * A file has `name: value` lines, in sections: `optim: {steps: 400}`. The command line takes the
   same as `optim.steps=400`. `extends: other.yaml` takes over another file's settings.
-* A number with a unit may be written `4k` or `4K`, `10M`, `1.5B` or `1.5G`, `2T` (powers of
-  1,000), or `4Ki`, `8Mi`, `1Gi` (powers of 1,024). Where the unit is bytes, B stands for bytes: `2GB`, `2GiB`.
+* A number with a unit may be written `4k` or `4K`, `10M`, `1.5B` or `1.5G`, `2T`
+  (powers of 1,000), or `4Ki`, `8Mi`, `1Gi` (powers of 1,024). Where the unit is bytes, B stands
+  for bytes: `2GB`, `2GiB`.
   Flags that take a number of tokens, parameters or bytes accept the same.
 * A name that is unknown here is an error that suggests the setting meant. "Elsewhere" lists names
   of the paper's code and of other systems that are recognized in it.
