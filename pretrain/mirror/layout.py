@@ -35,7 +35,7 @@ RUN_FILES = {
     "ledger.jsonl": LARGEST_LOG_BYTES,
     "metrics.jsonl": LARGEST_LOG_BYTES,
 }
-_IN_A_STEP = re.compile(r"(step-\d{8}-[0-9a-f]{16})/[^/]+")
+_IN_A_STEP = re.compile(r"(step-(\d{8})-[0-9a-f]{16})/[^/]+")
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,14 @@ def with_checkpoint(
 def to_delete(names: Sequence[str], index: MirrorIndex) -> list[list[str]]:
     """Return the objects in folders of steps that the index does not name, their markers first.
 
-    Also what interrupted uploads left. Nothing else under the URL is ever deleted.
+    Also what interrupted uploads left, but for later steps than the last one named: those may be
+    being uploaded. Nothing else under the URL is ever deleted.
     """
     kept = {each.folder for each in index.checkpoints}
+    last = max((each.step for each in index.checkpoints), default=-1)
     matches = map(_IN_A_STEP.fullmatch, names)
-    gone = [match[0] for match in matches if match and match[1] not in kept]
+    gone = [
+        match[0] for match in matches if match and match[1] not in kept and int(match[2]) <= last
+    ]
     markers = [name for name in gone if name.endswith(f"/{MARKER}")]
     return [part for part in (markers, [name for name in gone if name not in set(markers)]) if part]

@@ -77,6 +77,11 @@ def _restore(fetch: _Fetch, run_dir: RunDir) -> int:
         except CheckpointError as error:
             logger.warning(marker.refusal(str(error)))
             continue
+        if run_dir.exists():
+            raise ConfigError(
+                f"{run_dir.path}: another run began here during the download; choose another run "
+                "directory with --run-dir"
+            )
         _move_into_place(fetch.scratch, run_dir, found.step, fetch.url)
         logger.info("restored step %d from %s", found.step, fetch.url)
         return found.step

@@ -74,8 +74,9 @@ def test_ranks_share_the_files_and_leave_none_out(world_size):
 
 
 def test_markers_are_deleted_first_and_nothing_that_is_not_a_step_is_ever_deleted():
-    kept, gone = stored(200), stored(100)
-    names = [f"{each.folder}/{name}" for each in (kept, gone) for name in ("COMPLETE", "z", "a")]
+    kept, gone, uploading = stored(200), stored(100), stored(300)
+    names = [f"{uploading.folder}/z"]
+    names += [f"{each.folder}/{name}" for each in (kept, gone) for name in ("COMPLETE", "z", "a")]
     foreign = ["mirror.json", "notes/step-00000001/x", f"{gone.folder}/deep/er", "step-1-a/x"]
     assert to_delete([*names, *foreign], MirrorIndex("r", (kept,))) == [
         [f"{gone.folder}/COMPLETE"],
