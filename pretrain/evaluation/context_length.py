@@ -143,7 +143,12 @@ class SplitPositions:
 def context_rows(lengths: Sequence[ContextLength], step: int) -> list[tuple[str, ...]]:
     """Return the rows of a table for one model, heads first."""
     rows = [("r", "context length", f"perplexity decreases with each {step} tokens more by")]
-    for each in lengths:
+    gains = [[f"{gain:.1%}" for gain in each.gains] for each in lengths]
+    width = max((len(gain) for row in gains for gain in row), default=0)
+    most = max(map(len, gains))
+    for each, texts in zip(lengths, gains, strict=True):
         length = f"{each.length:,}{' or more' if each.reached_longest else ''}"
-        rows.append((f"{each.share:g}", length, " ".join(f"{gain:.1%}" for gain in each.gains)))
+        # A step is in the same place of every row, also of those that end earlier.
+        steps = " ".join(text.rjust(width) for text in [*texts, *[""] * (most - len(texts))])
+        rows.append((f"{each.share:g}", length, steps))
     return rows

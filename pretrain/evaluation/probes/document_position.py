@@ -31,7 +31,8 @@ class PositionLoss:
     loss: float  # of all tokens, in nats, as `evaluate` has it
     first_positions: tuple[int, ...]  # of each bin, which ends before the next
     losses: tuple[float, ...]
-    margins: tuple[float, ...]  # of 95% intervals, as if tokens did not depend on each other
+    # Of 95% intervals, as if tokens did not depend on each other; None with fewer than two
+    margins: tuple[float | None, ...]
     tokens: tuple[int, ...]
 
 
@@ -75,12 +76,16 @@ class PositionScorer:
         counts_X = tokens_X.clamp(min=1)
         means_X = losses_X / counts_X
         variances_X = (squares_X / counts_X - means_X.square()).clamp(min=0)
+        margins_X = NORMAL_975 * (variances_X / counts_X).sqrt()
         return PositionLoss(
             memory_length=evaluated.memory_length,
             loss=evaluated.loss,
             first_positions=first_distances(used),
             losses=tuple(means_X.tolist()),
-            margins=tuple((NORMAL_975 * (variances_X / counts_X).sqrt()).tolist()),
+            margins=tuple(
+                margin if count > 1 else None
+                for margin, count in zip(margins_X.tolist(), tokens_X.tolist(), strict=True)
+            ),
             tokens=tuple(tokens_X.long().tolist()),
         )
 

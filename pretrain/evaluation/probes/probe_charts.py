@@ -67,9 +67,8 @@ def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_c
     for each, color, style in styles:
         filled = [number for number, count in enumerate(each.tokens) if count]
         places = [number + 0.5 for number in filled]
-        values, margins = (
-            [numbers[number] for number in filled] for numbers in (each.losses, each.margins)
-        )
+        values = [each.losses[number] for number in filled]
+        margins = [each.margins[number] or 0.0 for number in filled]
         low, high = (
             [value + sign * margin for value, margin in zip(values, margins, strict=True)]
             for sign in (-1, 1)
@@ -94,7 +93,7 @@ def mass_chart(attention: AttentionMass, borders: Borders, effective_context: in
         means = [fmean(values) for values in zip(*heads, strict=True)]
         places = [number + 0.5 for number in range(len(means))]
         is_named = len(totals) <= MOST_LAYERS_NAMED or layer in (0, len(totals) - 1)
-        label = f"layer {layer + 1}" if is_named else None
+        label = f"layer {layer}" if is_named else None
         axes.plot(places, means, "o-", color=color, markersize=3, linewidth=1.4, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:.0%}")
@@ -128,7 +127,7 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
         axes.axhline(layer * per_layer, color=PAGE.surface, linewidth=2.5)
     step = -(-len(totals) // MOST_TICKS)
     named = range(0, len(totals), step)
-    axes.set_yticks([(layer + 0.5) * per_layer for layer in named], [str(1 + n) for n in named])
+    axes.set_yticks([(layer + 0.5) * per_layer for layer in named], list(map(str, named)))
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(0, len(attention.first_distances))
     _mark_borders(axes, borders, 0)
@@ -147,7 +146,7 @@ def layers_chart(
 ) -> str:
     """Return a dot per head and the mean of each layer, below a limit."""
     figure, axes = _canvas(2.1, "layer", y_label)
-    layers = range(1, len(values) + 1)
+    layers = range(len(values))
     dots = [(layer, value) for layer, heads in zip(layers, values, strict=True) for value in heads]
     axes.plot(*zip(*dots, strict=True), "o", color=PAGE.second, alpha=0.45, markersize=5,
               label="a head", markeredgewidth=0)  # fmt: skip
@@ -157,8 +156,8 @@ def layers_chart(
     axes.axhline(limit, color=PAGE.faint, linestyle=DASHED, linewidth=1.2, label=limit_label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(form)
-    axes.set_xticks([layer for layer in layers if (layer - 1) % -(-len(values) // MOST_TICKS) == 0])
-    axes.set_xlim(0.5, len(values) + 0.5)
+    axes.set_xticks([layer for layer in layers if layer % -(-len(values) // MOST_TICKS) == 0])
+    axes.set_xlim(-0.5, len(values) - 0.5)
     legend_above(figure, axes, PAGE, "")
     return _svg(figure, f"{y_label} by layer")
 

@@ -67,11 +67,14 @@ def _cards(results: ProbeResults) -> list[Card]:
     cards = []
     for kind, found in results.recalls.items():
         reached, longest = recall_distance(found), found[-1].distance
-        words = f"tokens: up to this distance, the {kind} is recalled above chance"
+        words = (
+            f"tokens: up to this distance, the {kind} is recalled in at least half of the trials"
+        )
         if reached == longest:
             words += "; no longer one was tested"
         if not reached:
-            words = f"the {kind} is not recalled above chance {found[0].distance} tokens later"
+            after = f"{found[0].distance} tokens later"
+            words = f"the {kind} is recalled in fewer than half of the trials {after}"
         cards.append(Card(f"{reached:,}" if reached else "none", words))
     if len(results.position) == 2:
         with_memory, without = results.position
@@ -168,7 +171,7 @@ def _attention(attention: AttentionMass, borders: Borders, recl: int) -> list[st
     heads = ["layer", "to memory", "mean distance", "entropy", "keys used"]
     table_rows = [
         [
-            str(layer + 1),
+            str(layer),
             f"{fmean(older[layer]):.1%}",
             f"{fmean(attention.mean_distance[layer]):,.1f}",
             f"{fmean(attention.entropy[layer]):.2f}",

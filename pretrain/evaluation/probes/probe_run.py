@@ -189,12 +189,13 @@ def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:
             names, first.losses, first.margins, last.losses, strict=True
         ):
             without = f"without memory {other:.4f}" if first is not last else "-"
-            rows.append(("position", name, f"loss {loss:.4f}", f"+- {margin:.4f}", without))
+            interval = "-" if margin is None else f"+- {margin:.4f}"
+            rows.append(("position", name, f"loss {loss:.4f}", interval, without))
     if (attention := results.attention) is not None:
         shares = attention.share("memory")
         for number, (share, entropy) in enumerate(zip(shares, attention.entropy, strict=True)):
             words = f"entropy {fmean(entropy):.2f} of {attention.uniform_entropy:.2f} nats"
-            layer, found = f"layer {number + 1}", f"{fmean(share):.1%} in memory"
+            layer, found = f"layer {number}", f"{fmean(share):.1%} in memory"
             rows.append(("attention", layer, found, "-", words))
     if results.context is not None:
         more = " or more" if results.context.reached_longest else ""

@@ -31,6 +31,8 @@ from pretrain.model.transformer_xl import TransformerXL
 RecallKind = Literal["needle", "copy"]
 LANES = 16  # trials computed together; they share their place in the segment
 SHORTEST = 8  # distance
+# Of the scored tokens. Where chance is one of many candidates, a single hit is above it.
+LEAST_RECALLED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,9 @@ class Recall:
     tokens: int  # scored
 
     @property
-    def is_above_chance(self) -> bool:
-        return self.low > self.chance
+    def is_recalled(self) -> bool:
+        """Whether at least half is predicted, and surely more than by chance."""
+        return self.accuracy >= LEAST_RECALLED and self.low > self.chance
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,10 @@ def _scored(
 
 
 def recall_distance(results: Sequence[Recall]) -> int:
-    """Return the longest distance up to which every one tested is above chance; 0 for none."""
+    """Return the longest distance up to which every one tested is recalled; 0 for none."""
     reached = 0
     for result in results:
-        if not result.is_above_chance:
+        if not result.is_recalled:
             break
         reached = result.distance
     return reached

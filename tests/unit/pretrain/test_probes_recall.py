@@ -68,7 +68,7 @@ def test_a_model_that_copies_from_its_memory_recalls_as_far_as_it_reaches(kind):
     for distance in (direct + 1, 4 * direct):
         found = recalled(model, kind, distance, num_trials=256)
         assert found.low <= found.chance <= found.high
-        assert not found.is_above_chance
+        assert not found.is_recalled
     assert recalled(model, kind, direct + 1, memory_length=4 * MEMORY).accuracy == 1.0
 
 
@@ -140,12 +140,14 @@ def test_distances_are_powers_of_two_and_the_borders():
 
 
 def test_recall_ends_before_the_first_distance_at_chance():
-    def at(distance: int, low: float) -> Recall:
-        return Recall(distance=distance, accuracy=0.5, low=low, high=1.0, chance=0.1, loss=1.0,
+    def at(distance: int, low: float, accuracy: float = 0.5) -> Recall:
+        return Recall(distance=distance, accuracy=accuracy, low=low, high=1.0, chance=0.1, loss=1.0,
                       chance_loss=2.0, trials=9, tokens=9)  # fmt: skip
 
     assert recall_distance([at(8, 0.4), at(16, 0.2), at(32, 0.1), at(64, 0.4)]) == 16
     assert recall_distance([at(8, 0.05)]) == 0
+    one_of_eight, _ = wilson_interval(1, 8)
+    assert recall_distance([at(8, one_of_eight, 1 / 8)]) == 0, "a single hit is no recall"
 
 
 @pytest.mark.parametrize("name", ["plain", "rope", "compressive", "same_length"])
