@@ -30,12 +30,20 @@ class Reading:
         left = ""
         if done > 0.02 * to_do > 0:
             left = f", about {duration(self.seconds * to_do / done)} left"
-        rate = self.characters / 1e6 / max(self.seconds, 1e-9)
+        rate = self.characters / max(self.seconds, 1e-9)
+        documents = f"{self.documents:,} document{'' if self.documents == 1 else 's'}"
         return (
-            f"{self.documents:,} documents, {self.tokens / 1e6:.1f}M tokens, "
-            f"{self.characters / 1e6:.0f}M characters ({rate:.1f}M/s), "
-            f"{fraction:.0%} of the files{left}"
+            f"{documents}, {_amount(self.tokens)} tokens, "
+            f"{_amount(self.characters)} characters ({_amount(rate)}/s), "
+            f"{int(100 * fraction)}% of the files{left}"
         )
+
+
+def _amount(count: float) -> str:
+    """Return 512, 12.3k or 4.0M."""
+    if count < 1000:
+        return f"{count:.0f}"
+    return f"{count / 1e3:.1f}k" if count < 1e6 else f"{count / 1e6:,.1f}M"
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,17 @@ class Progress:
         self._counts = Reading(total_bytes)
         self._finished_bytes = 0  # of the files that were read to their end
         self._tell: Callable[[], int] = lambda: 0  # bytes read of the current file
+        self._is_in_file = False
         self._started = self._reported = time.monotonic()
 
     def follow(self, tell: Callable[[], int]) -> None:
         """Note that a file was opened; `tell` returns how many of its bytes were read."""
-        self._tell = tell
+        self._tell, self._is_in_file = tell, True
 
     def finish_file(self, size: int) -> None:
         """Note that a file of `size` bytes was read to its end."""
         self._finished_bytes += size
-        self._tell = lambda: 0
+        self._tell, self._is_in_file = (lambda: 0), False
 
     def add(self, characters: int, tokens: int) -> None:
         """Count an encoded document."""
@@ -100,6 +109,8 @@ class Progress:
         """Report now."""
         self._reported = time.monotonic()
         file_bytes = self._finished_bytes + self._tell()
+        if self._is_in_file:  # its last bytes are read ahead of the documents in them
+            file_bytes = min(file_bytes, self._counts.total_bytes - 1)
         seconds = self._reported - self._started
         self._report(replace(self._counts, file_bytes=file_bytes, seconds=seconds))
 
@@ -111,6 +122,7 @@ class StatusLine:
         self._is_terminal = sys.stderr.isatty()
         self._width = 0
         self._shown = 0.0
+        self._waiting = ""  # of a pipe: the newest text that was not printed
         self._noted: set[Note] = set()
 
     def show(self, what: str | Reading | Note) -> None:
@@ -129,7 +141,9 @@ class StatusLine:
             self._width = len(text)
         elif time.monotonic() - self._shown >= INTERVAL_SECONDS:
             print(text, file=sys.stderr, flush=True)
-            self._shown = time.monotonic()
+            self._shown, self._waiting = time.monotonic(), ""
+        else:
+            self._waiting = text
 
     def __enter__(self) -> StatusLine:
         return self
@@ -139,3 +153,6 @@ class StatusLine:
         if self._is_terminal and self._width:
             print(file=sys.stderr)
             self._width = 0
+        elif self._waiting:  # the last counts are those of the whole build
+            print(self._waiting, file=sys.stderr, flush=True)
+            self._waiting = ""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from data_pipeline import progress
-from data_pipeline.progress import Progress, Reading, duration, joined
+from data_pipeline.progress import Progress, Reading, StatusLine, duration, joined
 
 
 def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
@@ -18,12 +18,12 @@ def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
     position[0], now[0] = 300, 110.0
     meter.add(characters=1_000_000, tokens=20)
     assert str(reports[-1]) == (
-        "2 documents, 0.0M tokens, 2M characters (0.2M/s), 60% of the files, about 20 s left"
+        "2 documents, 30 tokens, 2.0M characters (200.0k/s), 60% of the files, about 20 s left"
     ), "200 bytes in 10 s, 400 are left"
     together = joined([reports[-1], reports[-1]], seconds=10.0)
     assert (
         str(together)
-        == "4 documents, 0.0M tokens, 4M characters (0.4M/s), 60% of the files, about 20 s left"
+        == "4 documents, 60 tokens, 4.0M characters (400.0k/s), 60% of the files, about 20 s left"
     )
     meter.finish_file(700)
     meter.show()
@@ -48,3 +48,19 @@ def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
 )
 def test_a_duration_has_one_unit_that_fits_it(seconds, text):
     assert duration(seconds) == text
+
+
+def test_one_file_is_not_read_before_its_documents_are(capsys):
+    with StatusLine() as line:
+        meter = Progress(line.show, total_bytes=500)
+        meter.follow(lambda: 500)
+        meter.add(characters=90, tokens=12)
+        meter.show()
+        meter.add(characters=90, tokens=12)
+        meter.finish_file(500)
+        meter.show()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("1 document, 12 tokens, 90 characters (")
+    assert "99% of the files" in first
+    assert last.startswith("2 documents, 24 tokens, 180 characters (")
+    assert last.endswith("100% of the files")
