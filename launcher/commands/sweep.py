@@ -201,6 +201,13 @@ def _runs_of(arguments: argparse.Namespace, sweep: Sweep) -> Path:
     return cells_directory(sweep, arguments.runs_dir)
 
 
+def cells_flags(sweep: Sweep, arguments: argparse.Namespace) -> str:
+    """What names these cells on the command line of another command."""
+    runs = _runs_of(arguments, sweep)
+    is_default = runs == cells_directory(sweep)
+    return f"{arguments.sweep}{'' if is_default else f' --runs-dir {runs}'}"
+
+
 def _submit(
     sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
 ) -> int:
@@ -226,7 +233,7 @@ def _submit(
                 flush=True,
             )
     if waiting and not arguments.dry_run:
-        print(f"Status: launcher sweep status {arguments.sweep} --runs-dir {runs}")
+        print(f"Status: launcher sweep status {cells_flags(sweep, arguments)}")
     return 0
 
 
@@ -260,10 +267,8 @@ def _run_here(
         print(f"{count} failed: {names}; rerun the same command to start only these again")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
-        print(
-            f"all {len(cells)} cells are done; next: launcher sweep report {arguments.sweep} "
-            f"--runs-dir {runs}"
-        )
+        flags = cells_flags(sweep, arguments)
+        print(f"all {len(cells)} cells are done; next: launcher sweep report {flags}")
         purpose, command = reader_of(sweep)
-        print(f"or, {purpose}:  {command} {arguments.sweep} --runs-dir {runs}")
+        print(f"or, {purpose}:  {command} {flags}")
     return 0

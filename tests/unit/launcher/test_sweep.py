@@ -8,6 +8,7 @@ import csv
 import json
 import re
 import textwrap
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
+from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import NodeRange
@@ -460,3 +462,10 @@ def test_without_slurm_a_submission_says_so_in_one_line(sweep, capsys, monkeypat
     error = capsys.readouterr().err
     assert "found no Slurm cluster on this host" in error
     assert error.count("\n") == 1
+
+
+def test_hints_name_the_folder_of_runs_only_where_it_is_not_the_default(sweep):
+    read, default = read_sweep(sweep), Path("runs") / read_sweep(sweep).name
+    for given, flags in ((None, ""), (default, ""), (Path("mine"), " --runs-dir mine")):
+        arguments = Namespace(sweep=sweep, runs_dir=given)
+        assert cells_flags(read, arguments) == f"{sweep}{flags}"
