@@ -173,6 +173,9 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
         of_checkpoint += f" {per_parameter} P + M (L d b + 4) for every lane"
     name = "device memory" if hardware.on_gpu else "host memory"
     lines = [_row(name, _gib(total), f"per rank, {words}")]
+    if not hardware.on_gpu:
+        words = "not counted: Python, PyTorch and the engine take 0.5 to 1 GiB more"
+        lines.append(_row("  runtime", "-", words))
     for part in parts:
         lines.append(_row(f"  {part.name}", _gib(part.bytes), part.formula if explain else ""))
     if hardware.on_gpu and (offloaded := offloaded_bytes(config, world_size)):

@@ -298,7 +298,9 @@ def test_every_phase_is_accounted_for(capsys):
     assert "(30 steps, 4.48 k tokens" in said
     memory = next(line for line in said.splitlines() if line.startswith("host memory"))
     main([*command[:-2], "data.lanes=8", "data.segment_length=32"])
-    assert memory in capsys.readouterr().out, "the largest phase's"
+    said = capsys.readouterr().out
+    assert memory in said, "the largest phase's"
+    assert "not counted: Python, PyTorch and the engine" in said
     assert main([*command, "--gpus-per-node=4", "data.phases=[{from_step: 20, lanes: 6}]"]) == 2
     assert "data.lanes=6 does not divide over 4 ranks" in capsys.readouterr().err
 
