@@ -33,6 +33,7 @@ PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
 PANELS_IN_A_ROW = 3  # of several axes in one chart
 DPI = 150
 SMALL = 8.5  # points
+LEGEND_ROW_INCHES, LEGEND_CHARACTERS_PER_INCH = 0.18, 16
 TITLE_CHARACTERS = 58  # that fit above one panel at the title's font size
 # Colors that can be told apart, for series without an order ...
 SERIES = (
@@ -182,11 +183,18 @@ def legend(axes: Axes, palette: Palette, title: str = "", **options: Any) -> Non
 def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
     """The legend of these axes outside of them, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
+    columns = _legend_columns(figure, labels)
     shown = figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False,
+        handles, labels, loc="outside upper center", ncols=columns, frameon=False,
         fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title,
     )  # fmt: skip
     shown.get_title().set(color=palette.faint, fontsize=8)
+
+
+def _legend_columns(figure: Figure, labels: Sequence[str]) -> int:
+    """How many columns of a legend's labels are no wider than the figure; at most 3."""
+    characters = LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
+    return max(1, min(3, len(labels), int(characters // (max(map(len, labels), default=0) + 6))))
 
 
 def _take_texts_literally(figure: Figure) -> None:
@@ -230,7 +238,10 @@ def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
     """One panel as inline SVG."""
     figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label, CHART_WIDTH_INCHES)
     panel.draw(axes, PAGE)
-    legend(axes, PAGE, loc="best")
+    if labels := axes.get_legend_handles_labels()[1]:
+        legend_above(figure, axes, PAGE, "")
+        rows = -(-len(labels) // _legend_columns(figure, labels))
+        figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
     svg = chart_html(figure, alternative)
     return svg.replace("<svg", f'<svg style="max-width: {CHART_WIDTH_PIXELS}px"', 1)
 
@@ -264,5 +275,5 @@ def save_panels(path: Path, title: str, shown: Sequence[Panel]) -> None:
         axes.set_xlabel(panel.x_label, color=PRINT.faint, fontsize=SMALL)
         axes.set_ylabel(panel.y_label, color=PRINT.faint, fontsize=SMALL)
         panel.draw(axes, PRINT)
-        legend(axes, PRINT)
+        legend(axes, PRINT, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
     save_png(path, figure)

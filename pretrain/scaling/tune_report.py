@@ -15,7 +15,6 @@ from pretrain.reporting.charts import (
     canvas,
     chart_html,
     legend,
-    log_ticks,
     plain_ticks,
     save_png,
     spread_colors,
@@ -28,9 +27,11 @@ from pretrain.scaling.parabola import parabola_through
 from pretrain.scaling.tune import Tuned, tuned_table, verdicts
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CURVE_POINTS = 60
+MOST_TICKS = 10
 
 
 def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
@@ -47,17 +48,32 @@ def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
             axes.plot([best.rate.value], [best.loss], "*", color=palette.ink, markersize=9)
             axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
     axes.set_xscale("log")
-    log_ticks(axes.xaxis)
+    _rate_ticks(axes, sorted({float(rate) for item in found for rate in item.rates_S}))
     plain_ticks(axes.yaxis)
     legend(axes, palette, title="tokens per step")
     return figure
 
 
+def _rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
+    """Ticks at the rates tried, but for those whose labels would overlap."""
+    from matplotlib.ticker import NullLocator
+
+    apart = (rates[-1] / rates[0]) ** (1 / MOST_TICKS)
+    shown: list[float] = []
+    for rate in rates:
+        if not shown or rate >= shown[-1] * apart:
+            shown.append(rate)
+    axes.set_xticks(shown, [f"{rate:g}" for rate in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
 def write_tune_report(found: Sequence[Tuned], runs: Path, directory: Path, title: str) -> Path:
     """Write report.html, about `runs`, with tune.png beside it; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
-    caption = "Loss at the end over the peak learning rate; star: the lowest point of the parabola"
-    caption += " through the rates near it, shaded: what loses at most 0.5%"
+    caption = "Loss at the end over the peak learning rate"
+    if any(item.optimum.is_known for item in found):
+        caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
+        caption += "what loses at most 0.5%"
     save_png(directory / "tune.png", loss_by_rate(found, PRINT))
     heads, *rows = tuned_table(found)
     body = section(

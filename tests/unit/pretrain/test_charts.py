@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from pretrain.commands.compare import title_of
+from pretrain.reporting import charts
 from pretrain.reporting.charts import (
     PAGE,
+    Palette,
     Panel,
     canvas,
     chart_html,
@@ -36,3 +41,25 @@ def test_a_dollar_in_a_name_is_a_dollar_in_every_chart(tmp_path: Path) -> None:
     axes.loglog([1e-6, 1e6], [1, 2])
     drawn = re.sub(r"<!--.*?-->", "", chart_html(figure, "ticks"), flags=re.DOTALL)
     assert "mathdefault" not in drawn, "labels of ticks remain formulas"
+
+
+def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, tmp_path: Path):
+    def draw(axes: Axes, palette: Palette) -> None:
+        for number in range(12):
+            axes.plot([1, 2], [number, number], label=f"a run of a rather long name {number}")
+
+    drawn: list[Figure] = []
+    for name in ("chart_html", "save_png"):
+        monkeypatch.setattr(charts, name, lambda *given: drawn.extend(given) or "")
+    panel = Panel("Speed", "step", "tokens per second", draw)
+    panel_html(panel, 2.0, "speed")
+    save_panels(tmp_path / "a.png", "runs", [panel, panel])
+    page, picture = (item for item in drawn if isinstance(item, Figure))
+    for figure in (page, picture):
+        figure.draw_without_rendering()
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+        for shown in filter(None, legends):
+            box = shown.get_window_extent()
+            assert not any(box.shrunk(0.99, 0.99).overlaps(axes.bbox) for axes in figure.axes)
+            assert box.x1 <= figure.bbox.x1
+    assert page.axes[0].bbox.height > 100

@@ -16,9 +16,11 @@ from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
+from pretrain.reporting.charts import PRINT
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts
+from pretrain.scaling.tune_report import loss_by_rate, write_tune_report
 from tests.helpers.corpora import make_tiny_corpus
 
 WARMUP = 80
@@ -201,3 +203,14 @@ def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advi
         assert main(["scale", kind, plan, str(experiment), *flags, *out]) == 2
         assert advice in capsys.readouterr().err
     assert not (tmp_path / "sweep.yaml").exists()
+
+
+@pytest.mark.parametrize(("losses", "has_star"), [([3.3, 3.1, 3.0], False), ([3.2, 3, 3.2], True)])
+def test_the_picture_names_the_rates_tried_and_explains_no_star_it_has_not(
+    losses, has_star, tmp_path: Path
+):
+    found = [fit_rates(512, [1e-3, 4e-3, 8e-3], losses)]
+    (axes,) = loss_by_rate(found, PRINT).axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0.001", "0.004", "0.008"]
+    page = write_tune_report(found, tmp_path, tmp_path / "report", "Rates").read_text()
+    assert ("star:" in page) == has_star
