@@ -243,12 +243,12 @@ def _time_lines(
 def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     if time.evaluation is None or time.tokens is None:
         whole = "whole splits, which are not all here"
-        words = f"of {whole if time.sets else 'the whole validation split, which is not here'}"
+        words = f"times {whole if time.sets else 'the whole validation split, which is not here'}"
         return _row("  evaluation", "?", f"({time.evaluations:,} {words})")
     twice = ", each with memory and without" if config.model.memory_length else ""
-    sets = f", and of {counted(time.sets, 'set')} with it" if time.sets else ""
+    sets = f", and {counted(time.sets, 'set')} with it" if time.sets else ""
     tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
-    words = f"({time.evaluations:,} of {time.tokens:,} tokens{twice}{sets}{tasks})"
+    words = f"({time.evaluations:,} times {time.tokens:,} tokens{twice}{sets}{tasks})"
     return _row("  evaluation", duration(time.evaluation), words)
 
 

@@ -90,16 +90,17 @@ def add_sweep_output(parser: argparse.ArgumentParser) -> None:
     add("--name", default="", help="name of the sweep (default: from the experiment's)")
     path = "sweep file to write (default configs/sweeps/NAME.yaml)"
     add("--output", type=Path, metavar="FILE", help=path)
-    overrides = "config override of the experiment"
+    overrides = "the same as KEY=VALUE alone"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
 
 
 def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str]:
-    """The experiment with the changes of --set, and the sweep's name: by default of this kind.
+    """The experiment with its overrides, and the sweep's name: by default of this kind.
 
     Raises ConfigError if the sweep file cannot be written.
     """
-    base = load_config(RunConfig, arguments.experiment, arguments.set)
+    overrides = [*arguments.overrides, *arguments.set]
+    base = load_config(RunConfig, arguments.experiment, overrides)
     name = arguments.name or f"{base.name}-{kind}"
     check_output_file("--output", sweep_path(arguments.output, name), f"{name}.yaml")
     return base, name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError
-from data_pipeline.program import Program
+from data_pipeline.program import Program, add_experiment
 from data_pipeline.sizes import size_of
 from pretrain.commands.scale import (
     add_report_output,
@@ -20,6 +20,7 @@ from pretrain.commands.scale import (
     sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
 from pretrain.scaling.context import (
     ContextRow,
     Evaluate,
@@ -59,7 +60,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale context plan`."""
     add = parser.add_argument
     base = "base experiment; it sets the model, tokens and FLOPs that all runs have"
-    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    add_experiment(parser, RunConfig, base)
     for name, letter in (("segment", "T"), ("memory", "M")):
         plural = name.replace("y", "ie") + "s"
         words = f"{name} lengths, in tokens"

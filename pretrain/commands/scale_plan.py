@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.program import add_experiment
 from data_pipeline.sizes import amount_of
 from pretrain.commands.scale import add_family, add_sweep_output, sweep_base
 from pretrain.config.resolve import with_vocabulary
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale plan`."""
     add = parser.add_argument
     base = "base experiment, whose family of shapes is scaled"
-    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    add_experiment(parser, RunConfig, base)
     flops = "training FLOPs per run"
     add("--budgets", type=amount_of("FLOPs"), nargs="+", required=True, metavar="C", help=flops)
     add("--sizes", type=int, default=5, help="number of sizes per budget (default %(default)s)")

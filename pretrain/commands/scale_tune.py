@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from data_pipeline.program import Program
+from data_pipeline.program import Program, add_experiment
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
@@ -15,6 +14,7 @@ from pretrain.commands.scale import (
     sweep_base,
 )
 from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.sweep_file import read_sweep
@@ -41,7 +41,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale tune plan`."""
     add = parser.add_argument
     base = "experiment to tune; everything but the rate and the lanes stays as it says"
-    add("experiment", type=Path, metavar="EXPERIMENT", help=base)
+    add_experiment(parser, RunConfig, base)
     rates = "peak learning rates, best 2x apart"
     add("--rates", type=float, nargs="+", required=True, metavar="LR", help=rates)
     lanes = "numbers of lanes, and so batch sizes (default: the experiment's)"

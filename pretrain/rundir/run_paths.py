@@ -21,12 +21,16 @@ def run_path(text: str | Path) -> Path:
     """The `type` of every argument RUN: a path, or that name in runs/.
 
     The name in runs/ is meant where the path does not exist, or is a directory without runs (a
-    corpus of the same name) while there are runs of this name.
+    corpus of the same name) while there are runs of this name. Where neither exists, the name of a
+    cell means its run, if only one sweep in runs/ has it: tables of a sweep show no more of it.
     """
     path = Path(text)
     named = RUNS / path
     if not path.exists():
-        return named if named.exists() else path
+        if named.exists():
+            return named
+        cells = _cells_named(path)
+        return cells[0] if len(cells) == 1 else path
     is_hiding = path.name and path.is_dir() and not _has_runs(path) and _has_runs(named)
     return named if is_hiding else path
 
@@ -34,6 +38,14 @@ def run_path(text: str | Path) -> Path:
 def runs_below(path: Path) -> list[Path]:
     """The runs directly in `path`, as in the directory of a sweep, by their names."""
     return sorted(file.parent for file in path.glob("*/run.json"))
+
+
+def _cells_named(path: Path) -> list[Path]:
+    """The runs of this name in the sweeps of runs/."""
+    if len(path.parts) != 1:
+        return []
+    cells = (folder / path for folder in sorted(RUNS.glob("*")))
+    return [cell for cell in cells if os.path.exists(cell / "run.json")]
 
 
 def _has_runs(path: Path) -> bool:
@@ -67,9 +79,14 @@ def advice_on(path: Path) -> str:
     if path.suffix in YAML_SUFFIXES:
         return "name the run's directory, by default runs/NAME"
     if cells := runs_below(path):
-        shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
-        more = ", ..." if len(cells) > _MOST_SHOWN else ""
-        return f"it is a sweep; its runs are {shown}{more} (name one)"
+        return f"it is a sweep; its runs are {_first_of(cells)} (name one)"
+    if cells := _cells_named(path):
+        return f"several sweeps have a run of this name: {_first_of(cells)} (name one)"
     runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
     hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
     return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"
+
+
+def _first_of(runs: list[Path]) -> str:
+    shown = ", ".join(map(str, runs[:_MOST_SHOWN]))
+    return shown + (", ..." if len(runs) > _MOST_SHOWN else "")

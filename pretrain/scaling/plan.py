@@ -190,7 +190,7 @@ def write_plan(
 ) -> None:
     """Write the sweep `name`; print its path, and what comes next.
 
-    `base` includes the changes of --set.
+    `base` includes the overrides of the command line.
     """
     path = sweep_path(arguments.output, name)
     sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes)

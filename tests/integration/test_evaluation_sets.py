@@ -172,8 +172,8 @@ def test_describe_counts_the_time_of_sets(places, capsys):
     assert main(command) == 0
     with_sets = capsys.readouterr().out
     assert main([*command, "evaluation.mixture_parts=false"]) == 0
-    assert "and of 2 sets with it" in with_sets
-    assert "and of 1 set with it" in capsys.readouterr().out
+    assert "and 2 sets with it" in with_sets
+    assert "and 1 set with it" in capsys.readouterr().out
 
 
 def test_parts_are_named_by_their_directories_and_by_their_parents_where_these_are_alike():

@@ -239,7 +239,8 @@ def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
     command += ["engine.precision=fp32"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    words = re.search(r"  evaluation +(\S+) s  \(4 of 64,000 tokens, each with memory\s+and", said)
+    row = r"  evaluation +(\S+) s  \(4 times 64,000 tokens, each with memory\s+and"
+    words = re.search(row, said)
     assert words is not None
     config = load_config(RunConfig, MODELS / "wt103-base.yaml")
     flops = [
@@ -251,7 +252,7 @@ def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
     seconds = 4 * tokens * sum(flops) / (0.35 * 19.5e12)
     assert float(words[1]) == pytest.approx(seconds, rel=0.05)
     assert main([*command, "evaluation.max_tokens=0"]) == 0
-    assert re.search(r"  evaluation +\?  \(4 of the whole", capsys.readouterr().out)
+    assert re.search(r"  evaluation +\?  \(4 times the whole", capsys.readouterr().out)
 
 
 def test_evaluations_are_counted_by_phase_and_at_the_end():

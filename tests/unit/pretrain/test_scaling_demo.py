@@ -35,10 +35,8 @@ def test_the_demos_plan_is_three_budgets_of_five_sizes_and_a_hold_out(commands, 
     plan = next(words for words in commands if words[:3] == ["pretrain", "scale", "plan"])
     plan[3] = str(REPOSITORY / plan[3])
     plan[plan.index("--output") + 1] = str(tmp_path / "sweep.yaml")
-    assert (
-        main([*plan[1:], "--set", "model.vocab_size=257", "--set", f"data.path={tmp_path}/absent"])
-        == 0
-    )
+    overrides = ["--set", "model.vocab_size=257", f"data.path={tmp_path}/absent"]
+    assert main([*plan[1:], *overrides]) == 0
     cells = read_sweep(tmp_path / "sweep.yaml").cells
     fitted = [cell for cell in cells if not cell.holdout]
     budgets = [cell.facts["budget"] for cell in fitted]
