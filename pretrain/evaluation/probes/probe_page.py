@@ -68,13 +68,13 @@ def _cards(results: ProbeResults) -> list[Card]:
     for kind, found in results.recalls.items():
         reached, longest = recall_distance(found), found[-1].distance
         words = (
-            f"tokens: up to this distance, the {kind} is recalled in at least half of the trials"
+            f"tokens: up to this distance, recall of the {kind} is at least 50% and above chance"
         )
         if reached == longest:
             words += "; no longer one was tested"
         if not reached:
             after = f"{found[0].distance} tokens later"
-            words = f"the {kind} is recalled in fewer than half of the trials {after}"
+            words = f"recall of the {kind} is below 50% or at chance {after}"
         cards.append(Card(f"{reached:,}" if reached else "none", words))
     if len(results.position) == 2:
         with_memory, without = results.position
