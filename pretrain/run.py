@@ -28,6 +28,7 @@ from data_pipeline.lanes.prefetch import Prefetcher
 from data_pipeline.patience import Patience, outlast
 from data_pipeline.setting_fields import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
@@ -66,6 +67,7 @@ from pretrain.recovery.suspects import name_suspects
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.history import steps_that_stand
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, OutOfMemory, PhaseFinished, Stopped
@@ -143,17 +145,23 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 
 
-def _start(process: RankProcess, attempt: str, before: int | None = None) -> int | None:
+def _start(
+    process: RankProcess, attempt: str, before: int | None = None, reads_local: bool = True
+) -> int | None:
     """Train from the latest checkpoint; the exit status, or None to restart in this process.
 
     `attempt` is a token that all ranks share for this start and no other start has. With `before`
-    the checkpoints of that step and later ones cannot be read any more.
+    the checkpoints of that step and later ones cannot be read any more; without `reads_local`,
+    those on the nodes' disks cannot.
     """
     run_dir, world = process.run_dir, process.world
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
+    standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
+    local = LocalTier(process.config, run_dir.identity.id, world, attempt, standing)
     found = find_resume_point(
-        run_dir.checkpoints, world, run_dir.identity.id, before, run_dir.patience
+        *(run_dir.checkpoints, world, run_dir.identity.id),
+        *(before, run_dir.patience, local.find if reads_local else None),
     )
     if before is not None and found is None:
         raise CheckpointError(
@@ -165,9 +173,10 @@ def _start(process: RankProcess, attempt: str, before: int | None = None) -> int
     )
     spike: Spike | None = None
     try:
-        step, check = found.step if found else 0, process.fence.check
-        with Mirror(process.config, run_dir, world, step, check) as mirror:
-            ending = _train_from(found, process, config, attempt, mirror)
+        # A mirror has what the run directory has: no local checkpoints.
+        step = local.shared_step if found and found.is_local else found.step if found else 0
+        with Mirror(process.config, run_dir, world, step, process.fence.check) as mirror, local:
+            ending = _train_from(found, process, config, attempt, mirror, local)
             if ending is not Ending.PHASE_FINISHED:  # the next phase continues the upload
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
     except UnreadableError as error:
@@ -187,6 +196,9 @@ def _start(process: RankProcess, attempt: str, before: int | None = None) -> int
         return 0 if ending is Ending.FINISHED else EXIT_STOPPED
     if spike is None and found is not None:  # a restart without what cannot be read
         gc.collect()
+        if found.is_local:
+            local.remove()
+            return _start(process, attempt, before, reads_local=False)
         return _start(process, attempt, found.step)
     assert spike is not None
     rewind(process.config, run_dir, world, spike)
@@ -199,6 +211,7 @@ def _train_from(
     config: RunConfig,
     attempt: str,
     mirror: Mirror,
+    local: LocalTier,
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
@@ -219,7 +232,8 @@ def _train_from(
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
-    record_start(run_dir, world, state.step, process.data, where)
+    is_local = found is not None and found.is_local
+    record_start(run_dir, world, state.step, process.data, where, is_local)
     windows = inherited_windows(config, run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state, lane_seed)
@@ -233,7 +247,8 @@ def _train_from(
         monitor = SpikeMonitor(config, run_dir, world, state)
         evaluate = _evaluator(process, config, engine, state)
         parts = Parts(
-            config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate, mirror
+            *(config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate),
+            *(mirror, local),
         )
         try:
             ending = train(parts, process)
@@ -244,6 +259,8 @@ def _train_from(
             ending = Ending.STOPPED  # asked for while the phase's last checkpoint was written
         metrics.close()
     tokens_of_corpora = _tokens_of_corpora(stream, state, world)
+    if ending is Ending.FINISHED:
+        local.remove()
     if world.is_main:
         run_dir.ledger.append(
             EVENT_AT_END[ending](

@@ -10,6 +10,7 @@ from typing import Any
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, on_any_rank
@@ -62,6 +63,7 @@ class Parts:
     spike_monitor: SpikeMonitor
     evaluate: Callable[[], dict[str, float]]
     mirror: Mirror
+    local: LocalTier
 
 
 def train(parts: Parts, process: RankProcess) -> Ending:
@@ -90,6 +92,7 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         # Update the weights. A save may still be copying those that the update changes.
         with metrics.saving():
             checkpointer.wait_for_copy()
+            parts.local.wait_for_copy()
         learning_rate = learning_rate_at(config.optim, state.step)
         ends_interval = (state.step + 1) % config.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
@@ -112,8 +115,9 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
         ending = _ending_at(config, state.step, stopping)
         saving = ending is not None or saves_again or state.step % config.checkpoint.interval == 0
+        saves_locally = not saving and parts.local.is_due(state.step)
         evaluates = _evaluates_after(config, state.step)
-        if saving or evaluates or state.step % config.metrics.interval == 0:
+        if saving or saves_locally or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
             # Before a save could keep the spike.
             parts.spike_monitor.check(metrics.write(), ends_run=ending is Ending.FINISHED)
@@ -128,6 +132,9 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             ending, saving = Ending.STOPPED, True
         if saving:
             _save(parts, process, ending, validation_loss)
+        elif saves_locally:
+            with metrics.saving():
+                parts.local.save(engine, state, metrics.unwritten)
         if ending is not None:
             return ending
         process.heartbeat.beat(state.step, "train")

@@ -90,6 +90,11 @@ def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
         if fragment.owned
         for kind, value in fragment.values.items()
     }
+    return files_of(fragments, state, engine.world.rank)
+
+
+def files_of(fragments: Pieces, state: TrainState, rank: int) -> list[RankFile]:
+    """Return the files of `rank` that hold these fragments and the state."""
     memories = [memory for memory in state.memories if memory is not None]
     levels = {
         f"memory.{level:03d}": slots for level, slots in enumerate(zip(*memories, strict=True))
@@ -99,7 +104,7 @@ def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
         random["random.cuda"] = [torch.cuda.get_rng_state()]
     named: dict[str, Pieces] = {"engine": fragments, "state": {**levels, **random}}
     return [
-        RankFile(rank_file(kind, engine.world.rank), tensors, layout_of(tensors))
+        RankFile(rank_file(kind, rank), tensors, layout_of(tensors))
         for kind, tensors in named.items()
     ]
 

@@ -220,11 +220,14 @@ class Checkpointer:
         UnreadableError on every rank if one can no longer read it.
         """
         self.finish()
-        with raise_on_all_ranks(), marker.reading(found.directory):
+        # The pieces of a local checkpoint fit only where the engine shards as it did then.
+        also = (UserError,) if found.is_local else ()
+        with raise_on_all_ranks(), marker.reading(found.directory, *also):
             load_fragments(engine, found)
             state = self._restore_state(engine, found)
         restore_counters(engine, found)
-        self._published_step = found.step
+        if not found.is_local:
+            self._published_step = found.step
         return state
 
     def _problem_ahead(
@@ -293,10 +296,11 @@ class Checkpointer:
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
-        if found.index["world_size"] == self._world.world_size:
+        rank, num_ranks = (0, 1) if found.is_local else (self._world.rank, self._world.world_size)
+        if found.index["world_size"] == num_ranks:
             # Nothing that a run computes draws from it (dropout is a function of step and lane), so
             # with another number of ranks it can start from the seed.
-            restore_random_state(found.directory / files.rank_file("state", self._world.rank))
+            restore_random_state(found.directory / files.rank_file("state", rank))
         cursor = None
         if not restarts_lanes(self._run, found.index["step"]):
             cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
@@ -304,7 +308,9 @@ class Checkpointer:
         return TrainState(
             step=found.index["step"],
             tokens_seen=found.index["tokens_seen"],
-            memories=self._restore_memories(engine, found, lanes),
+            memories=self._restore_memories(
+                engine, found, range(len(lanes)) if found.is_local else lanes
+            ),
             cursor=cursor,
         )
 
@@ -314,7 +320,8 @@ class Checkpointer:
         """Return each slot's memory; empty if a phase with another number of lanes starts."""
         num_slots = accumulation_steps(self._run, self._world.world_size)
         lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
-        memory = load_memory(found, lanes) if lanes_before == self._run.data.lanes else None
+        lanes_now = len(lanes) if found.is_local else self._run.data.lanes
+        memory = load_memory(found, lanes) if lanes_before == lanes_now else None
         if memory is None:
             return [None] * num_slots
         if not _is_memory_of(memory, self._run.model, len(lanes)):

@@ -24,14 +24,23 @@ from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.pieces import opened, pieces_of
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine, Memory
+from pretrain.optim.fragments import Fragment
 
 
 def load_fragments(engine: Engine, found: Checkpoint) -> None:
     """Fill the engine's fragments from the checkpoint."""
     with FragmentReader(found) as reader:
         for fragment in engine.fragments():
+            name, start = fragment.name, fragment.start
+            if found.is_local:
+                name, start = local_name(fragment), 0
             for kind, view in fragment.values.items():
-                reader.copy_into(view, fragment.name, fragment.start, kind)
+                reader.copy_into(view, name, start, kind)
+
+
+def local_name(fragment: Fragment) -> str:
+    """A fragment's name in its rank's local checkpoint, which holds it as a whole parameter."""
+    return f"{fragment.name}+{fragment.start}"
 
 
 def restore_counters(engine: Engine, found: Checkpoint) -> None:

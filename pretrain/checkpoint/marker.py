@@ -57,6 +57,7 @@ class Checkpoint:
 
     directory: Path
     index: dict[str, Any]
+    is_local: bool = False  # only this rank's part, as `local_tier.py` wrote it
 
     @property
     def step(self) -> int:
@@ -163,9 +164,9 @@ def steps_that_count(root: Path) -> list[int]:
     return [step for step in steps_on_disk(root) if counts(step_directory(root, step))]
 
 
-def latest_step(root: Path) -> int:
+def latest_step(root: Path, before: int | None = None) -> int:
     """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does."""
-    steps = reversed(steps_on_disk(root))
+    steps = reversed([each for each in steps_on_disk(root) if before is None or each < before])
     return next((step for step in steps if counts(step_directory(root, step))), 0)
 
 
@@ -225,13 +226,13 @@ def step_of(found: Checkpoint | None) -> str:
 
 
 @contextlib.contextmanager
-def reading(directory: Path) -> Iterator[None]:
+def reading(directory: Path, *also: type[Exception]) -> Iterator[None]:
     """Turn errors in reading files of a checkpoint that was good into UnreadableError."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *also) as error:
         raise UnreadableError(f"{directory}: cannot be read any more: {error}") from error
 
 

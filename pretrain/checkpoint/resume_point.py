@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,11 @@ def find_resume_point(
     run_id: str,
     before: int | None = None,
     patience: Patience | None = None,
+    nearer: Callable[[int, int | None], marker.Checkpoint | None] | None = None,
 ) -> marker.Checkpoint | None:
     """Return the latest valid checkpoint (of a step below `before`); None if the run has none yet.
+
+    `nearer` gets the latest step here and `before`; what it finds after that step is taken instead.
 
     Each rank hashes its share of the files. A checkpoint is refused on all ranks if one of them
     refuses it; it is named, and remembered (`marker.remember`). CheckpointError if there are
@@ -36,7 +39,7 @@ def find_resume_point(
     while True:
         refusals: list[Refusal] = []
         try:
-            found = _find(root, world, run_id, before, refusals)
+            found = _find(root, world, run_id, before, refusals, nearer)
         except UnreadableError as error:
             problem = refusals[0].reason if refusals else str(error)
             outage.failed(problem, "the run waits", remedy="check the disk or file server")
@@ -64,7 +67,12 @@ class Refusal:
 
 
 def _find(
-    root: Path, world: World, run_id: str, before: int | None, refusals: list[Refusal]
+    root: Path,
+    world: World,
+    run_id: str,
+    before: int | None,
+    refusals: list[Refusal],
+    nearer: Callable[[int, int | None], marker.Checkpoint | None] | None,
 ) -> marker.Checkpoint | None:
     def verify(directory: Path) -> marker.Checkpoint:
         start = time.monotonic()
@@ -81,12 +89,16 @@ def _find(
         refusals.append(Refusal(directory, reason, marker.step_of(found)))
 
     steps: list[int] = []
+    latest = 0
     with raise_on_all_ranks():
         if world.is_main:
             _require_directory(root)
             files.remove_partial(root)
             steps = files.steps_on_disk(root)
+            latest = marker.latest_step(root, before) if nearer is not None else 0
     steps = [step for step in broadcast_value(steps, list[int]) if before is None or step < before]
+    if nearer is not None and (found := nearer(broadcast_value(latest, int), before)) is not None:
+        return found
     return marker.first_valid(root, steps, verify, refused)
 
 

@@ -82,6 +82,10 @@ class CheckpointConfig:
     """Keep also this many with the lowest validation loss."""
     storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
+    local: Path | None = None
+    """Absolute path on each node's own disk, for checkpoints between those of interval."""
+    local_interval: int = setting(50, Range(1, MOST), unit="steps")
+    """Steps between two checkpoints there, below interval."""
     mirror: str = ""
     """Object store (such as s3://BUCKET/runs): checkpoints are uploaded to NAME in it; "": none."""
     mirror_mib_per_second: float = setting(0.0, Range(0, 1e6), unit="MiB per second")
@@ -93,6 +97,18 @@ class CheckpointConfig:
         check_ranges("checkpoint.", self)
         if self.mirror:
             require_object_store("checkpoint.mirror", self.mirror)
+        if self.local is None:
+            return
+        if not self.local.is_absolute():
+            raise ConfigError(
+                f"checkpoint.local: found {self.local}, expected an absolute path, the same on "
+                "every node"
+            )
+        if self.local_interval >= self.interval:
+            raise ConfigError(
+                f"checkpoint.local_interval={self.local_interval} must be below "
+                f"checkpoint.interval={self.interval}: local checkpoints come between the others"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,12 @@ def _hashes_of_corpora(config: RunConfig) -> dict[str, str]:
 
 
 def record_start(
-    run_dir: RunDir, world: World, step: int, data: Mapping[str, Any], where: dict[str, Any]
+    run_dir: RunDir,
+    world: World,
+    step: int,
+    data: Mapping[str, Any],
+    where: dict[str, Any],
+    is_local: bool = False,
 ) -> None:
     """Write to the ledger where and in which environment training starts; log what changed."""
     environment = environment_of_ranks(world)
@@ -100,7 +105,7 @@ def record_start(
         return
     before = last_of(ledger.read(), TrainingBegan)
     changes = environment_changes(before.environment if before else {}, environment)
-    resumed = Resumed(**began, changes=changes)
+    resumed = Resumed(**began, changes=changes, local=is_local)
     if changes:
         logger.warning(resumed.not_bitwise)
     ledger.append(resumed)

@@ -63,17 +63,19 @@ class Started(TrainingBegan):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(TrainingBegan):
-    """Training continued from the checkpoint of `step`.
+    """Training continued from the checkpoint of `step`, or from the ranks' `local` ones.
 
     `changes` are those of the environment since the attempt before: name -> [old, new]. With any,
     results are no longer bitwise those of an uninterrupted run.
     """
 
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    local: bool = False
 
     @property
     def description(self) -> str:
-        resumed = f"resumed from step {self.step} on {self._ranks}"
+        which = "the local checkpoints of " if self.local else ""
+        resumed = f"resumed from {which}step {self.step} on {self._ranks}"
         return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
 
     @property

@@ -1,0 +1,326 @@
+"""Local checkpoints: each rank's own part on its node's disk, between those of the run directory.
+
+LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, engine-00000.safetensors, ...
+
+What a rank writes is a checkpoint of one rank, by the same code and with the same hashes as a
+shared one (`marker.py`): every fragment that it holds counts as a whole parameter. So it needs no
+other node's disk, and fits only the same rank of the same number of ranks with the same settings.
+
+A step counts if every rank has it whole, from the same start of the run, and that start still
+stands in the ledger up to that step (`steps_that_stand`). Otherwise all ranks use the shared
+checkpoint. Nothing here ends a run: a disk that fails costs its checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from data_pipeline.config_loader import differences, to_tree
+from data_pipeline.errors import UserError, os_error_text
+from data_pipeline.ownership import private_directory
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import HostBuffers, Save, files_of
+from pretrain.checkpoint.elastic_reader import local_name
+from pretrain.checkpoint.replicas import require_equal_replicas
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World, broadcast_value, gather_values
+from pretrain.engines.engine import Engine
+from pretrain.state import TrainState
+from pretrain.terminal.text import counted
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2  # the latest that all ranks have may be the one before a rank's latest
+DAYS_KEPT = 7  # of a run that no longer writes here, such as one that went on elsewhere
+RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
+# Settings that change nothing of what a run has learned at a step.
+MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank finds on its disk: attempts by step, and why the latest is of no use, if so."""
+
+    attempts: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+class LocalTier:
+    """The local checkpoints of one start; without `checkpoint.local` there are none.
+
+    `config` has all phases, as the user wrote it; `standing` is what `steps_that_stand` found. All
+    ranks call `find` and `save` together. A context manager: leaving it cancels a save in progress.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        world: World,
+        attempt: str,
+        standing: Mapping[str, int],
+    ) -> None:
+        self._kept, self._world = config.checkpoint, world
+        tree = json.loads(json.dumps(to_tree(config)))
+        self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
+        self._run_id, self._attempt, self._standing = run_id, attempt, standing
+        self._buffers = HostBuffers(world.device)
+        self._save: Save | None = None
+        self._has_failed = False
+        self.shared_step = 0  # the latest in the run directory, as `find` was told
+        self._root: Path | None = None
+        if config.checkpoint.local is not None:
+            folder = config.checkpoint.local / f"run-{run_id}"
+            self._root = folder / f"rank-{world.rank:05d}"
+            self._open(folder, self._root)
+
+    def __enter__(self) -> LocalTier:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._save is not None:
+            self._save.cancel()
+
+    def find(self, shared_step: int, before: int | None = None) -> marker.Checkpoint | None:
+        """Return this rank's part of the latest step after `shared_step` that all ranks have.
+
+        None, on all ranks, if there is none; one line says why if any rank has some. Later ones
+        are removed: the run is about to make those steps again.
+        """
+        self.shared_step = shared_step
+        if self._kept.local is None:
+            return None
+        offers = gather_values(self._offer(shared_step, before), Offer)
+        found, problem = self._first_whole(offers)
+        if found is None and any(each.attempts or each.problem for each in offers):
+            self._say_why(offers, problem, shared_step)
+        if self._root is not None:
+            with contextlib.suppress(OSError):
+                files.discard_from(self._root, (found.step if found else shared_step) + 1)
+        return found
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is one to save here."""
+        return self._kept.local is not None and step % self._kept.local_interval == 0
+
+    def save(self, engine: Engine, state: TrainState, obstacle: Callable[[], str]) -> None:
+        """Start to save `state.step`, once the save before is written.
+
+        Not if rank 0's `obstacle` says that something else must be on disk first. Raises on every
+        rank if replicas differ. Call `wait_for_copy` before the engine's next update.
+        """
+        self._finish()
+        require_equal_replicas(engine, state)
+        if broadcast_value(obstacle() if self._world.is_main else "", str) or self._root is None:
+            return
+        pieces = {
+            f"{local_name(fragment)}|0|{kind}": [value]
+            for fragment in engine.fragments()
+            for kind, value in fragment.values.items()
+        }
+        rank_files = files_of(pieces, state, rank=0)
+        try:
+            files.require_space(self._root, sum(each.layout.file_bytes for each in rank_files))
+        except (OSError, UserError) as error:
+            self._failed(state.step, _text(error))
+            return
+        root, index = self._root, self._index(engine, state)
+        partial = files.partial_directory(root, state.step, self._attempt)
+        final = files.step_directory(root, state.step)
+
+        def publish(while_waiting: Callable[[], None]) -> None:
+            marker.publish(partial, final, index, 1, while_waiting)
+            files.prune(root, files.steps_on_disk(root), KEPT)
+
+        assert state.cursor is not None
+        cursor = state.cursor.to_tree()
+        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "cursor": cursor}
+        alone = replace(self._world, rank=0, world_size=1)
+        self._save = Save(state.step, partial, rank_files, report, self._buffers, alone, publish)
+        self._save.start()
+        if not self._kept.asynchronous:
+            self._finish()
+
+    def wait_for_copy(self) -> None:
+        """Return when engine and memories may change."""
+        if self._save is not None:
+            self._save.wait_for_copy()
+
+    def remove(self) -> None:
+        """Remove this rank's checkpoints, of a run that has finished."""
+        if self._root is not None:
+            self._finish()
+            shutil.rmtree(self._root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other ranks' may still be there
+                self._root.parent.rmdir()
+
+    def _open(self, folder: Path, root: Path) -> None:
+        """Make this rank's folder on all ranks, or use none on any."""
+        problem = ""
+        try:
+            if not RUN_FOLDER.fullmatch(folder.name):
+                raise UserError(f"found the run's id {self._run_id!r}, expected 12 hex digits")
+            private_directory(folder)
+            private_directory(root)
+            files.remove_partial(root)
+        except (OSError, UserError) as error:
+            problem = _text(error)
+        problems = gather_values(problem, str)
+        if any(problems):
+            self._root = None
+            if self._world.is_main:
+                logger.warning("no local checkpoints: %s", _first(problems))
+        elif self._world.local_rank == 0:
+            _remove_old(folder)
+
+    def _offer(self, shared_step: int, before: int | None) -> Offer:
+        attempts: dict[str, str] = {}
+        problem = ""
+        if self._root is None:
+            return Offer()
+        try:
+            for step in files.steps_on_disk(self._root):
+                if step <= shared_step or (before is not None and step >= before):
+                    continue
+                try:
+                    index = marker.read_index(files.step_directory(self._root, step)).index
+                    problem = self._misfit(index)
+                    if not problem:
+                        attempts[str(step)] = index["local"]["attempt"]
+                except (OSError, UserError) as error:
+                    problem = _text(error)
+        except (OSError, UserError) as error:
+            problem = _text(error)
+        return Offer(attempts, problem)
+
+    def _misfit(self, index: dict[str, Any]) -> str:
+        """Why this rank cannot resume from such a checkpoint; '' if it can."""
+        made = index.get("local")
+        if not isinstance(made, dict) or made.keys() != {"attempt", "rank", "world_size"}:
+            return "found a checkpoint that is no local one"
+        attempt, here = made["attempt"], (self._world.rank, self._world.world_size)
+        if made["world_size"] != here[1]:
+            ranks = counted(here[1], "rank")
+            return (
+                f"step {index['step']} was saved by {made['world_size']} ranks, now it is {ranks}"
+            )
+        if made["rank"] != here[0]:
+            return f"step {index['step']} was saved by rank {made['rank']}"
+        if changes := differences(index["config"], self._config):
+            name, (old, new) = next(iter(changes.items()))
+            return f"step {index['step']} was saved with other settings ({name}: {old} -> {new})"
+        if not isinstance(attempt, str) or index["step"] > self._standing.get(attempt, -1):
+            return f"step {index['step']} is from before the run went back"
+        return ""
+
+    def _first_whole(self, offers: list[Offer]) -> tuple[marker.Checkpoint | None, str]:
+        """Return the latest step that every rank verifies, or why the latest common one is none."""
+        common = set.intersection(*(set(each.attempts.items()) for each in offers))
+        reason = ""
+        for step, _ in sorted(common, key=lambda each: int(each[0]), reverse=True):
+            assert self._root is not None
+            start, problem, found = time.monotonic(), "", None
+            try:
+                directory = files.step_directory(self._root, int(step))
+                found = marker.verify(directory, self._run_id)
+            except (OSError, UserError) as error:
+                problem = _text(error)
+            problems = gather_values(problem, str)
+            if found is not None and not any(problems):
+                if self._world.is_main:
+                    what = (
+                        "resuming from the local checkpoints of step %s in %s, verified in %.1f s"
+                    )
+                    seconds = time.monotonic() - start
+                    logger.info(what, step, self._root.parent, seconds)
+                return replace(found, is_local=True), ""
+            reason = reason or _first(problems)
+            if self._world.is_main:
+                logger.warning("local checkpoints of step %s are not used: %s", step, reason)
+        return None, reason
+
+    def _say_why(self, offers: list[Offer], problem: str, shared_step: int) -> None:
+        if not problem:
+            problem = _first([each.problem if not each.attempts else "" for each in offers])
+        lacking = [rank for rank, each in enumerate(offers) if not each.attempts]
+        if not problem and lacking:
+            problem = f"rank {lacking[0]}: has none on its node"
+        if self._world.is_main:
+            used = f"step {shared_step}, the shared one" if shared_step else "none"
+            why = problem or "no step is there on all ranks"
+            logger.warning("local checkpoints are not used: %s; using %s", why, used)
+
+    def _index(self, engine: Engine, state: TrainState) -> dict[str, Any]:
+        scaler = engine.loss_scaler
+        return {
+            "run": self._run_id,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "optimizer_steps": engine.optimizer_step_count(),
+            "loss_scale": scaler.to_tree() if scaler is not None else None,
+            "validation_loss": None,
+            "world_size": 1,
+            "config": self._config,
+            "local": {
+                "attempt": self._attempt,
+                "rank": self._world.rank,
+                "world_size": self._world.world_size,
+            },
+        }
+
+    def _finish(self) -> None:
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        if problem := save.wait_for_publication():
+            self._failed(save.step, problem.text)
+        else:
+            self._has_failed = False
+
+    def _failed(self, step: int, problem: str) -> None:
+        if self._root is not None:
+            files.remove_partial(self._root)
+        if not self._has_failed:
+            logger.warning("no local checkpoint of step %d: %s; training continues", step, problem)
+        self._has_failed = True
+
+
+def _remove_old(own: Path) -> None:
+    """Remove folders of other runs of this user in which nothing was written for `DAYS_KEPT`."""
+    with contextlib.suppress(OSError):
+        for folder in own.parent.iterdir():
+            if folder == own or not RUN_FOLDER.fullmatch(folder.name) or folder.is_symlink():
+                continue
+            with contextlib.suppress(OSError):
+                status = folder.lstat()
+                times = [status.st_mtime, *(each.lstat().st_mtime for each in folder.iterdir())]
+                is_old = max(times) < time.time() - DAYS_KEPT * 86400
+                if is_old and status.st_uid == os.geteuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first(problems: list[str]) -> str:
+    """The first rank's problem, with its number; '' if there is none."""
+    found = ((rank, problem) for rank, problem in enumerate(problems) if problem)
+    return next((f"rank {rank}: {problem}" for rank, problem in found), "")
+
+
+def _text(error: Exception) -> str:
+    return os_error_text(error) if isinstance(error, OSError) else str(error)

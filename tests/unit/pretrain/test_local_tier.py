@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
+from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.rundir.history import LAST, steps_that_stand
+from pretrain.rundir.training_events import Restored, Resumed, Rewind, Started
+
+ID = "0123456789ab"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield init_world()
+    destroy_process_group()
+
+
+def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
+    config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
+    return LocalTier(config, run_id, world, "attempt", {})
+
+
+def start(attempt: str, step: int) -> Started | Resumed:
+    return (Resumed if step else Started)(step=step, world_size=2, attempt=attempt)
+
+
+REWIND = Rewind(first_step=70, step=90, to_step=60, segments=(68, 100))
+RESTORED = Restored(step=40, url="s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("ledger", "standing"),
+    [
+        ([], {}),
+        ([start("a", 0)], {"a": LAST}),
+        ([start("a", 0), start("b", 50)], {"a": 50, "b": LAST}),
+        ([start("a", 0), start("b", 50), start("c", 20)], {"a": 20, "b": 20, "c": LAST}),
+        ([start("a", 0), start("b", 50), start("c", 80)], {"a": 50, "b": 80, "c": LAST}),
+        ([start("a", 0), REWIND], {"a": 60}),
+        ([start("a", 0), REWIND, start("a.1", 60)], {"a": 60, "a.1": LAST}),
+        ([start("a", 0), start("b", 50), RESTORED], {"a": 40, "b": 40}),
+    ],
+)
+def test_an_attempt_stands_up_to_where_a_later_start_or_a_rewind_went_back_to(ledger, standing):
+    assert steps_that_stand(ledger) == standing
+
+
+def test_a_link_in_the_place_of_a_runs_folder_is_refused_and_the_run_continues(
+    world, tmp_path, caplog
+):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"run-{ID}").symlink_to(tmp_path / "elsewhere")
+    assert tier(tmp_path, world).find(0) is None
+    assert "no local checkpoints: rank 0: " in caplog.text
+    assert "is a link" in caplog.text
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
+    assert tier(tmp_path / "disk", world, run_id="../../away").find(0) is None
+    assert "expected 12 hex digits" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_folders_of_runs_that_nothing_wrote_to_for_days_are_removed(world, tmp_path):
+    then = time.time() - (DAYS_KEPT + 1) * 86400
+    for name in ("run-aaaaaaaaaaaa", "run-bbbbbbbbbbbb", "results"):
+        (tmp_path / name / "rank-00000").mkdir(parents=True)
+        for path in (tmp_path / name / "rank-00000", tmp_path / name):
+            os.utime(path, (then, then))
+    os.utime(tmp_path / "run-bbbbbbbbbbbb" / "rank-00000")
+    tier(tmp_path, world)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("run-bbbbbbbbbbbb", "results", f"run-{ID}"),
+    }
+
+
+def test_local_checkpoints_come_between_the_others_at_an_absolute_path():
+    with pytest.raises(ConfigError, match="local_interval=200 must be below"):
+        CheckpointConfig(local=Path("/nvme"), local_interval=200)
+    with pytest.raises(ConfigError, match="expected an absolute path"):
+        CheckpointConfig(local=Path("nvme"))
