@@ -201,6 +201,11 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         unread = input_ids[:, past_key_values.get_seq_length() :]
         return {"input_ids": unread, "past_key_values": past_key_values, "logits_to_keep": 1}
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Return False: `prepare_inputs_for_generation` makes the cache."""
+        return False
+
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Do nothing: each parameter is drawn where it is declared."""
 
