@@ -178,6 +178,8 @@ def _missing_manifest(directory: Path) -> str:
             f"data.path={_location(corpus)} has no {directory.name} split; build the corpus with "
             "validation_fraction above 0 or with validation_input"
         )
+    if (corpus / MANIFEST_NAME).exists():
+        return f"{corpus} is one split of a corpus; name the corpus, {corpus.parent}"
     if not directory.exists():
         return f"{directory} does not exist; build the corpus with `data-pipeline build`"
     splits = sorted(found.parent.name for found in directory.glob(f"*/{MANIFEST_NAME}"))

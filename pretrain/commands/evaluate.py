@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import require_name
-from data_pipeline.sizes import size_of
+from data_pipeline.sizes import parse_size, size_of
 from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.rundir.run_paths import run_path
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     context = parser.add_argument_group("with --context-length")
     for name, value in CONTEXT_DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
-        context.add_argument(flag, type=int, metavar="N", help=f"default {value}")
+        context.add_argument(flag, type=size_of("tokens"), metavar="N", help=f"default {value}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,6 +96,12 @@ def _check(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
         elif not arguments.context_length:
             raise ConfigError(f"--{name.replace('_', '-')} requires --context-length")
+    numbers = [run for run in arguments.runs if parse_size(str(run), "tokens") is not None]
+    if arguments.context_length and (missing := [run for run in numbers if not run.exists()]):
+        raise ConfigError(
+            f"--context-length takes no number, found {missing[0]}; use --context-length "
+            f"--longest-context {missing[0]}"
+        )
     if arguments.context_length and len(memory_lengths) > 1:
         raise ConfigError(
             "--context-length measures with one memory length; give one, and compare two calls"

@@ -19,6 +19,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
+from pretrain.scaling.tune_again import advice_to_add_rates
 from pretrain.terminal.text import counted, fitted_table
 
 PROGRAM = Program(
@@ -89,6 +90,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     check_output_directory("--output", output)
     found, left_out = tuned_rates(sweep, runs)
     print(fitted_table(tuned_table(found)))
-    print("\n".join([*verdicts(found), *left_out]))
+    advice = advice_to_add_rates(sweep, arguments.sweep, found)
+    print("\n".join([*verdicts(found), *advice, *left_out]))
     print(f"report: {write_tune_report(found, runs, output, arguments.title)}")
     return 0

@@ -106,6 +106,7 @@ class Optimum:
     low: float  # from here...
     high: float  # ...to here a rate loses at most TOLERABLE
     doubt: str = ""  # why there is no optimum, or no interval
+    missing_rates: tuple[float, ...] = ()  # without which there is none
 
     @property
     def is_known(self) -> bool:
@@ -152,15 +153,15 @@ def fit_rates(
         )
     best = _lowest_rate(rates_S, loss_S)
     near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
-    doubt = _missing_rates(rates_S, near_S, best)
-    optimum = _NONE if doubt else _optimum(rates_S[near_S], loss_S[near_S], num_draws, seed)
+    doubt, missing = _missing_rates(rates_S, near_S, best)
+    optimum = _optimum(rates_S[near_S], loss_S[near_S], num_draws, seed) if not doubt else _NONE
     return Tuned(
         tokens_per_step=tokens_per_step,
         rates_S=rates_S,
         loss_S=loss_S,
         diverged=diverged,
         near_S=near_S,
-        optimum=replace(optimum, doubt=doubt or optimum.doubt),
+        optimum=replace(optimum, doubt=doubt or optimum.doubt, missing_rates=missing),
     )
 
 
@@ -170,16 +171,20 @@ def _lowest_rate(rates_S: Array, loss_S: Array) -> float:
     return float(min(means, key=means.__getitem__))
 
 
-def _missing_rates(rates_S: Array, near_S: Array, best: float) -> str:
-    """Why the lowest loss cannot be enclosed; empty if there are rates on both sides of it."""
+def _missing_rates(rates_S: Array, near_S: Array, best: float) -> tuple[str, tuple[float, ...]]:
+    """Why the lowest loss cannot be enclosed, and by which rates it could be.
+
+    Empty if there are rates on both sides of it.
+    """
+    lower, higher = best / 2, best * 2
     if best == rates_S.min():
-        return f"{best:g} is the lowest rate tried: add {best / 4:g}"
+        return f"{best:g} is the lowest rate tried: add {lower:g}", (lower,)
     if best == rates_S.max():
-        return f"{best:g} is the highest rate tried: add {best * 4:g}"
+        return f"{best:g} is the highest rate tried: add {higher:g}", (higher,)
     near = rates_S[near_S]
     if near.min() == best or near.max() == best:
-        return f"rates near {best:g} are missing: add {best / 2:g} and {best * 2:g}"
-    return ""
+        return f"rates near {best:g} are missing: add {lower:g} and {higher:g}", (lower, higher)
+    return "", ()
 
 
 def _optimum(rates_S: Array, loss_S: Array, num_draws: int, seed: int) -> Optimum:

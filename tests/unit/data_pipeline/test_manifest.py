@@ -99,6 +99,9 @@ def test_a_truncated_or_missing_manifest_is_an_error_with_advice(tmp_path):
     MANIFEST.write(tmp_path / "train")
     with pytest.raises(DataError, match="holds the splits train; give one of them"):
         read_manifest(tmp_path)
+    expected = f"{tmp_path}/train is one split of a corpus; name the corpus, {tmp_path}"
+    with pytest.raises(DataError, match=f"^{expected}$"):
+        read_manifest(tmp_path / "train" / "validation")
     (tmp_path / MANIFEST_NAME).write_text('{"format": 1, "sha')
     with pytest.raises(DataError, match="is corrupted"):
         read_manifest(tmp_path)

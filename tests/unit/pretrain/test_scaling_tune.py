@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pretrain.reporting.charts import PRINT
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts
+from pretrain.scaling.tune_again import advice_to_add_rates
 from pretrain.scaling.tune_report import loss_by_rate, write_tune_report
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -110,14 +112,37 @@ def test_rates_far_from_the_best_do_not_bend_the_valley():
     ("rates", "losses", "said"),
     [
         ([1e-4, 1e-2, 1.0], [3.2, 3.1, 3.2], "rates near 0.01 are missing: add 0.005 and 0.02"),
-        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "0.001 is the lowest rate tried: add 0.00025"),
-        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "0.004 is the highest rate tried: add 0.016"),
+        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "0.001 is the lowest rate tried: add 0.0005"),
+        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "0.004 is the highest rate tried: add 0.008"),
         ([1e-3, 2e-3, 4e-3], [3.2, 3.1, 3.2], "no interval: three runs determine a parabola"),
     ],
 )
 def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
     (line,) = verdicts([fit_rates(512, rates, losses)])
     assert said in line
+
+
+@pytest.mark.parametrize("flags", [[], ["--seeds", "1", "2", "--name=mine", "optim.steps=400"]])
+def test_the_advised_command_adds_the_rate_and_leaves_the_planned_cells_as_they_are(
+    tmp_path, capsys, monkeypatch, flags
+):
+    monkeypatch.chdir(tmp_path)
+    experiment, file = Path("my run.yaml"), Path("sweeps") / "s.yaml"
+    write_text(experiment, "name: tiny\nmodel: {vocab_size: 300}\ndata: {path: absent}\n")
+    plan = ["scale", "tune", "plan", str(experiment), "--rates", "1e-3", "2e-3", "4e-3"]
+    warmup = "optim.schedule.warmup_steps=7"
+    assert main([*plan, "--steps=200", "--set", warmup, *flags, f"--output={file}"]) == 0
+    sweep = read_sweep(file)
+    found = fit_rates(512, [1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0])
+    (line,) = advice_to_add_rates(sweep, file, [found])
+    _, *command = shlex.split(line.partition(": ")[2])
+    assert command[3] == str(experiment)
+    assert main(command) == 0
+    after = read_sweep(file)
+    assert after.name == sweep.name
+    assert [cell for cell in after.cells if cell.facts["tuned_rate"] != 8e-3] == list(sweep.cells)
+    assert len(after.cells) * 3 == len(sweep.cells) * 4
+    assert not advice_to_add_rates(sweep, file, [fit_rates(512, RATES, losses_at(RATES))])
 
 
 def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
