@@ -40,6 +40,8 @@ _REASONS = {
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
 _FAILED_NODE = re.compile(r"Node failure on (\S+)")
+# srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
+NODE_NAME_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -212,7 +214,14 @@ class JobExit:
         logs = [*sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]]
         logs.append(Path(fields.get("StdOut", "/dev/null")))
         was_warned = signal.SIGUSR1 in self._stop.received
-        return ending_of(fields, self._job.restart, "".join(map(_tail, logs)), was_warned)
+        deadline = time.monotonic() + NODE_NAME_SECONDS
+        while True:
+            log = "".join(map(_tail, logs))
+            ending = ending_of(fields, self._job.restart, log, was_warned)
+            is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
+            if is_named or time.monotonic() > deadline:
+                return ending
+            time.sleep(0.1)
 
     def _end(self, ending: JobEnding, message: str = "") -> None:
         self._is_written = True
