@@ -122,6 +122,11 @@ class ShardCache:
 
     def _reserve(self, info: ShardInfo, seconds: float) -> Path:
         """Make a directory with reserved space to download into; CacheFullError after `seconds`."""
+        if info.size > self.limit:
+            raise CacheFullError(
+                f"{info.path} of {info.size:,} bytes is larger than the cache {self.directory} of "
+                f"{self.limit / GIB:.4g} GiB; raise data.cache.gib, or check the corpus"
+            )
         reserved = path_below(self._incoming, f"{info.sha256}.{info.size}")
         shutil.rmtree(reserved, ignore_errors=True)  # left by a killed process: we hold its lock
         deadline = time.monotonic() + seconds

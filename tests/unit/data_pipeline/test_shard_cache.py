@@ -69,6 +69,12 @@ def processes(count: int, *arguments: object) -> list[subprocess.Popen]:
     ]
 
 
+def test_a_shard_that_says_to_be_larger_than_the_cache_is_refused_at_once(server, shards, tmp_path):
+    store = store_at(server.url, replace(QUICK, timeout=100.0))
+    with pytest.raises(CacheFullError, match=r"of 4,825,210,966 bytes is larger than the cache"):
+        cache_of(tmp_path).open(store, replace(shards[1], size=4_825_210_966))
+
+
 def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path):
     started = processes(2, tmp_path, server.url, corpus.directory)
     caches = [cache_of(tmp_path) for _ in range(3)]
