@@ -49,7 +49,7 @@ def encoding_costs(directory: Path, size: EncodingSize) -> Iterator[Measurement]
     parts = [texts[number :: size.processes] for number in range(size.processes)]
     for number, part in enumerate(parts):
         _write_jsonl(directory / "text" / f"{number}.jsonl", part)
-    _write_jsonl(directory / "little" / "0.jsonl", texts[:1])
+        _write_jsonl(directory / "little" / f"{number}.jsonl", texts[number : number + 1])
     _build_seconds(directory, "little", size)  # starts the process that all others are forked from
     cases = {
         "SentencePiece alone": lambda: _raw_seconds(directory, size),
