@@ -37,13 +37,13 @@ def shuffle_part(
     report: Report = lambda what: None,
 ) -> None:
     """Write stretch `number`, from 1 on, of the shuffled documents of all `parts`, or resume it."""
-    manifests = [read_manifest(part / TRAIN) for part in parts]
-    buckets = _num_buckets(manifests, config.shuffle_bytes)
-    first, end = (each * buckets // len(parts) for each in (number - 1, number))
-    progress = Progress(report, end - first)
     with claimed_output(parts[number - 1] / SHUFFLED) as output:
-        if is_finished(output):
+        if is_finished(output):  # before the manifests of all parts are read: merging asks each
             return
+        manifests = [read_manifest(part / TRAIN) for part in parts]
+        buckets = _num_buckets(manifests, config.shuffle_bytes)
+        first, end = (each * buckets // len(parts) for each in (number - 1, number))
+        progress = Progress(report, end - first)
         settings = {name: getattr(config, name) for name in SETTINGS}
         work = {"runs": [each.hash for each in manifests], "buckets": [first, end]}
         journal = BuildJournal(output, {"settings": settings, **work}, modified=0)

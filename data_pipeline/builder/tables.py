@@ -108,8 +108,9 @@ def _records_of(
     has_ids = config.id_field in batch.schema.names
     ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
     name = config.tokens_field or config.text_field
-    column = _valid(batch.column(name))
+    column = batch.column(name)
     if config.tokens_field:
+        column = _valid(column)
         for number, value in enumerate(ids, row + 1):
             location = f"{source.name}:{number}"
             tokens = _tokens(column, number - row - 1, source, config)

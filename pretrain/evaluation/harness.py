@@ -6,6 +6,7 @@ lm-eval is an extra; it is imported when tasks run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -69,8 +70,12 @@ def _harness(tasks: Sequence[str]) -> tuple[Any, Any]:
             f"tasks need lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
         ) from None
     files = [task for task in tasks if task.endswith(YAML_SUFFIXES)]
-    # The index of lm-eval's own tasks takes seconds.
-    return simple_evaluate, TaskManager(include_defaults=len(files) < len(tasks))
+    return simple_evaluate, _manager(TaskManager, include_defaults=len(files) < len(tasks))
+
+
+@functools.cache  # the index of lm-eval's own tasks takes seconds, in every evaluation of a run
+def _manager(kind: Any, include_defaults: bool) -> Any:
+    return kind(include_defaults=include_defaults)
 
 
 @contextlib.contextmanager
