@@ -14,6 +14,7 @@ from data_pipeline.setting_pages import as_overrides
 from launcher.commands.tables import RunsTable, plain_table
 from launcher.sweep_cells import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
+from pretrain.terminal.text import column_groups
 
 GAP = 2  # between columns
 
@@ -46,20 +47,11 @@ class ResultsTable:
         cells = [cell.state.results.cells for cell in self.cells]
         longest = max(len(printable(cell.cell.name)) for cell in self.cells)
         room = options.max_width - min(longest, options.max_width // 4)
-        groups: list[list[str]] = [[]]
-        left = room
-        for head in HEADS:
-            values = [each[head] for each in cells]
-            needed = max(map(len, [head, *values])) + GAP
-            if needed > left and groups[-1]:
-                groups.append([])
-                left = room
-            groups[-1].append(head)
-            left -= needed
-        for number, heads in enumerate(groups):
+        widths = [max(map(len, [head, *(each[head] for each in cells)])) + GAP for head in HEADS]
+        for number, group in enumerate(column_groups(widths, room)):
             if number:
                 yield ""
-            yield self._table(heads)
+            yield self._table([HEADS[index] for index in group])
 
     def _table(self, heads: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -68,16 +68,26 @@ def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str
     """
     width = terminal_width() if width is None else width
     first, *others = _widths(rows)
-    groups: list[list[int]] = [[]]
-    room = width - first
-    for index, needed in enumerate(others, start=1):
-        if width and groups[-1] and needed + 2 > room:
-            groups.append([])
-            room = width - first
-        groups[-1].append(index)
-        room -= needed + 2
-    tables = ([[row[0], *(row[index] for index in group)] for row in rows] for group in groups)
+    room = width - first if width else math.inf
+    groups = column_groups([needed + 2 for needed in others], room)
+    tables = ([[row[0], *(row[1 + index] for index in group)] for row in rows] for group in groups)
     return "\n\n".join(map(text_table, tables))
+
+
+def column_groups(widths: Sequence[int], room: float) -> list[list[int]]:
+    """Divide columns, in their order, into groups that fit into `room`, each with one or more.
+
+    A column that does not fit is a group of its own.
+    """
+    groups: list[list[int]] = [[]]
+    left = room
+    for index, width in enumerate(widths):
+        if width > left and groups[-1]:
+            groups.append([])
+            left = room
+        groups[-1].append(index)
+        left -= width
+    return groups
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
