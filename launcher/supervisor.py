@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Protocol
 
 from data_pipeline.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -26,7 +26,6 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.directory import step_directory, steps_on_disk
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction
 from pretrain.rundir.run_dir import RunDir
@@ -88,12 +87,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -252,6 +246,4 @@ def _status_of(action: NextAction, run_dir: RunDir, job: str | None) -> int:
 
 def _has_checkpoint(run_dir: RunDir) -> bool:
     """Whether a start would resume from a checkpoint, which may be of step 0."""
-    root = run_dir.checkpoints
-    directories = (step_directory(root, step) for step in steps_on_disk(root))
-    return any(map(marker.counts, directories))
+    return bool(marker.steps_that_count(run_dir.checkpoints))

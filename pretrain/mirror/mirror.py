@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 
 from data_pipeline.corpora.writable_store import WritableStore
 from pretrain.checkpoint import directory as files
@@ -87,12 +86,7 @@ class Mirror:
     def __enter__(self) -> Mirror:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._task is not None:
             self._task.cancel()
         if self._scratch is not None:
