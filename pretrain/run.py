@@ -160,8 +160,12 @@ def _start(
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
     local = LocalTier(process.config, run_dir.identity.id, world, attempt, standing)
     found = find_resume_point(
-        *(run_dir.checkpoints, world, run_dir.identity.id),
-        *(before, run_dir.patience, local.find if reads_local else None),
+        run_dir.checkpoints,
+        world,
+        run_dir.identity.id,
+        before,
+        run_dir.patience,
+        nearer=local.find if reads_local else None,
     )
     if before is not None and found is None:
         raise CheckpointError(
@@ -247,8 +251,16 @@ def _train_from(
         monitor = SpikeMonitor(config, run_dir, world, state)
         evaluate = _evaluator(process, config, engine, state)
         parts = Parts(
-            *(config, engine, state, prefetcher, checkpointer, metrics, monitor, evaluate),
-            *(mirror, local),
+            config,
+            engine,
+            state,
+            prefetcher,
+            checkpointer,
+            metrics,
+            monitor,
+            evaluate,
+            mirror,
+            local,
         )
         try:
             ending = train(parts, process)
