@@ -30,6 +30,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex
 from pretrain.optim.layer_norms import LayerMeter
 from pretrain.optim.optimizers import build_optimizer, must_skip
+from pretrain.optim.parameter_groups import set_learning_rate
 from pretrain.terminal.log import adopt_logger
 
 
@@ -99,8 +100,7 @@ class DeepSpeedEngine:
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         assert self._slots_done == self._accumulation_steps, "step() before every slot has run"
         self._slots_done = 0
-        for group in self._fragments.base_optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._fragments.base_optimizer.param_groups, learning_rate)
         if is_unwrapped(self._run):
             self._own_norm = clip_gradients(self.module, self._run.optim)
         self._meter.start_step(measure_layers)

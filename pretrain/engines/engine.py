@@ -24,6 +24,7 @@ from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments, fr
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
 from pretrain.optim.optimizers import build_optimizer, must_skip
+from pretrain.optim.parameter_groups import set_learning_rate
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
@@ -216,8 +217,7 @@ class TorchEngine:
         self._average_gradients()
         grad_norm = clip_gradients(self._master, self._run.optim)
         skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer.param_groups, learning_rate)
         self._meter.start_step(measure_layers)
         if not skipped:
             self._optimizer.step()

@@ -1,4 +1,4 @@
-"""AdamW and LAMB over fragments of parameters, and the parameters that decay.
+"""AdamW and LAMB over fragments of parameters.
 
 Both optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`,
 set after construction, tells them which parameter is where.
@@ -22,6 +22,7 @@ from pretrain.config.optim import OptimConfig
 from pretrain.distributed.world import sum_over_ranks
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments
 from pretrain.optim.layer_norms import LayerMeter, layer_of
+from pretrain.optim.parameter_groups import parameter_groups
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lamb:
@@ -36,25 +37,6 @@ def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lam
             return Lamb(groups, optim.betas, optim.epsilon)
         case _:
             assert_never(optim.name)
-
-
-def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the parameters in one group with and one without weight decay (see `decays`)."""
-    decayed, kept = [], []
-    for name, parameter in module.named_parameters():
-        # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decayed if decays(name, len(shape)) else kept).append(parameter)
-    groups = [
-        {"params": decayed, "decays": True, "weight_decay": optim.weight_decay},
-        {"params": kept, "decays": False, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def decays(name: str, num_axes: int) -> bool:
-    """Whether a parameter decays: matrices do, except u, v and T5's table (`...bias` by name)."""
-    return num_axes >= 2 and "bias" not in name and "norm" not in name
 
 
 def must_skip(grad_norm: Tensor | float, skip_grad_norm: float) -> bool:

@@ -21,7 +21,8 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_moments, fragment_of
-from pretrain.optim.optimizers import Lamb, decays
+from pretrain.optim.optimizers import Lamb
+from pretrain.optim.parameter_groups import decays, role_of
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -148,7 +149,7 @@ def test_each_matrix_moves_by_the_learning_rate_times_its_norm(run: RunConfig) -
     engine.step(RATE)
     for name, after in engine.module.named_parameters():
         moved = (after.detach() - before[name]).norm()
-        if decays(name, after.ndim):
+        if decays(role_of(name)):
             torch.testing.assert_close(moved, RATE * before[name].norm(), rtol=1e-4, atol=0)
         else:
             assert 0 < moved <= RATE * math.sqrt(after.numel()) * 1.0001

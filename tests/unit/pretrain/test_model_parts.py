@@ -25,7 +25,7 @@ from pretrain.model.positions import (
     t5_buckets_of,
 )
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import parameter_groups
+from pretrain.optim.parameter_groups import parameter_groups
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
 
 COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}
