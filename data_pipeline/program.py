@@ -91,7 +91,7 @@ class Program:
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
         parser.hints = getattr(module, "HINTS", parser.hints)
-        rest = parser.with_output(rest)
+        rest = parser.with_overrides_first(parser.with_output(rest))
         parser.words = rest
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
@@ -115,6 +115,17 @@ class _Parser(argparse.ArgumentParser):
         if "--output" not in self._option_string_actions:
             return list(arguments)
         return [re.sub(r"^--out(?==|$)", "--output", each) for each in arguments]
+
+    def with_overrides_first(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments with overrides that follow a flag's several numbers moved before them."""
+        if not any(isinstance(action, _Overrides) for action in self._actions):
+            return list(arguments)
+        moved, kept, flag = [], [], None
+        for word in arguments:
+            flag = self._option_string_actions.get(word, None if word.startswith("--") else flag)
+            takes_numbers = flag is not None and flag.nargs == "+" and flag.type is not None
+            (moved if takes_numbers and _OVERRIDE.match(word) else kept).append(word)
+        return moved + kept
 
     def error(self, message: str) -> NoReturn:
         _, _, rest = message.partition(_UNKNOWN)

@@ -203,6 +203,10 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
         ("name: -007\n", "starts with 0: write -7, or '-007' for a text"),
         ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer, such as 1000"),
         ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: found '1:30.5', expected a valid number"),
+        (
+            "name: x\ninner: {sizes: 3}\n",
+            "inner.sizes: found 3, expected a list, such as [3]",
+        ),
         ("name: x\ncount: 1\0\n", "a.yaml:2:9: not valid YAML: unacceptable character #x0000"),
         ("", "a.yaml is empty, expected settings as 'name: value' lines"),
         ("# name: x\n", "a.yaml is empty, expected settings as 'name: value' lines"),

@@ -168,13 +168,13 @@ model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 30, learning_rate: 8e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
 engine: {{kind: torch, threads: 1}}
-evaluation: {{interval: 0, max_tokens: 200}}
+evaluation: {{interval: 0}}
 metrics: {{tensorboard: false}}
 """,
     )
     rates = ["2e-2", "8e-2", "3.2e-1"]
-    plan = ["scale", "tune", "plan", str(experiment), "--rates", *rates, "--out", str(sweep)]
-    assert main(plan) == 0
+    plan = ["scale", "tune", "plan", str(experiment), "--rates", *rates]
+    assert main([*plan, "evaluation.max_tokens=200", "--out", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
     write_text(experiment, experiment.read_text().replace("learning_rate: 8e-2, ", ""))
     for cell in cells:
