@@ -77,6 +77,8 @@ class Program:
         if name not in self.commands:
             hint = did_you_mean(name, list(self.commands))
             hint = f"; use '{self.meant[name]}'" if name in self.meant else hint
+            if "/" in name:  # the RUN or file that a command is followed by
+                hint = f"; one of {', '.join(sorted(self.commands))} comes before {name}"
             raise UserError(f"unknown command '{self.name} {name}'{hint}")
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")

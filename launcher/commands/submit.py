@@ -31,7 +31,10 @@ from pretrain.rundir.run_dir import RunDir
 
 HINTS = {
     "--gpus": "use --nodes; gpus_per_node is a setting of the cluster file",
-    "--ranks": "use --nodes; ranks_per_node is a setting of the cluster file",
+    **dict.fromkeys(
+        ("--ranks", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"),
+        "use --nodes; ranks_per_node is a setting of the cluster file",
+    ),
     **dict.fromkeys(
         ("--partition", "--account", "--time"), "that is a setting of the cluster file"
     ),

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 
 from data_pipeline.commands import settings
+from data_pipeline.errors import ConfigError
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 
 add_arguments = settings.add_arguments
 
+# What an experiment does not say, because the same run may continue on other machines.
+MACHINES = ("gpus", "nodes", "ranks", "world_size", "cluster", "partition", "slurm", "num_gpus")
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings of an experiment file."""
+    if arguments.prefix in MACHINES:
+        raise ConfigError(
+            f"{arguments.prefix}: not part of an experiment; use --ranks of launcher local, "
+            "--nodes of launcher submit, or a cluster file: see 'launcher settings'"
+        )
     return settings.show(RunConfig, arguments.prefix, resume_rule)
 
 

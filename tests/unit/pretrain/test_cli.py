@@ -61,6 +61,9 @@ def test_a_command_with_actions_takes_its_arguments(capsys):
         ("launcher", "local x.yaml --gpus 2", "use --ranks"),
         ("launcher", "local x.yaml --resume", "the same command resumes the run"),
         ("launcher", "submit x.yaml --gpus 8", "use --nodes"),
+        ("launcher", "submit x.yaml --nproc 2", "use --nodes"),
+        ("pretrain", "settings gpus", "use --ranks of launcher local"),
+        ("pretrain", "checkpoint runs/x", "one of fetch, list, prune, verify comes before runs/x"),
         ("data-pipeline", "tokenize x", "use 'data-pipeline build CONFIG --input PATH"),
     ],
 )
