@@ -173,8 +173,8 @@ class DeepSpeedEngine:
                 start = 0 if self._stage == 3 else fragment.start
                 weight = fragment.values["weight"]
                 weight.copy_(initial[fragment.name].view(-1)[start : start + weight.numel()])
-            fragment.values["exp_avg"].zero_()
-            fragment.values["exp_avg_sq"].zero_()
+            for kind in fragment.values.keys() - {"weight"}:
+                fragment.values[kind].zero_()
         self.after_load(step_count=0)
 
 

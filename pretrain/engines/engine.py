@@ -20,11 +20,11 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments, fragment_of
+from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
 from pretrain.optim.optimizers import build_optimizer, must_skip
-from pretrain.optim.parameter_groups import set_learning_rate
+from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
 
 Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
@@ -191,7 +191,7 @@ class TorchEngine:
         if precision_traits(run.engine.number_format).is_half:
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim)
-        self._create_moments()
+        self._create_state()
         names = [name for name, _ in self._master.named_parameters()]
         self._optimizer.index = FragmentIndex(self.fragments(), names, is_sharded=False)
         self._meter = self._optimizer.meter = LayerMeter(names)
@@ -255,9 +255,10 @@ class TorchEngine:
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad = sum_over_ranks(parameter.grad) / divisor
 
-    def _create_moments(self) -> None:
-        for parameter in self._master.parameters():
-            create_moments(self._optimizer.state[parameter], parameter)
+    def _create_state(self) -> None:
+        kinds = state_of_parameters(self._optimizer.param_groups)
+        for name, parameter in self._master.named_parameters():
+            create_state(self._optimizer.state[parameter], parameter, kinds[name])
 
     def _copy_master_to_module(self) -> None:
         with torch.no_grad():

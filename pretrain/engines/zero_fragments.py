@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from pretrain.distributed.world import World
 from pretrain.engines.engine import replicated_fragment
-from pretrain.optim.fragments import Fragment, create_moments, fragment_of
+from pretrain.optim.fragments import Fragment, create_state, fragment_of
+from pretrain.optim.parameter_groups import state_of_parameters
 
 
 class ZeroFragments:
@@ -43,9 +44,19 @@ class ZeroFragments:
         return getattr(self._optimizer, "optimizer", self._optimizer)
 
     def __iter__(self) -> Iterator[Fragment]:
-        if self._stage == 3:
-            return self._of_stage_3()
-        return self._of_stages_1_and_2() if self._stage > 0 else self._of_stage_0()
+        kinds = state_of_parameters(self.base_optimizer.param_groups)
+        for master, weights in self._masters():
+            state: dict[str, Tensor] = self.base_optimizer.state[master]
+            # All parameters in a master are of one group.
+            create_state(state, master.data, kinds[self._names[id(weights[0])]])
+            yield from self._in_master(master, weights, state)
+
+    def names_in_masters(self) -> dict[Tensor, list[str]]:
+        """Return the names of the parameters in each master, the same on every rank."""
+        return {
+            master: [self._names[id(weight)] for weight in weights]
+            for master, weights in self._masters()
+        }
 
     def write_weights(self) -> None:
         """Round the masters into the weights that the model computes with. A collective."""
@@ -58,17 +69,32 @@ class ZeroFragments:
                 if weight is not master:
                     weight.data.copy_(master.data)
 
-    def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.base_optimizer.state[master]
-        create_moments(state, master.data)
-        return state
+    def _masters(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield each master, and the weights of which this rank's elements are in it."""
+        wrapper = self._optimizer
+        if self._stage == 0:
+            yield from ((master, [weight]) for weight, master in self._weights_and_masters())
+        elif self._stage == 3:
+            masters = wrapper.fp32_partitioned_groups_flat
+            yield from zip(masters, wrapper.fp16_groups, strict=True)
+        else:
+            groups = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
+            masters = getattr(wrapper, "single_partition_of_fp32_groups", None)
+            masters = wrapper.fp32_groups_flat_partition if masters is None else masters
+            yield from zip(masters, groups, strict=True)
 
-    def _of_stage_0(self) -> Iterator[Fragment]:
-        for weight, master in self._weights_and_masters():
-            moments = self._moments(master)
-            yield replicated_fragment(self._names[id(weight)], master, moments, self._world)
+    def _in_master(
+        self, master: Tensor, weights: list[Tensor], state: dict[str, Tensor]
+    ) -> Iterator[Fragment]:
+        if self._stage == 0:
+            yield replicated_fragment(self._names[id(weights[0])], master, state, self._world)
+        elif self._stage == 3:
+            yield from self._in_master_of_stage_3(master, weights, state)
+        else:
+            yield from self._in_master_of_stages_1_and_2(master, weights, state)
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, of stage 0, each weight with its master."""
         if self._optimizer is self.base_optimizer:  # fp32: a parameter is its own master
             yield from ((parameter, parameter) for parameter in self._module.parameters())
             return
@@ -76,49 +102,42 @@ class ZeroFragments:
         for weights, masters in groups:
             yield from zip(weights, masters, strict=True)
 
-    def _of_stages_1_and_2(self) -> Iterator[Fragment]:
+    def _in_master_of_stages_1_and_2(
+        self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
+    ) -> Iterator[Fragment]:
         """Parameters of a group are concatenated, padded and cut into one slice per rank.
 
         So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed
         notes on each weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where
         in this rank's master (`get_hp_fragment_address()`).
         """
-        wrapper = self._optimizer
-        groups = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
-        masters = getattr(wrapper, "single_partition_of_fp32_groups", None)
-        masters = wrapper.fp32_groups_flat_partition if masters is None else masters
-        for weights, master in zip(groups, masters, strict=True):
-            moments = self._moments(master)
-            for weight in weights:
-                mapping = weight._hp_mapping
-                if mapping is None:  # all its elements are on other ranks
-                    continue
-                in_master = mapping.get_hp_fragment_address()
-                start = mapping.lp_fragment_address.start
-                name = self._names[id(weight)]
-                yield fragment_of(name, start, master, moments, in_master.start, in_master.numel)
+        for weight in weights:
+            mapping = weight._hp_mapping
+            if mapping is None:  # all its elements are on other ranks
+                continue
+            in_master = mapping.get_hp_fragment_address()
+            start = mapping.lp_fragment_address.start
+            name = self._names[id(weight)]
+            yield fragment_of(name, start, master, state, in_master.start, in_master.numel)
 
-    def _of_stage_3(self) -> Iterator[Fragment]:
+    def _in_master_of_stage_3(
+        self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
+    ) -> Iterator[Fragment]:
         """Each parameter is padded and cut into one slice per rank.
 
         A master concatenates a rank's slices of the parameters of a group.
         The last ranks' slices can end in padding, or be all padding. Padding belongs to no
         fragment, so that what is saved does not depend on the world size.
         """
-        groups = zip(
-            self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
-        )
-        for weights, master in groups:
-            moments = self._moments(master)
-            offset = 0
-            for weight in weights:
-                length = weight.partition_numel()
-                start = self._world.rank * length
-                count = max(0, min(length, weight.ds_numel - start))
-                if count:
-                    name = self._names[id(weight)]
-                    yield fragment_of(name, start, master, moments, offset, count)
-                offset += length
+        offset = 0
+        for weight in weights:
+            length = weight.partition_numel()
+            start = self._world.rank * length
+            count = max(0, min(length, weight.ds_numel - start))
+            if count:
+                name = self._names[id(weight)]
+                yield fragment_of(name, start, master, state, offset, count)
+            offset += length
 
     def _write_weights_of_stage_3(self) -> None:
         """Round each master into its group's flat vector; the parameters become views of that."""

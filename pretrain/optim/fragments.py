@@ -12,15 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pretrain.optim.parameter_groups import ADAM_STATE
+
 
 @dataclass(frozen=True)
 class Fragment:
     """The elements [start, start + n) of one flattened parameter, as this rank holds them.
 
-    `values` are 1-D views into the live fp32 state (`weight`, `exp_avg`, `exp_avg_sq`): writing to
-    them changes the engine. `replicated`: every rank holds these elements. `owned` is False where
-    another rank writes them to the checkpoint. `master` is the tensor that the optimizer updates;
-    the fragment's elements start at `offset` in it.
+    `values` are 1-D views into the live fp32 state (`weight`, and the optimizer's, such as
+    `exp_avg` and `exp_avg_sq`): writing to them changes the engine. `replicated`: every rank holds
+    these elements. `owned` is False where another rank writes them to the checkpoint. `master` is
+    the tensor that the optimizer updates; the fragment's elements start at `offset` in it.
 
     Under ZeRO, with two ranks, and a master that is this rank's half of a flat vector:
 
@@ -43,12 +45,14 @@ class Fragment:
         return self.master.grad.reshape(-1).narrow(0, self.offset, self.values["weight"].numel())
 
 
-def create_moments(state: dict[str, Tensor], master: Tensor) -> None:
-    """Create Adam's state before the first step, so that a checkpoint can be read into it."""
-    if "exp_avg" not in state:
+def create_state(
+    state: dict[str, Tensor], master: Tensor, kinds: Sequence[str] = ADAM_STATE
+) -> None:
+    """Create the optimizer's state before its first step, for a checkpoint to be read into."""
+    if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-        state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        for kind in kinds:
+            state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format)
 
 
 def fragment_of(
@@ -62,7 +66,7 @@ def fragment_of(
     replicated: bool = False,
 ) -> Fragment:
     """Return `count` elements at `offset` of the master and `start` of the parameter."""
-    whole = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    whole = {"weight": master.data, **{kind: state[kind] for kind in state if kind != "step"}}
     values = {kind: value.view(-1).narrow(0, offset, count) for kind, value in whole.items()}
     return Fragment(name, start, values, owned, master, offset, replicated)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.optim import OptimConfig
 from pretrain.distributed.world import sum_over_ranks
-from pretrain.optim.fragments import Fragment, FragmentIndex, create_moments
+from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
 from pretrain.optim.layer_norms import LayerMeter, layer_of
 from pretrain.optim.parameter_groups import parameter_groups
 
@@ -145,7 +145,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _update_moments(self, group: dict[str, Any], masters: Sequence[Tensor]) -> None:
         for master in masters:
-            create_moments(self.state[master], master)
+            create_state(self.state[master], master)
             self.state[master]["step"] += 1
         exp_avgs, exp_avg_sqs = (
             [self.state[master][key] for master in masters] for key in ("exp_avg", "exp_avg_sq")

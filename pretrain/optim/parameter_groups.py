@@ -12,14 +12,16 @@ from torch import nn
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.optim import OptimConfig
 
-Role = Literal["matrix", "table", "vector", "output_bias"]
+Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
 
 _ROLES: dict[Role, str] = {
     # From hidden channels to hidden channels: both sides grow with the model's width.
     "matrix": r"layers\.\d+\.attention\.(query|key_value|position|output)_weight"
     r"|layers\.\d+\.feed_forward\.(inner|gate|output)_weight"
-    r"|compressions\.\d+\.weight"
-    r"|(embedding|(embedding|head)\.bins\.\d+)\.projection",
+    r"|compressions\.\d+\.weight",
+    # Between the width of an embedding and the model's.
+    "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
     # A row of channels for each token, or for each cluster of tokens.
     "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight",
     # Gains, biases, u and v, T5's table of distances.
@@ -44,7 +46,7 @@ def role_of(name: str) -> Role:
 def decays(role: Role) -> bool:
     """Whether weight decay acts on such parameters."""
     match role:
-        case "matrix" | "table":
+        case "matrix" | "projection" | "table":
             return True
         case "vector" | "output_bias":
             return False
@@ -58,6 +60,8 @@ class GroupRule:
 
     decays: bool
     weight_decay: float
+    rate_factor: float = 1.0  # of the schedule's learning rate
+    state: tuple[str, ...] = ADAM_STATE  # kinds of tensors of the parameters' sizes
 
 
 def rule_of(role: Role, optim: OptimConfig) -> GroupRule:
@@ -66,15 +70,22 @@ def rule_of(role: Role, optim: OptimConfig) -> GroupRule:
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the parameters in one group for each rule that some of them have."""
+    """Return one group for each rule, with the parameters it holds for and their names."""
     groups: dict[GroupRule, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         rule = rule_of(role_of(name), optim)
-        groups.setdefault(rule, {**vars(rule), "params": []})["params"].append(parameter)
+        group = groups.setdefault(rule, {**vars(rule), "params": [], "names": []})
+        group["params"].append(parameter)
+        group["names"].append(name)
     return list(groups.values())
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
     """Set the rate of the next update in the optimizer's groups."""
     for group in groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["rate_factor"]
+
+
+def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of the optimizer's state by the name of the parameter."""
+    return {name: group["state"] for group in groups for name in group["names"]}

@@ -20,7 +20,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.optim.fragments import FragmentIndex, create_moments, fragment_of
+from pretrain.optim.fragments import FragmentIndex, create_state, fragment_of
 from pretrain.optim.optimizers import Lamb
 from pretrain.optim.parameter_groups import decays, role_of
 from pretrain.run import build_engine
@@ -118,7 +118,7 @@ def optimizer_of(
     fragments = []
     for master, names in masters.values():
         offset = 0
-        create_moments(optimizer.state[master], master)
+        create_state(optimizer.state[master], master)
         for name in names:
             fragments.append(
                 fragment_of(name, 0, master, optimizer.state[master], offset, weights[name].numel())
