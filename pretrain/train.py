@@ -83,11 +83,13 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         batch = next(parts.batches)
         metrics.add_batch(batch)
         memories_before = list(state.memories)
-        for slot, part in enumerate(batch.split(len(state.memories))):
-            memory = offload.fetch(slot, state.memories[slot])
-            loss, memory = engine.forward_backward(part, memory, state.step)
-            state.memories[slot] = offload.store(slot, memory)
-            metrics.add_loss(loss)
+        *slots, last = enumerate(batch.split(len(state.memories)))
+        for slot, part in slots:
+            _forward_backward(parts, offload, slot, part)
+        # An exchange among thousands of ranks takes longer than an update, so it runs behind a
+        # micro-batch. A signal that comes later is for the next step.
+        agreed = process.stop.ask(partial(_flags, parts))
+        _forward_backward(parts, offload, *last)
 
         # Update the weights. A save may still be copying those that the update changes.
         with metrics.saving():
@@ -105,11 +107,7 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
-        stopping, save_failed, saves_again, *uploads = process.stop.requested_and(
-            checkpointer.has_failed,
-            checkpointer.is_to_try_again,
-            *parts.mirror.flags(checkpointer.published_step),
-        )
+        stopping, save_failed, saves_again, *uploads = agreed()
         parts.mirror.agree(uploads, checkpointer.last_step)
         if save_failed:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
@@ -139,6 +137,20 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             return ending
         process.heartbeat.beat(state.step, "train")
     return Ending.FINISHED if _complete_evaluation(parts, process) else Ending.STOPPED
+
+
+def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: SegmentBatch) -> None:
+    memories = parts.state.memories
+    memory = offload.fetch(slot, memories[slot])
+    loss, memory = parts.engine.forward_backward(part, memory, parts.state.step)
+    memories[slot] = offload.store(slot, memory)
+    parts.metrics.add_loss(loss)
+
+
+def _flags(parts: Parts) -> list[bool]:
+    """What ranks agree on beside a stop: of saves, and of the mirror."""
+    saves, mirror = parts.checkpointer, parts.mirror
+    return [saves.has_failed, saves.is_to_try_again, *mirror.flags(saves.published_step)]
 
 
 def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:

@@ -79,7 +79,7 @@ account: ""
 {kind}
 cpus_per_rank: {max(1, cores // ranks)}
 time_limit: "{limit}"  # of one job; the run continues in the next one
-signal_seconds: {signal}  # before the limit: one step and one checkpoint have to fit
+signal_seconds: {signal}  # before the limit: two steps and a checkpoint have to fit
 options: {{}}  # other options of sbatch, such as mem: "0" or constraint: nvlink
 modules: []
 setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'

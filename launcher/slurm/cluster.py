@@ -69,7 +69,7 @@ class ClusterConfig(NodeConfig):
     time_limit: str = "24:00:00"
     """Limit of one job, as Slurm writes it; the run continues in the next job."""
     signal_seconds: int = setting(180, Range(1, 1_000_000), unit="seconds")
-    """Warning before the time limit: one step and one checkpoint have to fit."""
+    """Warning before the time limit: two steps and a checkpoint have to fit."""
     options: dict[str, str | None] = field(default_factory=dict)
     """Other options of sbatch, such as 'mem: "0"', 'constraint: nvlink' or 'exclusive:'."""
     modules: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -156,11 +156,25 @@ def any_rank(flag: bool) -> bool:
 
 def on_any_rank(flags: Sequence[bool]) -> list[bool]:
     """Return `any_rank` of several flags, in one collective."""
+    return start_on_any_rank(lambda: flags)()
+
+
+def start_on_any_rank(flags: Callable[[], Sequence[bool]]) -> Callable[[], list[bool]]:
+    """Start `on_any_rank` behind what the ranks compute meanwhile; the result waits for its answer.
+
+    With more ranks than one, `flags` are those of now; one rank is asked when it wants the answer.
+    """
     if dist.get_world_size() == 1:
-        return list(flags)
-    values = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values.bool().tolist()
+        return lambda: list(flags())
+    values = torch.tensor(flags(), dtype=torch.int32)
+    exchange = dist.all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
+
+    def answer() -> list[bool]:
+        assert exchange is not None
+        exchange.wait()
+        return values.bool().tolist()
+
+    return answer
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

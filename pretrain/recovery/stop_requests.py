@@ -4,9 +4,10 @@ two batches of an evaluation."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from types import FrameType
 
-from pretrain.distributed.world import any_rank, on_any_rank
+from pretrain.distributed.world import any_rank, start_on_any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
@@ -34,9 +35,10 @@ class StopRequest:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
         return any_rank(self._requested)
 
-    def requested_and(self, *flags: bool) -> list[bool]:
-        """Whether any rank was asked to stop, and which flags any passed: in one exchange."""
-        return on_any_rank([self._requested, *flags])
+    def ask(self, flags: Callable[[], Sequence[bool]]) -> Callable[[], list[bool]]:
+        """Start to ask whether any rank was asked to stop, and which flags any has: in one
+        exchange, as `start_on_any_rank`."""
+        return start_on_any_rank(lambda: [self._requested, *flags()])
 
     def raise_if_requested(self) -> None:
         """Raise StopRequested, on every rank, if any was asked to stop. A collective."""
