@@ -22,6 +22,7 @@ from data_pipeline.errors import (
     UserError,
 )
 from data_pipeline.typed_json import from_json, to_json
+from pretrain.distributed.descriptors import prepare_descriptors
 from pretrain.distributed.rendezvous import (
     collective_timeout,
     meeting_store,
@@ -123,6 +124,7 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return world
+    prepare_descriptors(world.rank, world.world_size)
     timeout = collective_timeout(watchdog_timeout_seconds)
     set_default_timeout(timeout)
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
