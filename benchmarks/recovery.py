@@ -30,7 +30,8 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RecoveryConfig, RunConfig
 from pretrain.demo.texts import standard_library, write_jsonl
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import Engine, Memory
+from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.spike_detector import Spike, SpikeDetector
 from pretrain.run import build_engine

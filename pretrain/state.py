@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from data_pipeline.lanes.lane_stream import LaneCursor, SegmentBatch
-from pretrain.engines.engine import Memory
-from pretrain.model.memory import after_forgotten_segment
+from pretrain.model.lane_state import LaneState, Memory
 
 
 @dataclass
@@ -34,9 +33,11 @@ class TrainState:
         self.cursor = batch.cursor
 
 
-def memories_without(batch: SegmentBatch, before: Sequence[Memory | None]) -> list[Memory | None]:
+def memories_without(
+    lane_state: LaneState, batch: SegmentBatch, before: Sequence[Memory | None]
+) -> list[Memory | None]:
     """The slots' memories `before` the batch, knowing which documents started in it."""
     return [
-        after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
+        lane_state.after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
         for memory, slot in zip(before, batch.split(len(before)), strict=True)
     ]

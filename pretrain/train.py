@@ -18,6 +18,7 @@ from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.mirror.mirror import Mirror
+from pretrain.model.lane_state import LaneState
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.loss_spikes import SpikeMonitor
@@ -102,7 +103,7 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             # What a harmful segment left in memory would spoil all later steps. An overflow is only
             # the gradients' business: the loss scale was too large, but the forward pass was sound.
             offload.wait()
-            state.memories = memories_without(batch, memories_before)
+            state.memories = memories_without(LaneState(config.model), batch, memories_before)
         state.advance(batch, config.tokens_per_step)
         metrics.end_step(state, result, learning_rate)
 

@@ -28,10 +28,11 @@ from torch import Tensor
 
 from data_pipeline.errors import UserError, os_error_text, remedy_of
 from data_pipeline.files import write_json
-from pretrain.checkpoint.directory import rank_file
+from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
 # After all ranks have written: how long their files may take to become visible to rank 0 (network
@@ -82,7 +83,7 @@ class RankFile:
     layout: Layout
 
 
-def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
+def files_of_rank(engine: Engine, state: TrainState, lane_state: LaneState) -> list[RankFile]:
     """Return what this rank saves: fragments, memories in lane order, random-number state."""
     fragments: Pieces = {
         f"{fragment.name}|{fragment.start}|{kind}": [value]
@@ -90,19 +91,20 @@ def files_of_rank(engine: Engine, state: TrainState) -> list[RankFile]:
         if fragment.owned
         for kind, value in fragment.values.items()
     }
-    return files_of(fragments, state, engine.world.rank)
+    return files_of(fragments, state, lane_state, engine.world.rank)
 
 
-def files_of(fragments: Pieces, state: TrainState, rank: int) -> list[RankFile]:
+def files_of(
+    fragments: Pieces, state: TrainState, lane_state: LaneState, rank: int
+) -> list[RankFile]:
     """Return the files of `rank` that hold these fragments and the state."""
     memories = [memory for memory in state.memories if memory is not None]
-    levels = {
-        f"memory.{level:03d}": slots for level, slots in enumerate(zip(*memories, strict=True))
-    }
+    parts = [lane_state.named(memory) for memory in memories]
+    slots = {MEMORY + name: [part[name] for part in parts] for name in (parts[0] if parts else ())}
     random = {"random.cpu": [torch.get_rng_state()]}
     if torch.cuda.is_available():
         random["random.cuda"] = [torch.cuda.get_rng_state()]
-    named: dict[str, Pieces] = {"engine": fragments, "state": {**levels, **random}}
+    named: dict[str, Pieces] = {"engine": fragments, "state": {**slots, **random}}
     return [
         RankFile(rank_file(kind, rank), tensors, layout_of(tensors))
         for kind, tensors in named.items()

@@ -35,7 +35,6 @@ from pretrain.checkpoint.elastic_reader import (
     restore_random_state,
 )
 from pretrain.checkpoint.replicas import require_equal_replicas
-from pretrain.config.model import ModelConfig
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import (
@@ -45,8 +44,8 @@ from pretrain.distributed.world import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from pretrain.engines.engine import Engine, Memory
-from pretrain.model.memory import empty_memory
+from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import LaneState, Memory, selected_lanes
 from pretrain.state import TrainState
 
 # Space for a rank's JSON with its cursors, which is in its own file and in the index.
@@ -83,6 +82,7 @@ class Checkpointer:
         self._attempt = attempt
         self._run_id = run_id
         self._may_write = may_write
+        self._lane_state = LaneState(run.model)
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
         self._outage = Outage(patience or Patience())
@@ -113,7 +113,7 @@ class Checkpointer:
         """
         self.finish()
         require_equal_replicas(engine, state)
-        rank_files = files_of_rank(engine, state)
+        rank_files = files_of_rank(engine, state, self._lane_state)
         if problem := self._problem_ahead(rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
@@ -315,10 +315,11 @@ class Checkpointer:
         num_slots = accumulation_steps(self._run, self._world.world_size)
         lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
         lanes_now = len(lanes) if found.is_local else self._run.data.lanes
-        memory = load_memory(found, lanes) if lanes_before == lanes_now else None
-        if memory is None:
+        tensors = load_memory(found, lanes) if lanes_before == lanes_now else None
+        if tensors is None:
             return [None] * num_slots
-        if not _is_memory_of(memory, self._run.model, len(lanes)):
+        memory = self._lane_state.of_named(tensors, len(lanes))
+        if memory is None:
             raise CheckpointError(
                 f"{found.directory}: found memories of other shapes than the model's; "
                 "remove this checkpoint"
@@ -326,23 +327,9 @@ class Checkpointer:
         # The precision can differ from the one that was saved.
         dtype = next(engine.module.parameters()).dtype
         home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device
-        moved = [part.to(home, dtype if part.is_floating_point() else None) for part in memory]
-        per_slot = len(lanes) // num_slots
-        return [
-            tuple(part[slot * per_slot : (slot + 1) * per_slot].clone() for part in moved)
-            for slot in range(num_slots)
-        ]
-
-
-def _is_memory_of(memory: Memory, model: ModelConfig, num_lanes: int) -> bool:
-    """Whether this can be the memory of that many lanes, with any number of rows."""
-    expected = empty_memory(model, num_lanes, torch.empty(0))
-    return len(memory) == len(expected) and all(
-        found.shape[:1] + found.shape[2:] == part.shape[:1] + part.shape[2:]
-        and found.dim() == part.dim()
-        and found.is_floating_point() == part.is_floating_point()
-        for found, part in zip(memory, expected, strict=True)
-    )
+        moved, per_slot = self._lane_state.moved(memory, home, dtype), len(lanes) // num_slots
+        slots = (slice(slot * per_slot, (slot + 1) * per_slot) for slot in range(num_slots))
+        return [tuple(part.clone() for part in selected_lanes(moved, slot)) for slot in slots]
 
 
 def _could_not_save(step: int, problem: SaveProblem) -> CheckpointError:

@@ -29,6 +29,7 @@ MARKER = "COMPLETE"
 INDEX = "index.json"
 REFUSED = "REFUSED"
 VALIDATION_LOSS = "VALIDATION_LOSS"
+MEMORY = "memory."  # starts the keys of lane memories in state files; then comes the part's name
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 

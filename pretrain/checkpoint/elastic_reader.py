@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
-from pretrain.checkpoint.directory import rank_file
+from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.pieces import opened, pieces_of
 from pretrain.engines.ema import EMA
-from pretrain.engines.engine import Engine, Memory
+from pretrain.engines.engine import Engine
 from pretrain.optim.fragments import Fragment
 
 
@@ -136,24 +136,30 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
             parameter.copy_(whole.view_as(parameter))
 
 
-def load_memory(found: Checkpoint, lanes: range) -> Memory | None:
-    """Return the memories of the lanes, from the ranks that had them; None if they were empty."""
+def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
+    """Return the memories of the lanes, from the ranks that had them, by the names of their parts.
+
+    None if they were empty.
+    """
     parts = []
     for rank, report in enumerate(found.rank_reports):
         low = max(lanes.start, report["first_lane"])
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
-            rows = slice(low - report["first_lane"], high - report["first_lane"])
-            parts.append(_memory_rows(found.directory / rank_file("state", rank), rows))
+            own = slice(low - report["first_lane"], high - report["first_lane"])
+            parts.append(_memory_of(found.directory / rank_file("state", rank), own))
     if not parts or not parts[0]:
         return None
-    return tuple(torch.cat(level) for level in zip(*parts, strict=True))
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise CheckpointError(f"{found.directory}: found other parts of memory in each rank's file")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _memory_rows(path: Path, rows: slice) -> Memory:
+def _memory_of(path: Path, lanes: slice) -> dict[str, Tensor]:
+    """Return the parts of the memories of these lanes in a rank's file, by name."""
     with opened(path) as handle:
-        num_levels = sum(key.startswith("memory.") for key in handle.keys())  # noqa: SIM118
-        return tuple(handle.get_slice(f"memory.{level:03d}")[rows] for level in range(num_levels))
+        keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
+        return {key.removeprefix(MEMORY): handle.get_slice(key)[lanes] for key in keys}
 
 
 def restore_random_state(path: Path) -> None:

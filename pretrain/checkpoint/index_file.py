@@ -16,7 +16,7 @@ from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import parse_json
 
-FORMAT = 3  # of a checkpoint: file names, keys of tensors and of the index
+FORMAT = 4  # of a checkpoint: file names, keys of tensors and of the index
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted
 
@@ -72,6 +73,7 @@ class LocalTier:
         standing: Mapping[str, int],
     ) -> None:
         self._kept, self._world = config.checkpoint, world
+        self._lane_state = LaneState(config.model)
         tree = json.loads(json.dumps(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
         self._run_id, self._attempt, self._standing = run_id, attempt, standing
@@ -129,7 +131,7 @@ class LocalTier:
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }
-        rank_files = files_of(pieces, state, rank=0)
+        rank_files = files_of(pieces, state, self._lane_state, rank=0)
         try:
             files.require_space(self._root, sum(each.layout.file_bytes for each in rank_files))
         except (OSError, UserError) as error:

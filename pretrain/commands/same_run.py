@@ -129,14 +129,13 @@ def _joined_cursor(found: Checkpoint) -> dict[str, Any]:
 
 
 def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
-    ours, theirs = (load_memory(each, range(_num_lanes(each))) or () for each in (left, right))
-    if len(ours) != len(theirs):
-        return [f"memories: {len(ours)} levels against {len(theirs)}"]
-    levels = enumerate(zip(ours, theirs, strict=True))
+    ours, theirs = (load_memory(each, range(_num_lanes(each))) or {} for each in (left, right))
+    if ours.keys() != theirs.keys():
+        return [f"memories: {len(ours)} parts against {len(theirs)}"]
     return [
         problem
-        for level, (mine, its) in levels
-        for problem in _differing_pair(f"memory {level}", mine, its, tolerance)
+        for name, mine in ours.items()
+        for problem in _differing_pair(f"memory of {name}", mine, theirs[name], tolerance)
     ]
 
 

@@ -21,6 +21,7 @@ from pretrain.config.choices import (
     recomputation_traits,
     shards,
 )
+from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
@@ -96,12 +97,9 @@ def checkpoint_bytes(run: RunConfig) -> float:
 
     File headers and the random-number state of each rank (5 kB) come on top.
     """
-    model = run.model
-    rows = run.data.lanes * (model.memory_length + model.compressed_length)
     elements = MASTER_BYTES + MOMENT_BYTES + _ema_bytes(run)
-    return float(elements) * parameters_of(model).total + rows * (
-        model.num_layers * model.d_model * _width(run) + 4
-    )
+    memories = run.data.lanes * lane_parts(run.model).num_bytes(_width(run))
+    return float(elements) * parameters_of(run.model).total + memories
 
 
 def offloaded_bytes(run: RunConfig, world_size: int) -> float:

@@ -19,14 +19,13 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
+from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
 from pretrain.optim.optimizers import build_optimizer, must_skip
 from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
-
-Memory = tuple[Tensor, ...]  # per layer hidden states [B, M, D], then the rows' documents [B, M]
 
 
 def dtype_of(precision: Precision) -> torch.dtype:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.engines.engine import Memory
+from pretrain.model.lane_state import Memory
 
 
 class MemoryOffload:

@@ -27,8 +27,9 @@ from data_pipeline.lanes.evaluation_stream import (
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
-from pretrain.engines.engine import Engine, Memory, batch_tensors
+from pretrain.engines.engine import Engine, batch_tensors
 from pretrain.model.cached import Stream, new_stream
+from pretrain.model.lane_state import Memory
 from pretrain.rundir.losses import set_values
 from pretrain.rundir.speeds import SCORED_SPEED
 from pretrain.terminal.train_lines import perplexity

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.config.run import RunConfig
-from pretrain.model.memory import memory_num_rows
+from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
 
@@ -25,7 +25,7 @@ class LaneMeter:
     """Counts for this rank's lanes; `state` is the one that the loop advances."""
 
     def __init__(self, run: RunConfig, state: TrainState) -> None:
-        self._num_layers = run.model.num_layers
+        self._lane_state = LaneState(run.model)
         self._num_lanes = run.data.lanes
         self._state = state
         self._epochs = self._epochs_started()
@@ -44,7 +44,9 @@ class LaneMeter:
         starts, self._documents_started = self._documents_started, 0
         counts = torch.tensor([self._epochs - epochs, starts], dtype=torch.float64, device=device)
         sums_of_slots = [
-            torch.stack([_sum_of_norms(layer, device) for layer in memory[: self._num_layers]])
+            torch.stack(
+                [_sum_of_norms(layer, device) for layer in self._lane_state.vectors(memory)]
+            )
             for memory in self._state.memories
             if memory
         ]
@@ -54,16 +56,24 @@ class LaneMeter:
     def numbers(self, sums: list[float]) -> dict[str, float | None]:
         """The metrics, from the sums of all ranks; None for a norm that is not finite."""
         epochs, starts, *norm_sums = sums
-        num_rows = self._num_lanes * memory_num_rows(next(iter(self._state.memories), None))
-        norms = [norm / num_rows if math.isfinite(norm) else None for norm in norm_sums if num_rows]
-        named = {f"memory_norm/layer.{layer}": norm for layer, norm in enumerate(norms)}
+        memory = next(iter(self._state.memories), None)
+        rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
+        named = {
+            f"memory_norm/layer.{layer}": _mean(norms, self._num_lanes * count)
+            for layer, (norms, count) in enumerate(zip(norm_sums, rows, strict=True))
+            if count
+        }
         return {"lane_epochs_started": int(epochs), "documents_started": int(starts), **named}
 
     def _epochs_started(self) -> int:
         return 0 if self._state.cursor is None else int(self._state.cursor.epochs_B.sum())
 
 
-def _sum_of_norms(hidden_BMD: Tensor, device: torch.device) -> Tensor:
-    hidden_BMD = hidden_BMD.to(device, non_blocking=True)
-    norms_BM = torch.linalg.vector_norm(hidden_BMD, dim=-1, dtype=torch.float32)
+def _mean(total: float, count: int) -> float | None:
+    return total / count if math.isfinite(total) else None
+
+
+def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
+    rows_BMX = rows_BMX.to(device, non_blocking=True)
+    norms_BM = torch.linalg.vector_norm(rows_BMX, dim=-1, dtype=torch.float32)
     return norms_BM.sum(dtype=torch.float64)

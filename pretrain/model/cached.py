@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.model.attention_paths import DistanceTerms
+from pretrain.model.lane_state import Memory, selected_lanes
 from pretrain.model.layer import TransformerLayer
-from pretrain.model.memory import Memory
+from pretrain.model.segment_keys import SegmentKeys
 from pretrain.model.transformer_xl import TransformerXL
 
 SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
@@ -52,7 +53,7 @@ class HiddenStateStream:
     def select(self, rows_B: Tensor) -> None:
         """Continue with these of the present rows, in this order; one may occur several times."""
         if self._memory is not None:
-            self._memory = tuple(part[rows_B] for part in self._memory)
+            self._memory = selected_lanes(self._memory, rows_B)
 
 
 class RowBuffer:
@@ -85,14 +86,58 @@ class RowBuffer:
         self._end += count
         return self._rows[:, self._start : self._end]
 
+    @property
+    def num_remembered(self) -> int:
+        """The rows of memory that the next call of `append` returns."""
+        return min(self._end - self._start, self._memory_length)
+
     def select(self, rows_B: Tensor) -> None:
         """Keep these lanes, as many as there are, in place of the present ones."""
         part = self._rows[:, self._start : self._end]
         part.copy_(part[rows_B])
 
 
+class KeyValueCache:
+    """The memory of a layer with attention: projected keys and values, and what distances add."""
+
+    def __init__(
+        self, module: TransformerXL, layer: TransformerLayer, length: int, longest_segment: int
+    ) -> None:
+        self._module, self._layer = module, layer
+        self._length, self._longest_segment = length, longest_segment
+        self._rows: RowBuffer | None = None
+        self._terms: DistanceTerms | None = None  # of the largest possible number of keys
+
+    def read(self, hidden_BLD: Tensor, keys: SegmentKeys) -> Tensor:
+        """Return the layer's output, and remember the segment."""
+        num_keys = hidden_BLD.shape[1] + (self._rows.num_remembered if self._rows else 0)
+        return self._layer.read_cached(
+            hidden_BLD,
+            self._remember,
+            keys.positions_CX(num_keys),
+            _nearest(self._all_terms(keys), num_keys),
+            visibility=keys.visibility(num_keys, self._length),
+        )
+
+    def select(self, rows_B: Tensor) -> None:
+        if self._rows is not None:
+            self._rows.select(rows_B)
+
+    def _remember(self, new_BL2GH: Tensor) -> Tensor:
+        if self._rows is None:
+            self._rows = RowBuffer(new_BL2GH, self._length, self._longest_segment)
+        return self._rows.append(new_BL2GH)
+
+    def _all_terms(self, keys: SegmentKeys) -> DistanceTerms:
+        if self._terms is None:
+            biases_NH = (self._module.content_bias, self._module.position_bias)
+            positions_CX = keys.positions_CX(self._length + self._longest_segment)
+            self._terms = _heads_first(self._layer.attention.terms(positions_CX, *biases_NH))
+        return self._terms
+
+
 class CachedStream:
-    """A stream that remembers projected keys and values and projects positions once."""
+    """A stream whose layers remember what they computed of a segment, and positions once."""
 
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
         assert not module.config.compressed_length, (
@@ -101,12 +146,10 @@ class CachedStream:
         self._module = module.eval()
         self._memory_length = memory_length
         self._longest_segment = longest_segment
-        self._layers = [layer for layer in module.layers if isinstance(layer, TransformerLayer)]
-        self._caches: list[RowBuffer] = []
+        self._caches = [self._cache_of(layer) for layer in module.layers]
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None
         self._positions_CX: Tensor | None = None  # for the largest possible number of keys
-        self._terms: list[DistanceTerms] = []
 
     @torch.no_grad()
     def nll_BL(
@@ -122,45 +165,27 @@ class CachedStream:
         return self._module.head(hidden_BLD[:, -(num_last or 0) :], None)
 
     def select(self, rows_B: Tensor) -> None:
-        for buffer in self._caches:
-            buffer.select(rows_B)
+        for each in self._caches:
+            each.select(rows_B)
         if self._documents is not None and self._document_B is not None:
             self._documents.select(rows_B)
             self._document_B = self._document_B[rows_B]
 
+    def _cache_of(self, layer: nn.Module) -> KeyValueCache:
+        assert isinstance(layer, TransformerLayer)
+        return KeyValueCache(self._module, layer, self._memory_length, self._longest_segment)
+
     def _hidden_states(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)
         hidden_BLD = self._module.embedding(tokens_BL)
-        positions_CX = self._positions(hidden_BLD)
-        documents_BC = self._documents_BC(tokens_BL, starts_BL)
-        num_keys = documents_BC.shape[1]
-        visibility = self._module.visibility(documents_BC, hidden_BLD, self._memory_length)
-        for index, layer in enumerate(self._layers):
-            hidden_BLD = layer.read_cached(
-                hidden_BLD,
-                lambda new, index=index: self._remember(index, new),
-                positions_CX[-num_keys:],
-                _nearest(self._terms[index], num_keys),
-                visibility=visibility,
-            )
-        return hidden_BLD
-
-    def _positions(self, like: Tensor) -> Tensor:
         if self._positions_CX is None:
-            module = self._module
             num_keys = self._memory_length + self._longest_segment
-            self._positions_CX = module.positions_CX(num_keys, like)
-            biases_NH = (module.content_bias, module.position_bias)
-            self._terms = [
-                _heads_first(layer.attention.terms(self._positions_CX, *biases_NH))
-                for layer in self._layers
-            ]
-        return self._positions_CX
-
-    def _remember(self, index: int, new_BL2GH: Tensor) -> Tensor:
-        if index == len(self._caches):
-            self._caches.append(RowBuffer(new_BL2GH, self._memory_length, self._longest_segment))
-        return self._caches[index].append(new_BL2GH)
+            self._positions_CX = self._module.positions_CX(num_keys, hidden_BLD)
+        documents_BC = self._documents_BC(tokens_BL, starts_BL)
+        keys = SegmentKeys(self._module.config, hidden_BLD, self._positions_CX, documents_BC)
+        for each in self._caches:
+            hidden_BLD = each.read(hidden_BLD, keys)
+        return hidden_BLD
 
     def _documents_BC(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         if self._documents is None or self._document_B is None:

@@ -1,23 +1,15 @@
-"""The recurrent memory, and the compressed memory of the Compressive Transformer (Rae et al. 2019).
+"""The rows of memory, and the compressed memory of the Compressive Transformer (Rae et al. 2019).
 
-A memory is a plain tuple of tensors, because DeepSpeed's hooks walk nothing else:
+A layer with attention remembers its inputs for the last M tokens of each lane, without gradient
+(section 3.2 of the paper). M grows from 0 to the memory length.
 
-    (hidden_BMD of level 0, ..., hidden_BMD of level num_layers - 1, documents_BM)
-
-Level i holds the inputs of layer i for the last M tokens of each lane, without gradient (section
-3.2 of the paper). The document of each row is an int32 relative to the last row's: 0 is the same,
--1 the one before. M grows from 0 to the memory length; all lanes have the same M.
-
-With compression, rows that leave the memory are compressed instead of dropped, and the compressed
-rows come between: (hidden_BMD per level, compressed_BKD per level, compressed_documents_BK,
-documents_BM). Rows leave `compression_rate` at a time, oldest first, and each such group becomes
-one compressed row. So M may exceed the memory length by up to rate - 1 rows that wait for their
-group.
+With compression, rows that leave the memory are compressed instead of dropped. They leave
+`compression_rate` at a time, oldest first, and each such group becomes one compressed row. So M may
+exceed the memory length by up to rate - 1 rows that wait for their group. Where the rows of all
+layers are in a memory: `pretrain.model.lane_state`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,42 +21,6 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.parameters import normal, zeros
-
-Memory = tuple[Tensor, ...]
-
-
-def empty_memory(config: ModelConfig, num_lanes: int, like: Tensor) -> Memory:
-    """Return the memory at the start of a stream, without rows, in dtype and device of `like`."""
-    levels = (like.new_zeros(num_lanes, 0, config.d_model),) * config.num_layers
-    documents = torch.zeros(num_lanes, 0, dtype=torch.int32, device=like.device)
-    compressed = (*levels, documents) if config.compressed_length else ()
-    return (*levels, *compressed, documents)
-
-
-def memory_num_rows(memory: Memory | None) -> int:
-    """Return M, the number of rows that are not compressed."""
-    return memory[-1].shape[1] if memory else 0
-
-
-def memory_num_lanes(memory: Memory) -> int:
-    """Return B, the number of lanes."""
-    return memory[-1].shape[0]
-
-
-def recent_rows(memory: Memory, num_layers: int) -> Memory:
-    """Return the memory without its compressed rows."""
-    return (*memory[:num_layers], memory[-1])
-
-
-def compressed_rows(memory: Memory, num_layers: int) -> Memory:
-    """Return only the compressed rows, in the same layout; () if nothing is compressed."""
-    return memory[num_layers:-1]
-
-
-def keep_last_rows(memory: Memory, length: int) -> Memory:
-    """Cut recent or compressed rows to the last `length`."""
-    surplus = memory[-1].shape[1] - length if memory else 0
-    return tuple(part[:, surplus:] for part in memory) if surplus > 0 else memory
 
 
 def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor | None) -> Tensor:
@@ -81,29 +37,13 @@ def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
     return starts_BL
 
 
-def extended(
-    recent: Memory, inputs_BLD: Sequence[Tensor], documents_BL: Tensor, length: int
-) -> Memory:
-    """Return the last `length` rows of the recent memory and the segment's layer inputs."""
-    new = (*inputs_BLD, documents_BL)
-    parts = [_last_rows(old, part.detach(), length) for old, part in zip(recent, new, strict=True)]
-    return (*parts[:-1], parts[-1] - documents_BL[:, -1:])
-
-
-def after_forgotten_segment(memory: Memory | None, starts_BL: Tensor) -> Memory | None:
-    """Return the same rows after a segment that is not remembered; documents count from its end."""
-    if memory is None:
-        return None
-    started_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
-    return tuple(part if part.is_floating_point() else part - started_B1 for part in memory)
-
-
-def _last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
+def last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
+    """Return the last `length` of the old rows and the new ones, without gradient."""
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
     # A new tensor of exactly the rows kept: a view would keep the whole segment's activations
     # alive.
-    kept = [old_BMX[:, max(0, surplus) :], new_BLX[:, max(0, surplus - old_BMX.shape[1]) :]]
-    return torch.cat(kept, dim=1)
+    first_new = max(0, surplus - old_BMX.shape[1])
+    return torch.cat([old_BMX[:, max(0, surplus) :], new_BLX[:, first_new:].detach()], dim=1)
 
 
 def num_leaving_rows(num_recent: int, num_tokens: int, memory_length: int, rate: int) -> int:
@@ -129,13 +69,6 @@ def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:
     """
     documents_BKX = documents_BX.unflatten(1, (documents_BX.shape[1] // rate, rate))
     return documents_BKX[:, :, -1], documents_BKX == documents_BKX[:, :, -1:]
-
-
-def with_compressed(old: Memory, new: Memory, length: int, last_document_B1: Tensor) -> Memory:
-    """Return the last `length` compressed rows; documents count back from `last_document_B1`."""
-    joined = tuple(torch.cat([a, b.detach()], dim=1) for a, b in zip(old, new, strict=True))
-    parts = keep_last_rows(joined, length)
-    return (*(part.contiguous() for part in parts[:-1]), parts[-1] - last_document_B1)
 
 
 class Compression(nn.Module):

@@ -5,6 +5,7 @@ Letters of shapes as in `pretrain.model`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,28 +20,39 @@ from pretrain.config.choices import (
     recomputation_traits,
 )
 from pretrain.config.model import ModelConfig
-from pretrain.model.attention_paths import Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
+from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.memory import (
     Compression,
-    Memory,
-    compressed_rows,
-    empty_memory,
-    extended,
     grouped_documents,
-    keep_last_rows,
+    last_rows,
     leaving_rows,
-    memory_num_lanes,
-    memory_num_rows,
     num_leaving_rows,
-    recent_rows,
     segment_documents,
-    with_compressed,
 )
 from pretrain.model.parameters import normal
 from pretrain.model.positions import DistanceBias, RelativePositions
+from pretrain.model.segment_keys import SegmentKeys
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segment:
+    """What all layers need to know of a segment."""
+
+    state: LaneState
+    keys: SegmentKeys
+    documents_BL: Tensor
+    leaving_BX: Tensor  # documents of the rows that leave the memory to be compressed
+    compresses: bool
+    dropout: DropoutStream | None
+
+    def kept(self, old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
+        """Return the rows of a memory that stay; with compression, rows leave in groups."""
+        if self.compresses and length:
+            length = old_BMX.shape[1] + new_BLX.shape[1] - self.leaving_BX.shape[1]
+        return last_rows(old_BMX, new_BLX, length)
 
 
 class TransformerXL(nn.Module):
@@ -132,29 +144,18 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, Memory, Tensor | None]:
         """Return the output layer's input [B, L, D], the next memory, the compression's error."""
         dropout = dropout if self.training else None
-        length = self.config.memory_length if memory_length is None else memory_length
+        state = LaneState(self.config, memory_length)
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
-        recent, compressed = self._usable_memory(memory, hidden_BLD, length)
-        documents_BL = segment_documents(recent[-1], tokens_BL.shape[1], starts_BL)
-        documents_BC = torch.cat(
-            [*(part[-1] for part in (compressed, recent) if part), documents_BL], dim=1
-        )
-        positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
-        visibility = self.visibility(documents_BC, hidden_BLD, length)
-        inputs_BLD = []
-        for index, layer in enumerate(self.layers):
-            inputs_BLD.append(hidden_BLD)
-            memory_BMD = recent[index]
-            if compressed:
-                memory_BMD = torch.cat([compressed[index], memory_BMD], dim=1)
-            inputs = (hidden_BLD, memory_BMD, positions_CX, self.content_bias, self.position_bias)
-            hidden_BLD = self._run(index, layer, *inputs, visibility=visibility, dropout=dropout)
+        carried = state.usable(memory, len(hidden_BLD), hidden_BLD)
+        segment = self._segment(state, carried, hidden_BLD, starts_BL, dropout)
+        layers, errors = [], []
+        for index in range(len(self.layers)):
+            hidden_BLD, parts, error = self._read(index, hidden_BLD, carried.layers[index], segment)
+            layers.append(parts)
+            errors += [] if error is None else [error]
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
-        if self.compressions is None:
-            return hidden_BLD, extended(recent, inputs_BLD, documents_BL, length), None
-        return hidden_BLD, *self._extended_and_compressed(
-            recent, compressed, inputs_BLD, documents_BL, length
-        )
+        memory = state.joined(self._remembered(carried, layers, segment))
+        return hidden_BLD, memory, torch.stack(errors).sum() if errors else None
 
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         """Run a layer's module, with full activation checkpointing for every n-th layer if set."""
@@ -168,57 +169,83 @@ class TransformerXL(nn.Module):
             return module(*inputs, **options)
         return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
-    def _usable_memory(
-        self, memory: Memory | None, hidden_BLD: Tensor, length: int
-    ) -> tuple[Memory, Memory]:
-        """Return recent and compressed rows, the latter () if nothing is compressed."""
-        num_lanes, num_layers = len(hidden_BLD), len(self.layers)
-        compresses = self.compressions is not None
-        if memory is None:
-            memory = empty_memory(self.config, num_lanes, hidden_BLD)
-        assert len(memory) == (num_layers + 1) * (1 + compresses), (len(memory), num_layers)
-        assert memory_num_lanes(memory) == num_lanes, (memory_num_lanes(memory), num_lanes)
-        memory = tuple(part.detach() for part in memory)
-        recent, compressed = recent_rows(memory, num_layers), compressed_rows(memory, num_layers)
-        if not compresses:
-            return keep_last_rows(recent, length), ()
-        if not length:
-            return keep_last_rows(recent, 0), keep_last_rows(compressed, 0)
-        recent = keep_last_rows(recent, length + self.config.compression_rate - 1)
-        return recent, keep_last_rows(compressed, self.config.compressed_length)
-
-    def _extended_and_compressed(
+    def _segment(
         self,
-        recent: Memory,
-        compressed: Memory,
-        inputs_BLD: list[Tensor],
-        documents_BL: Tensor,
-        length: int,
-    ) -> tuple[Memory, Tensor]:
-        """Return the next memory and the summed error of the layers' compressions."""
+        state: LaneState,
+        carried: Carried,
+        hidden_BLD: Tensor,
+        starts_BL: Tensor | None,
+        dropout: DropoutStream | None,
+    ) -> Segment:
+        """Return what all layers need to know of the segment."""
+        num_rows, num_tokens = carried.documents_BM.shape[1], hidden_BLD.shape[1]
+        documents_BL = segment_documents(carried.documents_BM, num_tokens, starts_BL)
+        compressed_BK = carried.compressed_documents_BK
+        documents = (compressed_BK, carried.documents_BM, documents_BL)
+        documents_BC = torch.cat([each for each in documents if each is not None], dim=1)
+        positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
+        length, num_leaving = state.parts.memory_length, 0
+        if compressed_BK is not None and length:
+            rate = self.config.compression_rate
+            num_leaving = num_leaving_rows(num_rows, num_tokens, length, rate)
+        return Segment(
+            state=state,
+            keys=SegmentKeys(self.config, hidden_BLD, positions_CX, documents_BC),
+            documents_BL=documents_BL,
+            leaving_BX=leaving_rows(carried.documents_BM, documents_BL, num_leaving),
+            compresses=compressed_BK is not None,
+            dropout=dropout,
+        )
+
+    def _read(
+        self, index: int, hidden_BLD: Tensor, parts: LayerParts, segment: Segment
+    ) -> tuple[Tensor, LayerParts, Tensor | None]:
+        """Return a layer's output, what it carries on, and the error of its compression."""
+        num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
+        # Compressed rows are older.
+        memory_BMD = parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=1)
+        length = segment.state.parts.layers[index][0].length
+        output_BLD = self._run(
+            index,
+            self.layers[index],
+            *(hidden_BLD, memory_BMD, segment.keys.positions_CX(num_keys)),
+            *(self.content_bias, self.position_bias),
+            visibility=segment.keys.visibility(num_keys, length),
+            dropout=segment.dropout,
+        )
+        recent_BMD = segment.kept(parts[0], hidden_BLD, length)
+        if self.compressions is None:
+            return output_BLD, (recent_BMD,), None
+        compressed_BKD, error = self._compressed(index, hidden_BLD, parts, segment)
+        return output_BLD, (recent_BMD, compressed_BKD), error
+
+    def _compressed(
+        self, index: int, hidden_BLD: Tensor, parts: LayerParts, segment: Segment
+    ) -> tuple[Tensor, Tensor]:
+        """Return the compressed rows that a layer carries on, and the error."""
         assert self.compressions is not None
-        rate, num_recent = self.config.compression_rate, memory_num_rows(recent)
-        num_tokens, count = documents_BL.shape[1], 0
-        if length:
-            count = num_leaving_rows(num_recent, num_tokens, length, rate)
-        leaving_BX = leaving_rows(recent[-1], documents_BL, count)
-        isolated = (leaving_BX, documents_BL) if self.config.isolate_documents else (None, None)
-        rows_BKD, errors = [], []
-        for index, (compression, segment_BLD) in enumerate(
-            zip(self.compressions, inputs_BLD, strict=True)
-        ):
-            layer = self.layers[index]
-            assert isinstance(layer, TransformerLayer)
-            leaving_BXD = leaving_rows(recent[index], segment_BLD, count)
-            inputs = (leaving_BXD, segment_BLD.detach(), *isolated)
-            new_BKD, error = self._run(index, compression, *inputs, layer=layer)
-            rows_BKD.append(new_BKD)
-            errors.append(error)
-        new = (*rows_BKD, grouped_documents(leaving_BX, rate)[0])
-        kept = with_compressed(compressed, new, self.config.compressed_length, documents_BL[:, -1:])
-        kept_rows = num_recent + num_tokens - count if length else 0
-        levels = extended(recent, inputs_BLD, documents_BL, kept_rows)
-        return (*levels[:-1], *kept, levels[-1]), torch.stack(errors).sum()
+        recent_BMD, compressed_BKD = parts
+        isolated = (segment.leaving_BX, segment.documents_BL)
+        new_BKD, error = self._run(
+            index,
+            self.compressions[index],
+            leaving_rows(recent_BMD, hidden_BLD, segment.leaving_BX.shape[1]),
+            hidden_BLD.detach(),
+            *(isolated if self.config.isolate_documents else (None, None)),
+            layer=self.layers[index],
+        )
+        length = segment.state.parts.layers[index][1].length
+        return last_rows(compressed_BKD, new_BKD, length), error
+
+    def _remembered(self, carried: Carried, layers: list[LayerParts], segment: Segment) -> Carried:
+        """Return what is carried on, with documents that count back from the segment's last."""
+        parts, documents_BL = segment.state.parts, segment.documents_BL
+        last_B1, compressed_BK = documents_BL[:, -1:], carried.compressed_documents_BK
+        documents_BM = segment.kept(carried.documents_BM, documents_BL, parts.memory_length)
+        if compressed_BK is not None:
+            new_BK, _ = grouped_documents(segment.leaving_BX, self.config.compression_rate)
+            compressed_BK = last_rows(compressed_BK, new_BK, parts.shared[0].length) - last_B1
+        return Carried(tuple(layers), documents_BM - last_B1, compressed_BK)
 
     def positions_CX(
         self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None
@@ -231,14 +258,3 @@ class TransformerXL(nn.Module):
         if dropout is None or self.config.dropout == 0.0 or not drops:
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
-
-    def visibility(self, documents_BC: Tensor, hidden_BLD: Tensor, length: int) -> Visibility:
-        """Return which of the C keys the segment's queries see."""
-        return Visibility(
-            num_queries=hidden_BLD.shape[1],
-            num_keys=documents_BC.shape[1],
-            window=length if self.config.same_length else 0,
-            documents_BC=documents_BC if self.config.isolate_documents else None,
-            dtype=hidden_BLD.dtype,
-            device=hidden_BLD.device,
-        )

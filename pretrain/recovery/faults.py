@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data_pipeline.lanes.lane_stream import SegmentBatch
-    from pretrain.engines.engine import Engine, Memory
+    from pretrain.engines.engine import Engine
+    from pretrain.model.lane_state import Memory
 
 VARIABLE = "PRETRAIN_FAULT"
 IN_EVALUATION = {

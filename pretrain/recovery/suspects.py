@@ -12,7 +12,8 @@ from data_pipeline.lanes.mixture import Mixture
 from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values
-from pretrain.engines.engine import Engine, Memory
+from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import Memory
 from pretrain.recovery.rewind import lane_lengths, segments_consumed
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir

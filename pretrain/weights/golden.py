@@ -24,7 +24,7 @@ from data_pipeline.setting_fields import MOST_ROWS
 from pretrain.costs.flops import parameters_of
 from pretrain.kernels.cpu.relative_shift import relative_shift
 from pretrain.model.attention_paths import forbidden_LC
-from pretrain.model.memory import Memory
+from pretrain.model.lane_state import Carried, LaneState, Memory
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.original import config_of_original, original_to_ours
@@ -182,15 +182,17 @@ class Replay:
         hidden_BLD, memory, _ = self._model.hidden_states(tokens_BL, self._memory)
         for hook in hooks:
             hook.remove()
+        state = LaneState(self._model.config)
         old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)
         self.levels = [
             self._kept(pair) for pair in zip(old, [*inputs_BLD, hidden_BLD], strict=True)
         ]
         if self._context_length:
             documents_BM = torch.zeros(self.levels[0].shape[:2], dtype=torch.int32)
-            memory = (*self.levels[:-1], documents_BM)
+            layers = tuple((level,) for level in self.levels[:-1])
+            memory = state.joined(Carried(layers, documents_BM))
         else:
-            self.levels[:-1] = memory[:-1]
+            self.levels[:-1] = [hidden_BMD for (hidden_BMD,) in state.taken_apart(memory).layers]
         self._memory = memory
         return hidden_BLD
 

@@ -53,6 +53,7 @@ from pretrain.distributed.world import (
 )
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
+from pretrain.model.lane_state import LaneState
 from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
@@ -169,7 +170,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
                 layers.setdefault(key, {})[state.step] = value.hex()
         if result.skipped:
             if not result.overflowed:
-                state.memories = memories_without(batch, memories)
+                state.memories = memories_without(LaneState(run.model), batch, memories)
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)

@@ -30,7 +30,8 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from data_pipeline.own_programs import own_command
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import Engine, Memory
+from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.memory import Memory
+from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 
 TINY = ModelConfig(

@@ -24,7 +24,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.engines.engine import Memory
+from pretrain.model.lane_state import Memory
 from pretrain.run import build_engine
 
 STEPS = 2  # the second is the first with a full memory, and later ones take as much

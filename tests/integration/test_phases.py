@@ -19,7 +19,7 @@ from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import Memory
+from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE

@@ -21,8 +21,8 @@ from pretrain.engines.engine import batch_tensors
 from pretrain.evaluation.probes.distances import bins_of, first_distances
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import weights_and_values
+from pretrain.model.lane_state import Memory, num_compressed_rows, num_rows
 from pretrain.model.layer import TransformerLayer
-from pretrain.model.memory import Memory, compressed_rows, memory_num_rows
 from pretrain.model.transformer_xl import TransformerXL
 
 PARTS = ("compressed", "memory", "segment")  # of the keys, in their order
@@ -152,10 +152,10 @@ def attention_mass(
     rows = [0, 0]
     for number, batch in enumerate(stream):
         tokens_BL, _, starts_BL = batch_tensors(batch, device)
-        num_compressed = memory_num_rows(compressed_rows(memory or (), config.num_layers))
+        num_compressed = num_compressed_rows(config, memory)
         measured: AbstractContextManager[None] = nullcontext()
         if number >= first:
-            rows = [max(rows[0], memory_num_rows(memory)), max(rows[1], num_compressed)]
+            rows = [max(rows[0], num_rows(memory)), max(rows[1], num_compressed)]
             valid_BL = torch.from_numpy(batch.valid_BL).to(device)
             measured = _observed(module, sums, valid_BL, num_compressed)
         with measured:

@@ -16,9 +16,9 @@ from torch import Tensor
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Memory
 from pretrain.evaluation.evaluate import EvaluationResult, Scorer, evaluate
 from pretrain.evaluation.probes.distances import NORMAL_975, bins_of, first_distances
+from pretrain.model.lane_state import Memory
 
 MOST_BINS = 64
 

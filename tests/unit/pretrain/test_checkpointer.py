@@ -31,6 +31,7 @@ from pretrain.distributed.world import (
     world_from_environment,
 )
 from pretrain.engines.engine import Engine
+from pretrain.model.lane_state import LaneState
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.fence import StaleAttempt
@@ -228,7 +229,7 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     save = Save(
         4,
         partial,
-        files_of_rank(engine, state_of(engine, 4)),
+        files_of_rank(engine, state_of(engine, 4), LaneState(RUN.model)),
         {},
         HostBuffers(torch.device("cpu")),
         world,
@@ -244,7 +245,10 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     assert not final.exists()
 
 
-@pytest.mark.parametrize("change", [lambda memory: memory[1:], lambda memory: memory[::-1]])
+@pytest.mark.parametrize(
+    "change",
+    [lambda memory: memory[::-1], lambda memory: (memory[0][..., 1:], *memory[1:])],
+)
 def test_memories_of_another_model_are_refused_before_they_are_used(
     engine, world, tmp_path, change
 ):

@@ -14,11 +14,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import Visibility, forbidden_LC
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.memory import (
-    after_forgotten_segment,
-    memory_num_lanes,
-    memory_num_rows,
-)
+from pretrain.model.lane_state import LaneState, lanes_of, num_rows
 from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
@@ -58,14 +54,14 @@ def test_memory_grows_from_nothing_to_its_length_and_holds_the_layers_inputs() -
         _, memory = model(
             stream_BT[:, first : first + 5], stream_BT[:, first + 1 : first + 6], memory
         )
-        rows.append(memory_num_rows(memory))
+        rows.append(num_rows(memory))
         assert all(not part.requires_grad for part in memory)
         embedded = model.embedding(stream_BT[:, max(0, first + 5 - 8) : first + 5])
         assert torch.equal(memory[0], embedded)
     assert rows == [5, 8, 8]
     assert memory is not None
     assert len(memory) == TINY.num_layers + 1
-    assert memory_num_lanes(memory) == 3
+    assert lanes_of(memory) == 3
 
 
 def test_memory_owns_its_rows_and_keeps_no_segment_alive() -> None:
@@ -93,12 +89,13 @@ def test_a_memory_counts_documents_that_started_in_a_forgotten_segment() -> None
     first = torch.tensor([[True, False, True, False], [False, False, False, False]])
     second = torch.tensor([[False, True, False, True], [False, False, False, False]])
     _, before = model(tokens_BL, tokens_BL, None, first)
-    forgotten = after_forgotten_segment(before, second)
+    state = LaneState(model.config)
+    forgotten = state.after_forgotten_segment(before, second)
     assert forgotten is not None
     assert all(map(torch.equal, forgotten[:-1], before[:-1]))
     assert forgotten[-1].dtype == torch.int32
     assert forgotten[-1].tolist() == [[-3, -3, -2, -2], [0, 0, 0, 0]]
-    assert after_forgotten_segment(None, second) is None
+    assert state.after_forgotten_segment(None, second) is None
 
 
 def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
@@ -126,7 +123,7 @@ def test_a_calls_memory_length_acts_like_the_configured_one(same_length: bool) -
             nll_BL, memory = model(tokens_BL, targets_BL, memory, memory_length=length)
             parts.append(nll_BL)
         assert torch.equal(torch.cat(parts, dim=1), expected)
-        assert memory_num_rows(memory) == memory_num_rows(expected_memory) == min(length, 24)
+        assert num_rows(memory) == num_rows(expected_memory) == min(length, 24)
 
 
 @pytest.mark.parametrize("same_length", [False, True])
@@ -135,7 +132,7 @@ def test_memory_length_zero_sees_the_segment_alone(same_length: bool) -> None:
     tokens_BL = random_tokens(2, 6)
     _, memory = model(tokens_BL, tokens_BL)
     alone, empty = model(tokens_BL, tokens_BL, None, memory_length=0)
-    assert memory_num_rows(empty) == 0
+    assert num_rows(empty) == 0
     assert torch.equal(model(tokens_BL, tokens_BL, memory, memory_length=0)[0], alone)
     assert torch.equal(tiny_model(memory_length=0)(tokens_BL, tokens_BL)[0], alone)
 

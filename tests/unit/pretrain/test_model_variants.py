@@ -17,7 +17,7 @@ from pretrain.config.choices import (
 )
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.memory import memory_num_rows
+from pretrain.model.lane_state import num_rows
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
 
@@ -199,7 +199,7 @@ def test_what_is_compressed_does_not_depend_on_how_the_stream_is_cut(compression
     ]
     for memory in memories:
         assert memory is not None
-        recent = memory_num_rows(memory)
+        recent = num_rows(memory)
         assert recent == (4 if compression == "none" else 4 + 20 % model.config.compression_rate)
         for part, first in zip(memory, memories[0] or (), strict=True):
             torch.testing.assert_close(part, first, rtol=0, atol=1e-13)

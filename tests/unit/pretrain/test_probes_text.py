@@ -15,6 +15,7 @@ from pretrain.evaluation.evaluate import TrainedScorer, evaluate
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.distances import bin_names, bins_of, first_distances
 from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
+from pretrain.model.lane_state import num_compressed_rows
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.trained_model import TrainedModel
@@ -141,9 +142,7 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
     num_bins, sums, queries, memory = len(found.first_distances), {}, 0, None
     stream, warm_up = measured_stream(corpus, config, MEMORY, SEGMENT)
     for number, batch in enumerate(stream):
-        compressed = (
-            memory[config.num_layers].shape[1] if config.compressed_length and memory else 0
-        )
+        compressed = num_compressed_rows(config, memory)
         taken.clear()
         with torch.no_grad():
             _, memory, _ = model.hidden_states(

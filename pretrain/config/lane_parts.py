@@ -1,0 +1,106 @@
+"""What each lane carries from segment to segment: every tensor of its memory, by the settings.
+
+A kind of layer carries what `_parts_of_layer` lists for it. Checkpoints, elastic resumes, offloaded
+memories, evaluation and costs go through this list and know no kind of layer. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.model import ModelConfig
+
+# rows: one per remembered token, or per group of tokens; none at first.
+# documents: the document of each row, counted back from that of the lane's last token (0, -1, ...).
+# state: of fixed size, zeros at first; it belongs to the document of the lane's last token.
+PartKind = Literal["rows", "documents", "state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePart:
+    """One tensor of a memory: [lanes, rows, *shape], or [lanes, *shape] if it is a state."""
+
+    name: str  # in checkpoints, too
+    kind: PartKind
+    shape: tuple[int, ...] = ()
+    length: int = 0  # rows when the memory is full
+    waiting: int = 0  # rows beyond `length` that wait until their group is complete
+    in_float32: bool = False  # whatever the precision; other rows and states are activations
+
+    def num_bytes(self, activation_bytes: int) -> int:
+        """Return the bytes of one lane when the memory is full."""
+        count, width = math.prod(self.shape), 4 if self.in_float32 else activation_bytes
+        match self.kind:
+            case "rows":
+                return self.length * count * width
+            case "documents":
+                return self.length * 4
+            case "state":
+                return count * width
+            case _:
+                assert_never(self.kind)
+
+
+@dataclass(frozen=True)
+class LaneParts:
+    """The parts of a memory in the order of its tensors: layer by layer, then what layers share."""
+
+    layers: tuple[tuple[LanePart, ...], ...]
+    shared: tuple[LanePart, ...]  # documents of compressed rows if there are any, and of rows
+    is_forgotten: bool = False  # nothing is carried, not even states
+
+    @property
+    def memory_length(self) -> int:
+        """The rows that are not compressed, of the layer that has the most."""
+        return self.shared[-1].length
+
+    def __iter__(self) -> Iterator[LanePart]:
+        for parts in self.layers:
+            yield from parts
+        yield from self.shared
+
+    def num_bytes(self, activation_bytes: int) -> int:
+        """Return the bytes of one lane when the memory is full."""
+        return sum(part.num_bytes(activation_bytes) for part in self)
+
+
+@cache
+def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LaneParts:
+    """Return what a lane carries, with `memory_length` in place of the configured one if given.
+
+    With a length of 0 in place of a longer one, nothing is carried.
+    """
+    length = model.memory_length if memory_length is None else memory_length
+    documents = _documents("documents", length, _waiting(model, length))
+    shared = (documents,)
+    if model.compressed_length:
+        compressed = model.compressed_length if length else 0
+        shared = (_documents("compressed_documents", compressed), documents)
+    layers = tuple(_parts_of_layer(model, index, length) for index in range(model.num_layers))
+    return LaneParts(layers, shared, is_forgotten=length == 0 < model.memory_length)
+
+
+def _parts_of_layer(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
+    """Return the parts of a layer with attention: its inputs, and the compressed ones if any."""
+    name, shape = f"layers.{index}", (model.d_model,)
+    waiting = _waiting(model, length)
+    hidden = LanePart(
+        name=f"{name}.hidden", kind="rows", shape=shape, length=length, waiting=waiting
+    )
+    if not model.compressed_length:
+        return (hidden,)
+    compressed = model.compressed_length if length else 0
+    return hidden, LanePart(name=f"{name}.compressed", kind="rows", shape=shape, length=compressed)
+
+
+def _documents(name: str, length: int, waiting: int = 0) -> LanePart:
+    return LanePart(name=name, kind="documents", length=length, waiting=waiting)
+
+
+def _waiting(model: ModelConfig, length: int) -> int:
+    return model.compression_rate - 1 if model.compressed_length and length else 0

@@ -1,0 +1,212 @@
+"""What lanes carry from segment to segment: the memory, a tuple of tensors.
+
+It is a plain tuple because DeepSpeed's hooks walk nothing else. Its layout is that of
+`pretrain.config.lane_parts`, and only this module knows it: the others see parts by name, the parts
+of a layer, or lanes. Lanes are the first dimension of every tensor.
+
+    memory          layers.0.hidden [B, M, D], layers.1.hidden [B, M, D], ..., documents [B, M]
+    with compressed layers.0.hidden, layers.0.compressed [B, K, D], layers.1.hidden, ...,
+                    compressed_documents [B, K], documents
+
+The rows of all parts end at the lane's last token. `documents` has the document of each row, int32
+and relative to the last row's: 0 is the same, -1 the one before. All lanes have as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.lane_parts import LanePart, LaneParts, lane_parts
+from pretrain.config.model import ModelConfig
+
+Memory = tuple[Tensor, ...]
+LayerParts = tuple[Tensor, ...]  # what one layer carries
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A memory taken apart."""
+
+    layers: tuple[LayerParts, ...]
+    documents_BM: Tensor
+    compressed_documents_BK: Tensor | None = None
+
+
+class LaneState:
+    """Makes, takes apart and changes the memories of a model, without gradient."""
+
+    def __init__(self, config: ModelConfig, memory_length: int | None = None) -> None:
+        """`memory_length` replaces the configured one."""
+        self.parts: LaneParts = lane_parts(config, memory_length)
+        self._isolates = config.isolate_documents
+
+    def empty(self, num_lanes: int, like: Tensor) -> Memory:
+        """Return the memory at the start of a stream; `like` has device and type of activations."""
+        return tuple(
+            like.new_zeros(_shape(part, num_lanes, 0), dtype=_dtype(part, like.dtype))
+            for part in self.parts
+        )
+
+    def usable(self, memory: Memory | None, num_lanes: int, like: Tensor) -> Carried:
+        """Return what the next segment reads: no more rows than the parts have when full."""
+        if memory is None or self.parts.is_forgotten:
+            memory = self.empty(num_lanes, like)
+        assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
+        assert lanes_of(memory) == num_lanes, (lanes_of(memory), num_lanes)
+        return self.taken_apart(
+            tuple(_cut(part, each.detach()) for part, each in zip(self.parts, memory, strict=True))
+        )
+
+    def taken_apart(self, memory: Memory) -> Carried:
+        """Return the parts of each layer, and the documents."""
+        rest, layers = list(memory), []
+        for parts in self.parts.layers:
+            layers.append(tuple(rest[: len(parts)]))
+            del rest[: len(parts)]
+        *compressed, documents_BM = rest
+        return Carried(tuple(layers), documents_BM, *compressed)
+
+    def joined(self, carried: Carried) -> Memory:
+        """Return the memory that `taken_apart` takes apart."""
+        compressed_BK = carried.compressed_documents_BK
+        compressed = () if compressed_BK is None else (compressed_BK,)
+        layers = (each for parts in carried.layers for each in parts)
+        return (*layers, *compressed, carried.documents_BM)
+
+    def named(self, memory: Memory) -> dict[str, Tensor]:
+        """Return the tensors by the names of their parts."""
+        return {part.name: each for part, each in zip(self.parts, memory, strict=True)}
+
+    def of_named(self, tensors: Mapping[str, Tensor], num_lanes: int) -> Memory | None:
+        """Return the memory of these tensors; None if it cannot be one of that many lanes."""
+        if tensors.keys() != {part.name for part in self.parts}:
+            return None
+        memory = tuple(tensors[part.name] for part in self.parts)
+        fit = (_fits(part, each, num_lanes) for part, each in zip(self.parts, memory, strict=True))
+        return memory if all(fit) else None
+
+    def vectors(self, memory: Memory) -> list[Tensor]:
+        """Return the first part of each layer as vectors, [B, rows, X]; a state is one."""
+        firsts = (
+            (kept[0], parts[0])
+            for kept, parts in zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
+        )
+        return [_vectors(part, each) for each, part in firsts]
+
+    def moved(self, memory: Memory, device: torch.device, dtype: torch.dtype) -> Memory:
+        """Return the memory on a device, activations in `dtype`."""
+        parts = zip(self.parts, memory, strict=True)
+        return tuple(each.to(device, _dtype(part, dtype)) for part, each in parts)
+
+    def after_forgotten_segment(self, memory: Memory | None, starts_BL: Tensor) -> Memory | None:
+        """Return the same memory after a segment that is not remembered.
+
+        Documents count from the segment's end. If documents are isolated, the state of a lane in
+        which one started is that of an empty memory.
+        """
+        if memory is None:
+            return None
+        started_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
+        parts = zip(self.parts, memory, strict=True)
+        return tuple(self._after_documents(part, each, started_B1) for part, each in parts)
+
+    def _after_documents(self, part: LanePart, tensor: Tensor, started_B1: Tensor) -> Tensor:
+        match part.kind:
+            case "rows":
+                return tensor
+            case "documents":
+                return tensor - started_B1
+            case "state":
+                if not self._isolates:
+                    return tensor
+                has_started = started_B1.view(-1, *[1] * len(part.shape)) > 0
+                return tensor.masked_fill(has_started, 0.0)
+            case _:
+                assert_never(part.kind)
+
+
+def num_rows(memory: Memory | None) -> int:
+    """Return M, the most rows of a layer that are not compressed."""
+    return memory[-1].shape[1] if memory else 0
+
+
+def num_compressed_rows(config: ModelConfig, memory: Memory | None) -> int:
+    """Return K, the number of compressed rows of a layer."""
+    if memory is None:
+        return 0
+    documents_BK = LaneState(config).taken_apart(memory).compressed_documents_BK
+    return 0 if documents_BK is None else documents_BK.shape[1]
+
+
+def lanes_of(memory: Memory) -> int:
+    """Return B, the number of lanes."""
+    return memory[-1].shape[0]
+
+
+def selected_lanes(memory: Memory, lanes: Tensor | slice) -> Memory:
+    """Return the memory of these lanes, in this order; one may occur several times."""
+    return tuple(part[lanes] for part in memory)
+
+
+def joined_lanes(memories: Sequence[Memory]) -> Memory:
+    """Return one memory with the lanes of all, in this order."""
+    return tuple(torch.cat(parts) for parts in zip(*memories, strict=True))
+
+
+def _shape(part: LanePart, num_lanes: int, rows: int) -> tuple[int, ...]:
+    match part.kind:
+        case "rows" | "documents":
+            return num_lanes, rows, *part.shape
+        case "state":
+            return num_lanes, *part.shape
+        case _:
+            assert_never(part.kind)
+
+
+def _dtype(part: LanePart, activations: torch.dtype) -> torch.dtype:
+    match part.kind:
+        case "rows" | "state":
+            # A model in float64 has its states in float64.
+            wider = torch.promote_types(activations, torch.float32)
+            return wider if part.in_float32 else activations
+        case "documents":
+            return torch.int32
+        case _:
+            assert_never(part.kind)
+
+
+def _cut(part: LanePart, tensor: Tensor) -> Tensor:
+    """Return the last rows that fit; a state as it is."""
+    match part.kind:
+        case "rows" | "documents":
+            surplus = tensor.shape[1] - part.length - part.waiting
+            return tensor[:, surplus:] if surplus > 0 else tensor
+        case "state":
+            return tensor
+        case _:
+            assert_never(part.kind)
+
+
+def _vectors(part: LanePart, tensor: Tensor) -> Tensor:
+    match part.kind:
+        case "rows" | "documents":
+            return tensor.flatten(2)
+        case "state":
+            return tensor.flatten(1)[:, None]
+        case _:
+            assert_never(part.kind)
+
+
+def _fits(part: LanePart, tensor: Tensor, num_lanes: int) -> bool:
+    """Whether this can be the part of that many lanes, with any number of rows."""
+    rows = tensor.shape[1] if tensor.dim() > 1 else 0
+    is_float = _dtype(part, torch.float32).is_floating_point
+    return (
+        tuple(tensor.shape) == _shape(part, num_lanes, rows)
+        and tensor.is_floating_point() == is_float
+    )

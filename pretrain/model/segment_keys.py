@@ -1,0 +1,49 @@
+"""Where the keys of a segment are and which of them its queries see, in every layer.
+
+Letters of shapes as in `pretrain.model`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pretrain.config.model import ModelConfig
+from pretrain.model.attention_paths import Visibility
+
+
+class SegmentKeys:
+    """Positions and visibility of a segment's keys, which layers with as many keys share."""
+
+    def __init__(
+        self, config: ModelConfig, hidden_BLD: Tensor, positions_CX: Tensor, documents_BC: Tensor
+    ) -> None:
+        """C is the number of keys of the layers that remember the most, farthest first."""
+        self._config = config
+        self._num_queries, self._dtype = hidden_BLD.shape[1], hidden_BLD.dtype
+        self._positions_CX = positions_CX
+        self._documents_BC = documents_BC
+        self._visibility: dict[tuple[int, int], Visibility] = {}
+
+    def positions_CX(self, num_keys: int) -> Tensor:
+        """Return encodings or biases of the nearest keys."""
+        return _last(self._positions_CX, num_keys, dim=0)
+
+    def visibility(self, num_keys: int, memory_length: int) -> Visibility:
+        """Return which of the nearest keys the queries see in a layer with this memory length."""
+        key = (num_keys, memory_length if self._config.same_length else 0)
+        if key not in self._visibility:
+            documents_BC = _last(self._documents_BC, num_keys, dim=1)
+            self._visibility[key] = Visibility(
+                num_queries=self._num_queries,
+                num_keys=num_keys,
+                window=key[1],
+                documents_BC=documents_BC if self._config.isolate_documents else None,
+                dtype=self._dtype,
+                device=documents_BC.device,
+            )
+        return self._visibility[key]
+
+
+def _last(tensor: Tensor, count: int, dim: int) -> Tensor:
+    surplus = tensor.shape[dim] - count
+    return tensor.narrow(dim, surplus, count).contiguous() if surplus else tensor
