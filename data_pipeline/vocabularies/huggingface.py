@@ -33,6 +33,8 @@ class HuggingFaceTokenizer:
         except ImportError:
             raise missing_library("a tokenizer.json", "tokenizers", "huggingface") from None
         with library_errors("a tokenizer.json of Hugging Face"):
+            # The library reads past what is no JSON.
+            self._spells_bytes = _has_byte_level(parse_json(model))
             self.library: Any = tokenizers.Tokenizer.from_str(model.decode())
             self.library.no_truncation()
             self.library.no_padding()
@@ -45,9 +47,8 @@ class HuggingFaceTokenizer:
         self.library.add_special_tokens([end])
         self.library.encode_special_tokens = True
         self.end_id = ids[end_token]
-        self._model = model
 
-    # What only sizes of texts need: a large file takes a second to parse.
+    # What only sizes of texts need.
     @cached_property
     def _names(self) -> dict[int, str]:
         ids = self.library.get_vocab(with_added_tokens=True)
@@ -55,7 +56,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _byte_values(self) -> dict[str, int]:
-        return _byte_values() if _has_byte_level(parse_json(self._model)) else {}
+        return _byte_values() if self._spells_bytes else {}
 
     @cached_property
     def _added(self) -> set[int]:

@@ -205,6 +205,13 @@ def test_a_small_file_with_a_large_id_is_refused(files, tokenizers):
         Tokenizer("tiktoken", given.model + b"\nenp6 14000000\n", given.options)
 
 
+def test_a_file_that_the_library_reads_but_is_no_json_is_refused(files):
+    content = (files["byte-level json"][0] / "tokenizer.json").read_bytes()
+    content = content.replace(b'{"version"', b'{"unknown","version"', 1)
+    with pytest.raises(DataError, match="not a tokenizer"):
+        Tokenizer("huggingface", content, {"end_token": END})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
