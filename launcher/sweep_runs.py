@@ -176,7 +176,8 @@ def was_array_task(run_dir: RunDir) -> bool:
 def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange) -> int:
     config = with_vocabulary(with_absolute_paths(cell.config))
     problem = ""
-    for count in range(nodes.least, nodes.most + 1):
+    planned = cell.cell.facts.get("nodes", 1)  # by 'pretrain scale plan'
+    for count in range(int(max(nodes.least, min(nodes.most, planned))), nodes.most + 1):
         try:
             for line in check_run(config, cluster, NodeRange(count, count), cell.path.resolve()):
                 print(f"{cell.cell.name}: {line}", file=sys.stderr)

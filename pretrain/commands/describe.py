@@ -5,25 +5,17 @@ from __future__ import annotations
 import argparse
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
 from data_pipeline.fitted import print_fitted
 from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
-from pretrain.commands.hardware import Hardware, add_hardware_arguments, hardware_of
+from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.attention_kernel import plain_attention_reason, unordered_reason
-from pretrain.costs.device_memory import (
-    checkpoint_bytes,
-    largest_micro_batch,
-    largest_phase,
-    memory_parts,
-    offloaded_bytes,
-    total_bytes,
-)
-from pretrain.costs.devices import CPU_MFU, GIB, GPU_MFU
+from pretrain.costs.device_memory import largest_micro_batch
+from pretrain.costs.devices import GIB, Hardware
 from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,
@@ -34,6 +26,7 @@ from pretrain.costs.flops import (
     lanes_of_pass,
     parameters_of,
 )
+from pretrain.costs.footprint import footprint_of
 from pretrain.costs.run_time import RunTime, run_time
 from pretrain.rundir.own_names import refuse_foreign_urls
 from pretrain.rundir.run_dir import RunDir
@@ -157,35 +150,32 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
 
 def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str]:
     world_size, capacity = hardware.world_size, hardware.usable_memory
-    config = largest_phase(run, world_size, hardware.on_gpu)
-    parts = memory_parts(config, world_size, hardware.on_gpu)
-    total, saved = total_bytes(parts), checkpoint_bytes(config)
-    kept = config.checkpoint.keep_last
-    micro = largest_micro_batch(config, world_size, capacity, hardware.on_gpu)
-    if fits := total <= capacity:
+    found = footprint_of(run, world_size, hardware.on_gpu)
+    kept = found.run.checkpoint.keep_last
+    micro = largest_micro_batch(found.run, world_size, capacity, hardware.on_gpu)
+    if fits := found.device <= capacity:
         words = f"fits in {_gib(capacity)}; the largest micro-batch that fits is "
         words += counted(micro, "lane")
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
-    of_checkpoint = f"({kept} kept, one being written: {_gib((kept + 1) * saved)} of disk)"
+    of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
     if explain:
-        per_parameter = 16 if config.optim.ema_decay else 12
+        per_parameter = 16 if run.optim.ema_decay else 12
         of_checkpoint += f" {per_parameter} P + M (L d b + 4) for every lane"
     name = "device memory" if hardware.on_gpu else "host memory"
-    lines = [_row(name, _gib(total), f"per rank, {words}")]
+    lines = [_row(name, _gib(found.device), f"per rank, {words}")]
     if not hardware.on_gpu:
         words = "not counted: Python, PyTorch and the engine take 0.5 to 1 GiB more"
         lines.append(_row("  runtime", "-", words))
-    for part in parts:
+    for part in found.parts:
         lines.append(_row(f"  {part.name}", _gib(part.bytes), part.formula if explain else ""))
-    if hardware.on_gpu and (offloaded := offloaded_bytes(config, world_size)):
-        lines.append(_row("host memory", _gib(offloaded), "per rank, for what is offloaded"))
+    if found.offloaded:
+        lines.append(_row("host memory", _gib(found.offloaded), "per rank, for what is offloaded"))
     if not fits:
         lines.append(_row("  to fit", "", advice(run, world_size, capacity, hardware.on_gpu)))
-    lines.append(_row("checkpoint", _gib(saved), of_checkpoint))
-    if config.checkpoint.asynchronous:
-        words = "of host memory per rank, while saving"
-        lines.append(_row("  copy", _gib(saved / world_size), words))
+    lines.append(_row("checkpoint", _gib(found.checkpoint), of_checkpoint))
+    if found.copy:
+        lines.append(_row("  copy", _gib(found.copy), "of host memory per rank, while saving"))
     return lines
 
 
@@ -193,10 +183,7 @@ def _time_lines(
     config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
 ) -> list[str]:
     device, world_size = hardware.device, hardware.world_size
-    if mfu is None:
-        mfu = GPU_MFU if hardware.on_gpu else CPU_MFU
-    if not 0 < mfu <= 1:
-        raise ConfigError(f"--mfu={mfu} must be above 0 and at most 1")
+    mfu = hardware.assumed_mfu(mfu)
     time = run_time(config, world_size, device.peak(config.engine) * mfu)
     spans = spans_of_phases(config, range(config.optim.steps))
     flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)

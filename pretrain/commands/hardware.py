@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import read_tree
-from pretrain.costs.devices import DEVICES, USABLE, Device, NodeConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The ranks that a run is described for."""
-
-    nodes: int
-    ranks_per_node: int
-    name: str  # of DEVICES
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.name != "cpu"
-
-    @property
-    def device(self) -> Device:
-        return DEVICES[self.name]
-
-    @property
-    def usable_memory(self) -> float:
-        """Bytes that a rank can use; on a CPU its part of this machine's."""
-        if self.on_gpu:
-            return USABLE * self.device.memory
-        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return USABLE * host_memory / self.ranks_per_node
+from pretrain.costs.devices import DEVICES, Hardware, NodeConfig
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +19,10 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default 1)")
     parser.add_argument(
-        "--gpus-per-node", type=int, help="ranks per node (default: the cluster's, else 1)"
+        "--gpus-per-node",
+        "--gpus",
+        type=int,
+        help="ranks per node (default: the cluster's, else 1)",
     )
     parser.add_argument(
         "--gpu",

@@ -9,6 +9,8 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
 from pretrain.config.run import RunConfig
+from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
+from pretrain.scaling.recipe import RULES
 from pretrain.scaling.sweep_file import Sweep, sweep_path
 from pretrain.scaling.which_runs import cells_directory
 
@@ -74,14 +76,34 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_family(parser: argparse.ArgumentParser) -> None:
-    """The flags of how a run is derived from the base experiment."""
+    """The flags of how a run is derived from the base experiment; `family_of` reads some."""
     add = parser.add_argument
     rules = "rule for learning rate and batch size (default %(default)s)"
-    add("--rule", choices=("step-law", "base"), default="step-law", help=rules)
+    add("--rule", choices=tuple(RULES), default="step-law", help=rules)
     multiple = "make the number of lanes a multiple of N, the ranks (default 1)"
     add("--lanes-multiple", type=int, default=1, metavar="N", help=multiple)
     layers = "give every size the experiment's number of layers"
     add("--keep-layers", action="store_true", help=layers)
+    widths = f"make every width a multiple of N (default: {WIDTH_MULTIPLE} from "
+    widths += f"{4 * WIDTH_MULTIPLE} on, if the head size allows it)"
+    add("--width-multiple", type=int, default=0, metavar="N", help=widths)
+    ladder = "choose from the shapes of these model or experiment files only"
+    add("--ladder", type=Path, nargs="+", default=[], metavar="FILE", help=ladder)
+
+
+def family_of(base: RunConfig, arguments: argparse.Namespace) -> Family:
+    """The shapes that the flags of `add_family` allow; ConfigError for two kinds at once."""
+    if arguments.ladder and (arguments.keep_layers or arguments.width_multiple):
+        raise ConfigError(
+            "--ladder chooses among the files' shapes, so --keep-layers and --width-multiple have "
+            "no effect; leave them out"
+        )
+    return Family(
+        base=base,
+        keep_layers=arguments.keep_layers,
+        width_multiple=arguments.width_multiple,
+        rungs=read_ladder(arguments.ladder),
+    )
 
 
 def add_sweep_output(parser: argparse.ArgumentParser) -> None:

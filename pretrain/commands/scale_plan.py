@@ -12,19 +12,32 @@ import numpy as np
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import add_experiment
 from data_pipeline.sizes import amount_of
-from pretrain.commands.scale import add_family, add_sweep_output, sweep_base
+from pretrain.commands.hardware import add_hardware_arguments, hardware_of
+from pretrain.commands.scale import add_family, add_sweep_output, family_of, sweep_base
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.costs.devices import Hardware
+from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
+from pretrain.scaling.placement import Machine, placement_table, placement_totals
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
+    Maker,
     PlannedRun,
     check_corpus,
     optimum_at_ratio,
     plan_runs,
+    spread_sizes,
     write_plan,
 )
-from pretrain.scaling.recipe import Rule, replaced_settings
+from pretrain.scaling.recipe import (
+    RULES,
+    outside_step_law,
+    replaced_settings,
+    step_law_rule,
+    with_budget,
+)
+from pretrain.scaling.utilization import Utilization, measured_utilization
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15
@@ -49,9 +62,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
     around = "center the sizes on the optimum that these runs predict"
     add("--around", type=Path, metavar="RUNS", help=around)
+    ratios = "at each budget one size for each of these D/N, instead of --sizes and --spread"
+    add("--ratios", type=float, nargs="+", default=[], metavar="D/N", help=ratios)
+    add_machine(parser)
+    add_sweep_output(parser)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The flags of the machine that a plan is for: without one, nothing checks that cells fit."""
+    add = parser.add_argument
+    add_hardware_arguments(parser)
+    mfu = "assumed utilization of the peak, as in 'pretrain describe'"
+    add("--mfu", type=float, help=mfu)
+    host = "host memory of a GPU node, such as 2T bytes; without it only devices are checked"
+    add("--host-memory", type=amount_of("bytes"), default=math.inf, metavar="BYTES", help=host)
+    measured = "take the utilization of each size from these runs on the same devices"
+    add("--measured", type=Path, nargs="+", default=[], metavar="RUN", help=measured)
     speed = "FLOPs per second of the machine, to print hours"
     add("--speed", type=float, default=0.0, metavar="FLOPS", help=speed)
-    add_sweep_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,19 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
     base, name = sweep_base(arguments, "scaling")
-    known = with_vocabulary(base)
-    optimum, around = _center(known, arguments)
+    family = family_of(with_vocabulary(base), arguments)
+    optimum, around = _center(family, arguments)
+    machine = _machine(family, arguments)
     runs = plan_runs(
-        known,
+        family,
         sorted(arguments.budgets),
-        optimum,
-        num_sizes=arguments.sizes,
-        spread=arguments.spread,
-        rule=arguments.rule,
+        _sizes(family, optimum, arguments),
+        machine.make if machine else _budget_only(arguments),
         seeds=arguments.seeds,
-        holdouts=arguments.holdout_budgets,
-        lanes_multiple=arguments.lanes_multiple,
-        keep_layers=arguments.keep_layers,
+        holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
     unchecked = check_corpus(
         base,
@@ -81,31 +106,99 @@ def run(arguments: argparse.Namespace) -> int:
         fewer_lanes="a base with fewer lanes or --rule base",
     )
     print(fitted_table(_table(runs)))
-    totals = _totals(runs, arguments.speed)
-    print("\n".join([totals, _replaced(known, arguments.rule), *unchecked]))
-    sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
-    notes = [f"centered on {around}, {sizes}", f"rule {arguments.rule}", totals]
-    write_plan(arguments, name, base, runs, notes)
+    lines = [family.description, _totals(runs, arguments.speed)]
+    if machine:
+        print(f"\n{fitted_table(placement_table(runs))}\n")
+        sizes = [item.cost.parameters for item in runs]
+        lines.append(placement_totals(runs, machine.hardware))
+        lines.append(machine.utilization.describe(sizes))
+    clipped = outside_step_law([item.run for item in runs]) if _is_step_law(arguments) else ""
+    replaced = _replaced(family.base, _is_step_law(arguments))
+    print("\n".join(filter(None, [*lines, clipped, replaced, *unchecked])))
+    notes = [*_notes(arguments, around), *filter(None, [*lines, clipped])]
+    if machine:
+        write_plan(arguments, name, base, runs, notes, _where(machine.hardware, arguments.cluster))
+    else:
+        write_plan(arguments, name, base, runs, notes)
     return 0
 
 
-def _replaced(base: RunConfig, rule: Rule) -> str:
+def _where(hardware: Hardware, cluster: Path | None) -> str:
+    """The flags of 'launcher sweep submit' for this machine."""
+    if cluster is None and hardware.nodes == 1:
+        return f"--local --ranks {hardware.ranks_per_node}"
+    nodes = f"1:{hardware.nodes}" if hardware.nodes > 1 else "1"
+    return f"--cluster {cluster or 'FILE'} --nodes {nodes}"
+
+
+def _notes(arguments: argparse.Namespace, around: str) -> list[str]:
+    if arguments.ratios:
+        sizes = "D/N of " + ", ".join(f"{ratio:g}" for ratio in arguments.ratios)
+        return [sizes, f"rule {arguments.rule}"]
+    sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
+    return [f"centered on {around}, {sizes}", f"rule {arguments.rule}"]
+
+
+def _is_step_law(arguments: argparse.Namespace) -> bool:
+    return RULES[arguments.rule] is step_law_rule
+
+
+def _budget_only(arguments: argparse.Namespace) -> Maker:
+    rule, multiple = RULES[arguments.rule], arguments.lanes_multiple
+    return lambda run, budget: (with_budget(run, budget, rule, multiple), {})
+
+
+def _machine(family: Family, arguments: argparse.Namespace) -> Machine | None:
+    """The machine that the flags name; None without any. ConfigError for half of one."""
+    named = (arguments.cluster, arguments.gpu, arguments.gpus_per_node)
+    if all(each is None for each in named):
+        if arguments.nodes != 1 or arguments.mfu is not None or arguments.measured:
+            raise ConfigError(
+                "--nodes, --mfu and --measured need a machine: add --cluster FILE, or --gpu H100 "
+                "--gpus 8"
+            )
+        return None
+    hardware = hardware_of(arguments)
+    assumed = hardware.assumed_mfu(arguments.mfu)
+    utilization = Utilization(assumed)
+    if arguments.measured:
+        utilization = measured_utilization(arguments.measured, hardware, assumed)
+    return Machine(
+        hardware=hardware,
+        utilization=utilization,
+        family=family,
+        rule=RULES[arguments.rule],
+        lanes_multiple=arguments.lanes_multiple,
+        host_memory=arguments.host_memory,
+    )
+
+
+def _sizes(
+    family: Family, optimum: Callable[[float], float], arguments: argparse.Namespace
+) -> Callable[[float], list[float]]:
+    if not arguments.ratios:
+        return spread_sizes(optimum, arguments.sizes, arguments.spread)
+    if min(arguments.ratios) <= 0:
+        raise ConfigError("--ratios must be positive")
+    at_ratio = [optimum_at_ratio(family, ratio) for ratio in sorted(arguments.ratios, reverse=True)]
+    return lambda budget: [each(budget) for each in at_ratio]
+
+
+def _replaced(base: RunConfig, is_step_law: bool) -> str:
     """What every run has in place of the base's settings, besides its size and steps."""
     changes = [replaced_settings(base), "no evaluation before the end"]
-    if rule == "step-law":
+    if is_step_law:
         changes.append("learning rate and lanes of the Step Law; --rule base keeps those")
     return ", ".join(changes)
 
 
-def _center(base: RunConfig, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
+def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
     """Return the predicted optimal parameters as a function of FLOPs, and their source."""
     if not arguments.around:
         ratio = arguments.tokens_per_parameter
         if ratio <= 0:
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
-        return optimum_at_ratio(
-            base, ratio, arguments.keep_layers
-        ), f"{ratio:g} tokens per parameter"
+        return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
     from pretrain.scaling.point_files import read_points
     from pretrain.scaling.predict import preferred

@@ -13,7 +13,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import dump_yaml
-from pretrain.commands.scale import add_family, add_runs, check_output_file
+from pretrain.commands.scale import add_family, add_runs, check_output_file, family_of
 from pretrain.commands.scale_fit import fit_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
@@ -33,7 +33,7 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, with_budget
+from pretrain.scaling.recipe import RULES, with_budget
 from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
 from pretrain.terminal.text import counted, fitted_table
 
@@ -167,9 +167,11 @@ def _intervals(fit: Fit) -> str:
 
 
 def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -> None:
-    shaped = nearest_shape(base, chosen.parameters.value, arguments.keep_layers)
-    refuse_far_shape(shaped, chosen.parameters.value)
-    run = with_budget(shaped, chosen.flops.value, arguments.rule, arguments.lanes_multiple)
+    family = family_of(base, arguments)
+    shaped = family.nearest(chosen.parameters.value)
+    family.refuse_far(shaped, chosen.parameters.value)
+    rule = RULES[arguments.rule]
+    run = with_budget(shaped, chosen.flops.value, rule, arguments.lanes_multiple)
     run = replace(run, name=f"{base.name}-c{chosen.flops.value:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
     print(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import (
@@ -69,9 +70,10 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
 
 def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
     """Return the run in the phase in which a rank needs the most memory."""
-    return max(
-        runs_of_phases(run), key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu))
-    )
+    phases = runs_of_phases(run)
+    if len(phases) == 1:
+        return phases[0]
+    return max(phases, key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu)))
 
 
 def total_bytes(parts: list[Part]) -> float:
@@ -223,7 +225,7 @@ class LayerActivations:
         """During its backward pass only: about the gradients of what was kept."""
         return self._rows + self._pairs * self._is_plain + self.workspace
 
-    @property
+    @cached_property
     def workspace(self) -> float:
         """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
         if not self.on_gpu or self._is_plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -55,6 +56,43 @@ DEVICES = {
         bf16=100e9, tf32=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The ranks that costs are estimated for."""
+
+    nodes: int
+    ranks_per_node: int
+    name: str  # of DEVICES
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.name]
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a rank can use; on a CPU its part of this machine's."""
+        if self.on_gpu:
+            return USABLE * self.device.memory
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return USABLE * host_memory / self.ranks_per_node
+
+    def assumed_mfu(self, given: float | None = None) -> float:
+        """The part of the peak that a run is assumed to use; ConfigError for no such part."""
+        if given is None:
+            return GPU_MFU if self.on_gpu else CPU_MFU
+        if not 0 < given <= 1:
+            raise ConfigError(f"--mfu={given} must be above 0 and at most 1")
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from pretrain.costs.device_memory import (
 )
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_of_step
+from pretrain.costs.footprint import footprint_of
 
 # Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
 _COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}
@@ -69,17 +70,26 @@ def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> st
     return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
 
 
-def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fit | None:
-    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits."""
+def cheapest_fit(
+    run: RunConfig,
+    world_size: int,
+    capacity: float,
+    on_gpu: bool,
+    host_capacity: float = math.inf,
+) -> Fit | None:
+    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits.
+
+    `host_capacity`: bytes of host memory for each rank of a GPU.
+    """
     candidates = sorted(_candidates(run, world_size, on_gpu), key=lambda candidate: candidate[0])
     for cost, engine in candidates:
         tried = replace(run, engine=engine)
         try:
             largest = largest_phase(tried, world_size, on_gpu)
+            needed = total_bytes(memory_parts(largest, world_size, on_gpu))
         except ConfigError:  # the lanes of a phase do not divide so
             continue
-        needed = total_bytes(memory_parts(largest, world_size, on_gpu))
-        if needed <= capacity:
+        if needed <= capacity and _fits_host(tried, world_size, on_gpu, host_capacity):
             changes = {
                 f"engine.{name}": value
                 for name, value in vars(engine).items()
@@ -88,6 +98,10 @@ def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool)
             host = offloaded_bytes(tried, world_size) if changes else 0.0
             return Fit(engine, changes, needed, cost, host, world_size)
     return None
+
+
+def _fits_host(run: RunConfig, world_size: int, on_gpu: bool, capacity: float) -> bool:
+    return capacity == math.inf or footprint_of(run, world_size, on_gpu).host <= capacity
 
 
 def _candidates(

@@ -21,13 +21,8 @@ from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
-from pretrain.scaling.recipe import (
-    Rule,
-    nearest_shape,
-    refuse_far_shape,
-    refuse_unsuited,
-    with_budget,
-)
+from pretrain.scaling.family import Family
+from pretrain.scaling.recipe import refuse_unsuited
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, reader_of, sweep_path, write_sweep
 from pretrain.terminal.text import counted
 
@@ -56,62 +51,69 @@ def planned_run(run: RunConfig, facts: Mapping[str, float], *, holdout: bool = F
     return PlannedRun(run=run, cost=cost, facts=facts, holdout=holdout)
 
 
-def plan_runs(
-    base: RunConfig,
-    budgets: Sequence[float],
-    optimum: Callable[[float], float],
-    *,
-    num_sizes: int,
-    spread: float,
-    rule: Rule,
-    seeds: Sequence[int],
-    holdouts: Sequence[float] = (),
-    lanes_multiple: int = 1,
-    keep_layers: bool = False,
-) -> list[PlannedRun]:
-    """Return `num_sizes` sizes at each budget, `spread` apart around `optimum(budget)`, and one run
-    per hold-out.
+# What makes a cell of a shape and a budget: the whole run, and what else is known about it.
+Maker = Callable[[RunConfig, float], tuple[RunConfig, Mapping[str, float]]]
 
-    Raises ConfigError for a base that cannot be scaled or a budget that is too small for whole
+
+def spread_sizes(
+    optimum: Callable[[float], float], num_sizes: int, spread: float
+) -> Callable[[float], list[float]]:
+    """Return the sizes of a budget: `num_sizes`, `spread` apart around its optimum."""
+    if num_sizes < 1 or spread <= 1:
+        raise ConfigError("a plan needs at least one size, and a spread above 1")
+    middle = (num_sizes - 1) / 2
+    return lambda budget: [
+        optimum(budget) * spread ** (index - middle) for index in range(num_sizes)
+    ]
+
+
+def plan_runs(
+    family: Family,
+    budgets: Sequence[float],
+    sizes: Callable[[float], Sequence[float]],
+    make: Maker,
+    *,
+    seeds: Sequence[int],
+    holdouts: Mapping[float, float] | None = None,
+) -> list[PlannedRun]:
+    """Return a run of every size and seed at each budget, and one per hold-out (budget: size).
+
+    Raises ConfigError for a base that cannot be scaled, or a budget that is too small for whole
     steps.
     """
-    refuse_unsuited(base)
-    if num_sizes < 1 or spread <= 1 or not budgets or min((*budgets, *holdouts)) <= 0 or not seeds:
-        raise ConfigError(
-            "a plan needs positive budgets, at least one size and seed, and a spread above 1"
-        )
+    refuse_unsuited(family.base)
+    if not budgets or min((*budgets, *(holdouts or ()))) <= 0 or not seeds:
+        raise ConfigError("a plan needs positive budgets and at least one seed")
     runs: list[PlannedRun] = []
     for budget in budgets:
-        middle = (num_sizes - 1) / 2
-        sizes = [optimum(budget) * spread ** (index - middle) for index in range(num_sizes)]
-        shaped = [nearest_shape(base, size, keep_layers) for size in sizes]
-        for run, size in zip(shaped, sizes, strict=True):
-            refuse_far_shape(run, size)
-        distinct = {cost_of(run).parameters: run for run in shaped}
-        if len(distinct) < num_sizes:
-            raise ConfigError(
-                f"at {budget:.3g} FLOPs only {len(distinct)} of {num_sizes} sizes around "
-                f"{optimum(budget):.3g} "
-                "parameters are different legal shapes; use a larger --spread, fewer sizes or a "
-                "base with smaller heads"
-            )
-        sized = [with_budget(run, budget, rule, lanes_multiple) for run in distinct.values()]
-        runs += [
-            _planned(run, budget, seed, f"-s{seed}" if len(seeds) > 1 else "")
-            for run in sized
-            for seed in seeds
-        ]
-    for budget in holdouts:
-        run = with_budget(
-            nearest_shape(base, optimum(budget), keep_layers), budget, rule, lanes_multiple
-        )
-        runs.append(_planned(run, budget, seeds[0], "-holdout", holdout=True))
+        for run in _distinct_shapes(family, budget, sizes(budget)):
+            made, facts = make(run, budget)
+            runs += [
+                _planned(made, budget, facts, seed, f"-s{seed}" if len(seeds) > 1 else "")
+                for seed in seeds
+            ]
+    for budget, size in (holdouts or {}).items():
+        made, facts = make(family.nearest(size), budget)
+        runs.append(_planned(made, budget, facts, seeds[0], "-holdout", holdout=True))
     return runs
 
 
-def optimum_at_ratio(
-    base: RunConfig, tokens_per_parameter: float, keep_layers: bool = False
-) -> Callable[[float], float]:
+def _distinct_shapes(family: Family, budget: float, sizes: Sequence[float]) -> list[RunConfig]:
+    shaped = [family.nearest(size) for size in sizes]
+    for run, size in zip(shaped, sizes, strict=True):
+        family.refuse_far(run, size)
+    distinct = list({cost_of(run).parameters: run for run in shaped}.values())
+    if len(distinct) < len(sizes):
+        raise ConfigError(
+            f"at {budget:.3g} FLOPs only {len(distinct)} of {len(sizes)} sizes from "
+            f"{min(sizes):.3g} to {max(sizes):.3g} "
+            "parameters are different legal shapes; use a larger --spread, fewer sizes, a "
+            + ("ladder with more rungs" if family.rungs else "base with smaller heads")
+        )
+    return distinct
+
+
+def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[float], float]:
     """Return N(C), at which C FLOPs buy `tokens_per_parameter` N tokens, counted exactly."""
 
     def optimum(budget: float) -> float:
@@ -119,15 +121,23 @@ def optimum_at_ratio(
         # FLOPs per token change slowly with the size, so this fixed point is reached in a few
         # rounds.
         for _ in range(20):
-            per_parameter = _flops_per_parameter(base, size, keep_layers)
-            size = math.sqrt(budget / (per_parameter * tokens_per_parameter))
+            cost = cost_of(family.nearest(size))
+            per_parameter = cost.flops_per_token / cost.parameters
+            before, size = size, math.sqrt(budget / (per_parameter * tokens_per_parameter))
+            if math.isclose(before, size, rel_tol=1e-9):
+                break
         return size
 
     return optimum
 
 
 def _planned(
-    run: RunConfig, budget: float, seed: int, suffix: str, holdout: bool = False
+    run: RunConfig,
+    budget: float,
+    known: Mapping[str, float],
+    seed: int,
+    suffix: str,
+    holdout: bool = False,
 ) -> PlannedRun:
     name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
     cost = cost_of(run)
@@ -138,13 +148,9 @@ def _planned(
         "steps": cost.steps,
         "learning_rate": run.optim.learning_rate,
         "tokens_per_step": cost.tokens_per_step,
+        **known,
     }
     return planned_run(replace(run, name=name, seed=seed), facts, holdout=holdout)
-
-
-def _flops_per_parameter(base: RunConfig, size: float, keep_layers: bool) -> float:
-    cost = cost_of(nearest_shape(base, size, keep_layers))
-    return cost.flops_per_token / cost.parameters
 
 
 def check_corpus(
@@ -187,8 +193,9 @@ def write_plan(
     base: RunConfig,
     runs: Sequence[PlannedRun],
     notes: Sequence[str],
+    where: str = "--local (or --cluster FILE)",
 ) -> None:
-    """Write the sweep `name`; print its path, and what comes next.
+    """Write the sweep `name`; print its path, and what comes next: submitting it `where`.
 
     `base` includes the overrides of the command line.
     """
@@ -197,7 +204,7 @@ def write_plan(
     write_sweep(path, sweep)
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
     _, then = reader_of(sweep)
-    print(f"next: launcher sweep submit {path} --local (or --cluster FILE), then {then} {path}")
+    print(f"next: launcher sweep submit {path} {where}, then {then} {path}")
 
 
 def make_sweep(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import textwrap
 from argparse import Namespace
@@ -76,6 +77,16 @@ def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_ar
     found = classes(cells_of(sweep), replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
     names = {count: [cell.cell.name for cell in group] for count, group in found.items()}
     assert names == {2: ["plain", "other"], 3: ["odd"]}
+
+
+@pytest.mark.parametrize(("planned", "given"), [(3, 3), (9, 4), (1, 2), (math.nan, 4)])
+def test_a_cell_gets_the_nodes_it_was_planned_for_within_those_allowed(sweep, planned, given):
+    cells = [cell for cell in cells_of(sweep) if cell.cell.name == "plain"]
+    cells[0] = replace(cells[0], cell=replace(cells[0].cell, facts={"nodes": planned}))
+    config = replace(cells[0].config, data=replace(cells[0].config.data, lanes=12))
+    cells[0] = replace(cells[0], config=config)
+    found = classes(cells, replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
+    assert list(found) == [given]
 
 
 def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):

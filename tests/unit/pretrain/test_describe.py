@@ -13,7 +13,6 @@ from data_pipeline.fitted import fitted
 from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
 from pretrain.commands.describe import NOTES_COLUMN, describe
-from pretrain.commands.hardware import Hardware
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -24,6 +23,7 @@ from pretrain.costs.device_memory import (
     memory_parts,
     total_bytes,
 )
+from pretrain.costs.devices import Hardware
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of, parameters_of
 from pretrain.costs.run_time import flops_of_evaluation, run_time

@@ -16,15 +16,18 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.scaling.family import Family, read_ladder
 from pretrain.scaling.plan import (
     make_sweep,
     optimum_at_ratio,
     plan_runs,
     refuse_more_tokens,
+    spread_sizes,
 )
-from pretrain.scaling.recipe import nearest_shape, refuse_far_shape, step_law, with_budget
+from pretrain.scaling.recipe import RULES, outside_step_law, step_law, with_budget
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 
+MODELS = Path(__file__).parents[3] / "configs" / "models"
 BASE = RunConfig(
     name="books",
     model=ModelConfig(vocab_size=8192, num_layers=12, d_model=768, num_heads=12, memory_length=512),
@@ -37,9 +40,23 @@ data: {segment_length: 512, lanes: 64}
 """
 
 
-def planned(**changes):
-    settings = {"num_sizes": 5, "spread": 1.6, "rule": "step-law", "seeds": (1,), **changes}
-    return plan_runs(BASE, (1e17, 1e18), optimum_at_ratio(BASE, 20), **settings)
+def planned(
+    *, base=BASE, rule="step-law", lanes_multiple=1, spread=1.6, seeds=(1,), holdouts=(), **shapes
+):
+    family = Family(base=base, **shapes)
+    optimum = optimum_at_ratio(family, 20)
+    return plan_runs(
+        family,
+        (1e17, 1e18),
+        spread_sizes(optimum, 5, spread),
+        lambda run, budget: (with_budget(run, budget, RULES[rule], lanes_multiple), {}),
+        seeds=seeds,
+        holdouts={budget: optimum(budget) for budget in holdouts},
+    )
+
+
+def nearest_shape(base, parameters, **shapes):
+    return Family(base=base, **shapes).nearest(parameters)
 
 
 def test_a_shape_keeps_the_number_of_heads_that_share_a_key():
@@ -63,7 +80,7 @@ def test_depth_is_kept_where_that_is_asked_for():
     runs = planned(keep_layers=True)
     assert {item.run.model.num_layers for item in runs} == {12}
     assert len({item.run.model.d_model for item in runs if item.facts["budget"] == 1e18}) == 5
-    middle = optimum_at_ratio(BASE, 20, keep_layers=True)(1e18)
+    middle = optimum_at_ratio(Family(base=BASE, keep_layers=True), 20)(1e18)
     assert runs[7].cost.parameters == pytest.approx(middle, rel=0.15)
 
 
@@ -80,9 +97,46 @@ def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
     assert model.d_inner / model.d_model == pytest.approx(256 / 96, rel=0.02)
 
 
+GROUPED = replace(BASE.model, vocab_size=32000, num_key_heads=4)  # groups of three heads
+
+
+def test_widths_and_numbers_of_heads_are_round_at_every_size():
+    family = Family(base=replace(BASE, model=GROUPED))
+    seen = set()
+    for step in range(40):
+        model = family.nearest(2e7 * 1.25**step).model
+        assert model.d_model == 64 * model.num_heads
+        assert model.d_model % (128 if model.d_model >= 512 else 64) == 0
+        assert model.num_heads % 2 == 0 or model.num_heads < 8
+        assert model.d_model < 2048 or model.d_model % 256 == 0, "3456 is no width"
+        assert 64 / 1.45 < model.d_model / model.num_layers < 64 * 1.45
+        assert 2 <= model.num_heads / model.num_key_heads <= 4
+        seen.add(model.d_model)
+    assert len(seen) > 15
+
+
+def test_a_width_multiple_that_was_asked_for_holds_at_every_size():
+    family = Family(base=BASE, width_multiple=256)
+    widths = {family.nearest(1e7 * 1.5**step).model.d_model for step in range(15)}
+    assert all(width % 256 == 0 for width in widths)
+    assert len(widths) > 4
+
+
+def test_a_ladder_gives_its_rungs_shapes_and_keeps_the_bases_other_settings():
+    rungs = read_ladder([MODELS / f"xl_modern_{size}.yaml" for size in ("100m", "10m", "30m")])
+    family = Family(base=BASE, rungs=rungs)
+    assert [model.d_model for model in rungs] == [256, 384, 768]
+    found = [family.nearest(size).model for size in (1e6, 2e7, 1e9)]
+    assert [(model.num_layers, model.num_heads) for model in found] == [(8, 4), (11, 6), (12, 12)]
+    assert all(replace(model, num_key_heads=0).vocab_size == 8192 for model in found)
+    assert {(model.memory_length, model.feed_forward) for model in found} == {(512, "relu")}
+    with pytest.raises(ConfigError, match=r"nearest rung to 1e\+09 parameters has .*--ladder"):
+        family.refuse_far(family.nearest(1e9), 1e9)
+
+
 def test_a_size_the_vocabulary_alone_exceeds_is_refused():
     with pytest.raises(ConfigError, match=r"the nearest legal shape to 1e\+04 parameters has"):
-        refuse_far_shape(nearest_shape(BASE, 1e4), 1e4)
+        Family(base=BASE).refuse_far(nearest_shape(BASE, 1e4), 1e4)
 
 
 def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
@@ -102,7 +156,7 @@ def test_sizes_of_a_budget_are_spread_around_the_optimum():
     runs = [item for item in planned() if item.facts["budget"] == 1e18]
     sizes = [item.cost.parameters for item in runs]
     assert sizes == sorted(sizes)
-    middle = optimum_at_ratio(BASE, 20)(1e18)
+    middle = optimum_at_ratio(Family(base=BASE), 20)(1e18)
     assert sizes[2] == pytest.approx(middle, rel=0.1)
     assert runs[2].cost.tokens / runs[2].cost.parameters == pytest.approx(20, rel=0.15)
     for smaller, larger in pairwise(sizes):
@@ -119,7 +173,12 @@ def test_rate_and_batch_follow_the_stated_rule():
     rate, batch = step_law(1e9, 2e10)
     assert rate == pytest.approx(1.79 * 1e9**-0.713 * 2e10**0.307)
     assert batch == pytest.approx(0.58 * 2e10**0.571)
-    assert step_law(1e4, 1e9)[0] == 1e-2, "capped"
+    edge_rate, edge_batch = step_law(60e6, 2e9)
+    assert step_law(1e4, 1e10)[0] == step_law(60e6, 1e10)[0], "no higher rate than it measured"
+    assert step_law(1e4, 1e9)[0] == edge_rate
+    assert step_law(7e9, 1e11)[0] == pytest.approx(1.79 * 7e9**-0.713 * 1e11**0.307), "lower"
+    assert step_law(1e8, 1e13)[1] == step_law(1e8, 1e11)[1], "no larger batch than it measured"
+    assert step_law(1e8, 1e7)[1] < edge_batch
     item = planned()[-1]
     rate, batch = step_law(item.cost.body_parameters, item.cost.tokens)
     assert item.run.optim.learning_rate == pytest.approx(rate, rel=1e-2)
@@ -129,20 +188,25 @@ def test_rate_and_batch_follow_the_stated_rule():
         assert item.run.data.lanes == 64
 
 
+def test_cells_outside_step_laws_range_are_counted():
+    runs = [item.run for item in planned()]
+    inside = with_budget(nearest_shape(BASE, 2e8), 1e19, RULES["step-law"])
+    assert outside_step_law([inside]) == ""
+    said = outside_step_law([inside, *runs])
+    assert said.startswith("clipped: 10 of 11 cells are outside the runs that Step Law was fitted")
+
+
 def test_lanes_divide_over_the_ranks():
     assert all(item.run.data.lanes % 8 == 0 for item in planned(lanes_multiple=8))
 
 
 def test_what_cannot_be_planned_is_said():
     with pytest.raises(ConfigError, match="does not decay the learning rate"):
-        plan_runs(
-            replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
-            (1e17,), optimum_at_ratio(BASE, 20), num_sizes=3, spread=1.6, rule="base", seeds=(1,),
-        )  # fmt: skip
+        planned(base=replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))))
     with pytest.raises(ConfigError, match="different legal shapes; use a larger --spread"):
         planned(spread=1.001)
     with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0 steps"):
-        with_budget(BASE, 1e13, "base")
+        with_budget(BASE, 1e13, RULES["base"])
     with pytest.raises(
         ConfigError, match=r"model\.vocab_size is not set and there is no corpus at .*/absent to"
     ):

@@ -1,0 +1,163 @@
+"""Plans for a machine: every cell fits by `describe`, and what cannot fit is an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.config_loader import load_config
+from data_pipeline.files import write_text
+from pretrain.commands import scale
+from pretrain.commands.describe import describe
+from pretrain.config.run import RunConfig
+from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.flops import computed_flops_of_step, cost_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.metrics import train_line
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+BASE = CONFIGS / "models" / "xl_modern_100m.yaml"
+H100 = Hardware(nodes=1, ranks_per_node=8, name="H100")
+
+
+def plan(tmp_path, *arguments: object, base=BASE):
+    words = ["plan", base, *arguments, "--output", tmp_path / "sweep.yaml"]
+    return scale.PROGRAM.main([str(word) for word in words])
+
+
+def cells_of(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    return [(cell, config_of(cell, path)) for cell in read_sweep(path).cells]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan for 8 H100 up to 1e21 FLOPs."""
+    path = tmp_path_factory.mktemp("plan")
+    budgets = ("--budgets", "1e18", "1e19", "1e20", "1e21", "--holdout-budgets", "3e21")
+    assert plan(path, *budgets, "--sizes", 5, "--gpu", "H100", "--gpus", 8) == 0
+    return cells_of(path)
+
+
+def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(planned):
+    assert len(planned) == 21
+    for cell, run in planned:
+        said = "\n".join(describe(run, H100))
+        assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
+        assert cell.facts["device_gib"] <= H100.usable_memory / GIB
+        memory = re.search(r"device memory +([\d.,]+) GiB", said)
+        saved = re.search(r"checkpoint +([\d.,]+) GiB .*: ([\d.,]+) GiB of disk", said)
+        assert memory
+        assert saved
+        assert float(memory[1]) == pytest.approx(cell.facts["device_gib"], abs=0.006)
+        assert float(saved[1]) == pytest.approx(cell.facts["checkpoint_gib"], abs=0.006)
+        assert float(saved[2].replace(",", "")) == pytest.approx(cell.facts["disk_gib"], abs=0.006)
+        training = re.search(r"\n  run .*\(([\d.,]+) GPU-hours", said)
+        assert training
+        gpu_hours = float(training[1].replace(",", ""))
+        assert gpu_hours == pytest.approx(8 * cell.facts["hours"], abs=0.06)
+
+
+def test_the_largest_cells_need_and_get_smaller_passes_or_offloading(planned):
+    engines = [run.engine for _, run in planned]
+    assert any(engine.micro_batch_lanes for engine in engines)
+    assert any(not engine.micro_batch_lanes for engine in engines), "the small ones do not"
+    assert all(engine.precision == "auto" for engine in engines), "chosen where the cell runs"
+    for _, run in planned:
+        own, rest = divmod(run.data.lanes, 8)
+        assert rest == 0
+        assert max(step for step in (1, 2, 4, 8, 16, 32) if own % step == 0) >= own / 16
+
+
+def test_a_cell_that_cannot_fit_is_one_line_with_the_nearest_size_that_does(tmp_path, capsys):
+    arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
+    assert plan(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
+    said = capsys.readouterr().err
+    found = re.fullmatch(
+        r"error: at 3e\+22 FLOPs ([\d.]+)G parameters \(\d+x\d+\) do not fit into 68.5 GiB on each "
+        r"of 1 rank \(H100\): no engine setting makes it fit here; use \d+ ranks.*; the nearest "
+        r"size that fits is ([\d.]+)G \(\d+x\d+\): use more --nodes, .*\n",
+        said,
+    )
+    assert found, said
+    assert not (tmp_path / "sweep.yaml").exists()
+    too_large, nearest = (float(size) * 1e9 for size in found.groups())
+    ratio = 2 * (too_large / nearest) ** 2
+    assert plan(tmp_path, *arguments, "--tokens-per-parameter", ratio) == 0
+    ((cell, run),) = cells_of(tmp_path)
+    assert cell.facts["parameters"] == pytest.approx(nearest, rel=0.05)
+    assert "DOES NOT FIT" not in "\n".join(describe(run, replace(H100, ranks_per_node=1)))
+
+
+def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
+    arguments = ("--budgets", "1e21", "--sizes", 1, "--gpu", "H100", "--gpus", 8)
+    assert plan(tmp_path, *arguments, "--host-memory", "1T") == 0
+    ((cell, _),) = cells_of(tmp_path)
+    assert 10 < cell.facts["host_gib"] < 1e12 / GIB
+    assert plan(tmp_path, *arguments, "--host-memory", "150G") == 2
+    assert (
+        "what is offloaded exceeds --host-memory, 140 GiB; the nearest size"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
+    assert plan(tmp_path, "--budgets", "1e18", "--nodes", 2) == 2
+    assert "need a machine: add --cluster FILE, or --gpu H100 --gpus 8" in capsys.readouterr().err
+
+
+def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
+    cluster = CONFIGS / "clusters" / "8xh100.yaml"
+    budgets = ("--budgets", "1e17", "1e20", "--sizes", 2, "--spread", 4)
+    assert plan(tmp_path, *budgets, "--cluster", cluster, "--nodes", 16) == 0
+    assert f"--cluster {cluster} --nodes 1:16, then" in capsys.readouterr().out
+    nodes = [cell.facts["nodes"] for cell, _ in cells_of(tmp_path)]
+    assert nodes[0] < 16
+    assert nodes[-1] == 16
+    for (cell, run), count in zip(cells_of(tmp_path), nodes, strict=True):
+        assert run.data.lanes % (8 * count) == 0, cell.name
+
+
+def train(directory, run: RunConfig, mfu: float, gpu="NVIDIA H100 80GB HBM3"):
+    """A run directory as one of 8 H100 leaves it, at a speed that is this part of the peak."""
+    run_dir = RunDir.create(directory, run)
+    half = replace(run, engine=replace(run.engine, precision="bf16"))
+    peak = 8 * H100.device.peak(half.engine)
+    speed = run.tokens_per_step * mfu * peak / computed_flops_of_step(half, 8)
+    line = train_line(1, seconds=1.0, tokens_per_second=speed)
+    write_text(run_dir.metrics, json.dumps(line) + "\n")
+    run_dir.ledger.append(Started(step=0, world_size=8, environment={"GPU": gpu}))
+    return cost_of(run).parameters
+
+
+def test_the_mfu_of_a_size_is_that_of_runs_of_about_that_size(tmp_path, capsys):
+    small, large = (
+        load_config(RunConfig, CONFIGS / "models" / f"xl_modern_{size}.yaml")
+        for size in ("30m", "300m")
+    )
+    train(tmp_path / "runs" / "small", small, 0.1)
+    train(tmp_path / "runs" / "large", large, 0.4)
+    arguments = ("--budgets", "1e18", "1e21", "--sizes", 2, "--gpu", "H100", "--gpus", 8)
+    assert plan(tmp_path, *arguments, "--measured", tmp_path / "runs") == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"MFU: measured on 2 sizes from [\d.]+M \(10.0%\) to [\d.]+M \(40.0%\); 2 cells over 2x",
+        said,
+    )
+    mfu = [cell.facts["mfu"] for cell, _ in cells_of(tmp_path)]
+    assert 0.1 < mfu[0] < mfu[1] < mfu[2] == mfu[3] == pytest.approx(0.4)
+    train(tmp_path / "runs" / "other", small, 0.1, gpu="NVIDIA A100-SXM4-80GB")
+    assert plan(tmp_path, *arguments, "--measured", tmp_path / "runs") == 2
+    assert "was trained on A100, and the plan is for H100" in capsys.readouterr().err
+
+
+def test_ratios_plan_one_size_for_each_at_every_budget(tmp_path):
+    assert plan(tmp_path, "--budgets", "1e19", "1e20", "--ratios", 20, 80, 320) == 0
+    found = [cell.facts["tokens"] / cell.facts["parameters"] for cell, _ in cells_of(tmp_path)]
+    assert found == pytest.approx([320, 80, 20] * 2, rel=0.15)
