@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
-from pretrain.scaling.recipe import RULES
+from pretrain.scaling.recipe import RULES, Rule
 from pretrain.scaling.sweep_file import Sweep, sweep_path
 from pretrain.scaling.which_runs import cells_directory
 
@@ -80,6 +80,10 @@ def add_family(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     rules = "rule for learning rate and batch size (default %(default)s)"
     add("--rule", choices=tuple(RULES), default="step-law", help=rules)
+    tuned = (
+        "rate, and batch if they were tried, from these sweeps of 'scale tune', instead of --rule"
+    )
+    add("--tuned", nargs="+", default=[], metavar="SWEEP[=RUNS_DIR]", help=tuned)
     multiple = "make the number of lanes a multiple of N, the ranks (default 1)"
     add("--lanes-multiple", type=int, default=1, metavar="N", help=multiple)
     layers = "give every size the experiment's number of layers"
@@ -104,6 +108,20 @@ def family_of(base: RunConfig, arguments: argparse.Namespace) -> Family:
         width_multiple=arguments.width_multiple,
         rungs=read_ladder(arguments.ladder),
     )
+
+
+def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
+    """The rule of rates and batches that the flags of `add_family` name."""
+    if not arguments.tuned:
+        return RULES[arguments.rule]
+    from pretrain.scaling.tuned_rule import TunedRule, base_width_of, read_rungs
+
+    return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base_width_of(base))
+
+
+def rule_name(arguments: argparse.Namespace) -> str:
+    """The rule as notes and files name it."""
+    return f"tuned by {', '.join(arguments.tuned)}" if arguments.tuned else arguments.rule
 
 
 def add_sweep_output(parser: argparse.ArgumentParser) -> None:

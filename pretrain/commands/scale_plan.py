@@ -13,7 +13,14 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.program import add_experiment
 from data_pipeline.sizes import amount_of
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.commands.scale import add_family, add_sweep_output, family_of, sweep_base
+from pretrain.commands.scale import (
+    add_family,
+    add_sweep_output,
+    family_of,
+    rule_name,
+    rule_of,
+    sweep_base,
+)
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import Hardware
@@ -31,7 +38,8 @@ from pretrain.scaling.plan import (
     write_plan,
 )
 from pretrain.scaling.recipe import (
-    RULES,
+    Rule,
+    base_rule,
     outside_step_law,
     replaced_settings,
     step_law_rule,
@@ -90,12 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     base, name = sweep_base(arguments, "scaling")
     family = family_of(with_vocabulary(base), arguments)
     optimum, around = _center(family, arguments)
-    machine = _machine(family, arguments)
+    rule = rule_of(family.base, arguments)
+    machine = _machine(family, rule, arguments)
     runs = plan_runs(
         family,
         sorted(arguments.budgets),
         _sizes(family, optimum, arguments),
-        machine.make if machine else _budget_only(arguments),
+        machine.make if machine else _budget_only(rule, arguments.lanes_multiple),
         seeds=arguments.seeds,
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
@@ -112,10 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = [item.cost.parameters for item in runs]
         lines.append(placement_totals(runs, machine.hardware))
         lines.append(machine.utilization.describe(sizes))
-    clipped = outside_step_law([item.run for item in runs]) if _is_step_law(arguments) else ""
-    replaced = _replaced(family.base, _is_step_law(arguments))
-    print("\n".join(filter(None, [*lines, clipped, replaced, *unchecked])))
-    notes = [*_notes(arguments, around), *filter(None, [*lines, clipped])]
+    lines += _rule_lines(rule, [item.run for item in runs])
+    print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
+    notes = [*_notes(arguments, around), *lines]
     if machine:
         write_plan(arguments, name, base, runs, notes, _where(machine.hardware, arguments.cluster))
     else:
@@ -134,21 +142,28 @@ def _where(hardware: Hardware, cluster: Path | None) -> str:
 def _notes(arguments: argparse.Namespace, around: str) -> list[str]:
     if arguments.ratios:
         sizes = "D/N of " + ", ".join(f"{ratio:g}" for ratio in arguments.ratios)
-        return [sizes, f"rule {arguments.rule}"]
+        return [sizes, f"rule {rule_name(arguments)}"]
     sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
-    return [f"centered on {around}, {sizes}", f"rule {arguments.rule}"]
+    return [f"centered on {around}, {sizes}", f"rule {rule_name(arguments)}"]
 
 
-def _is_step_law(arguments: argparse.Namespace) -> bool:
-    return RULES[arguments.rule] is step_law_rule
+def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
+    """What the rates and batches rest on."""
+    if rule is step_law_rule:
+        return [line for line in [outside_step_law(runs)] if line]
+    if rule is base_rule:
+        return []
+    from pretrain.scaling.tuned_rule import TunedRule
+
+    assert isinstance(rule, TunedRule)
+    return rule.describe(runs)
 
 
-def _budget_only(arguments: argparse.Namespace) -> Maker:
-    rule, multiple = RULES[arguments.rule], arguments.lanes_multiple
+def _budget_only(rule: Rule, multiple: int) -> Maker:
     return lambda run, budget: (with_budget(run, budget, rule, multiple), {})
 
 
-def _machine(family: Family, arguments: argparse.Namespace) -> Machine | None:
+def _machine(family: Family, rule: Rule, arguments: argparse.Namespace) -> Machine | None:
     """The machine that the flags name; None without any. ConfigError for half of one."""
     named = (arguments.cluster, arguments.gpu, arguments.gpus_per_node)
     if all(each is None for each in named):
@@ -167,7 +182,7 @@ def _machine(family: Family, arguments: argparse.Namespace) -> Machine | None:
         hardware=hardware,
         utilization=utilization,
         family=family,
-        rule=RULES[arguments.rule],
+        rule=rule,
         lanes_multiple=arguments.lanes_multiple,
         host_memory=arguments.host_memory,
     )
@@ -184,10 +199,10 @@ def _sizes(
     return lambda budget: [each(budget) for each in at_ratio]
 
 
-def _replaced(base: RunConfig, is_step_law: bool) -> str:
+def _replaced(base: RunConfig, rule: Rule) -> str:
     """What every run has in place of the base's settings, besides its size and steps."""
     changes = [replaced_settings(base), "no evaluation before the end"]
-    if is_step_law:
+    if rule is step_law_rule:
         changes.append("learning rate and lanes of the Step Law; --rule base keeps those")
     return ", ".join(changes)
 

@@ -13,7 +13,14 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import dump_yaml
-from pretrain.commands.scale import add_family, add_runs, check_output_file, family_of
+from pretrain.commands.scale import (
+    add_family,
+    add_runs,
+    check_output_file,
+    family_of,
+    rule_name,
+    rule_of,
+)
 from pretrain.commands.scale_fit import fit_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
@@ -33,7 +40,7 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.recipe import RULES, with_budget
+from pretrain.scaling.recipe import with_budget
 from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
 from pretrain.terminal.text import counted, fitted_table
 
@@ -170,7 +177,7 @@ def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -
     family = family_of(base, arguments)
     shaped = family.nearest(chosen.parameters.value)
     family.refuse_far(shaped, chosen.parameters.value)
-    rule = RULES[arguments.rule]
+    rule = rule_of(base, arguments)
     run = with_budget(shaped, chosen.flops.value, rule, arguments.lanes_multiple)
     run = replace(run, name=f"{base.name}-c{chosen.flops.value:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
@@ -186,7 +193,7 @@ def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -
             f"# The optimum at {chosen.flops.value:.3g} FLOPs by approach {chosen.approach}: "
             f"loss {shown(chosen.loss, as_loss)}\n"
             f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: "
-            f"{arguments.rule}\n"
+            f"{rule_name(arguments)}\n"
         )
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.write, header + dump_yaml(to_tree(run)))

@@ -1,0 +1,152 @@
+"""Rates of `scale tune` in plans: a rule over the rungs, with its interval, and its limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from data_pipeline.files import write_text
+from pretrain.commands import scale
+from pretrain.config.data import DataConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Started
+from pretrain.scaling.intervals import Interval
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from pretrain.scaling.tuned_rule import Rung, TunedRule, fit_power
+from tests.helpers.metrics import train_line
+
+POWER, BEST_BATCH = -0.4, 2048
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+
+
+def best_rate(body: float) -> float:
+    return 2e-3 * (body / 1e5) ** POWER
+
+
+def command(*words: object) -> int:
+    return scale.PROGRAM.main([str(word) for word in words])
+
+
+def experiment(width: int) -> str:
+    return (
+        f"name: books{width}\n"
+        f"model: {{vocab_size: 512, num_layers: 2, d_model: {width}, num_heads: {width // 16}, "
+        "memory_length: 64}\ndata: {segment_length: 64, lanes: 16, path: absent}\n"
+        "optim: {steps: 200, schedule: {warmup_steps: 10}}\n"
+    )
+
+
+def tuned(directory, width: int, lanes=(16, 32)) -> str:
+    """A sweep of rates and batches whose runs ended in a valley around `best_rate`."""
+    write_text(directory / f"{width}.yaml", experiment(width))
+    sweep, runs = directory / f"tune{width}.yaml", directory / f"runs{width}"
+    words = ("tune", "plan", directory / f"{width}.yaml", "--rates", *RATES, "--lanes", *lanes)
+    assert command(*words, "--output", sweep) == 0
+    rng = np.random.default_rng(width)
+    for cell in read_sweep(sweep).cells:
+        config = config_of(cell, sweep)
+        apart = math.log(config.optim.learning_rate / best_rate(cost_of(config).body_parameters))
+        of_batch = 0.05 * abs(math.log(config.tokens_per_step / BEST_BATCH))
+        loss = 3 + 0.1 * apart**2 + of_batch + 1e-3 * rng.standard_normal()
+        run_dir, last = RunDir.create(runs / cell.name, config), config.optim.steps
+        lines = [train_line(last, loss, tokens=last, seconds=1.0)]
+        lines.append({"kind": "evaluation", "step": last, "loss": loss})
+        write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        run_dir.ledger.append(Started(step=0, world_size=1))
+    return f"{sweep}={runs}"
+
+
+def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
+    rungs = [tuned(tmp_path, 32), tuned(tmp_path, 128)]
+    capsys.readouterr()
+    words = ("plan", tmp_path / "128.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
+    output = ("--output", tmp_path / "plan.yaml")
+    assert command(*words, "--tuned", *rungs, *output) == 0
+    said = capsys.readouterr().out
+    cells = read_sweep(tmp_path / "plan.yaml").cells
+    for cell in cells:
+        run = config_of(cell, tmp_path / "plan.yaml")
+        wanted = best_rate(cell.facts["body_parameters"])
+        assert run.optim.learning_rate == pytest.approx(wanted, rel=0.06)
+        assert run.tokens_per_step == BEST_BATCH
+    line = re.search(r"rate: tuned on .*; N\^(-[\d.]+) \[(-[\d.]+), (-[\d.]+)\] between", said)
+    assert line
+    power, low, high = map(float, line.groups())
+    assert low < POWER < high
+    assert power == pytest.approx(POWER, abs=0.05)
+    assert "batch: the best of those tried, 2.05k at D of" in said
+    assert "Step Law" not in said
+    assert any("tuned by" in note for note in read_sweep(tmp_path / "plan.yaml").notes)
+
+
+def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, capsys):
+    rung = tuned(tmp_path, 32, lanes=(16,))
+    capsys.readouterr()
+    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--sizes", 2)
+    assert command(*words, "--tuned", rung, "--output", tmp_path / "plan.yaml") == 0
+    said = capsys.readouterr().out
+    assert "the same at every size, since there is one rung: add a second" in said
+    assert "warning: the rates of 2 of 2 cells are extrapolated over 4x beyond the rungs" in said
+    runs = [config_of(c, tmp_path / "plan.yaml") for c in read_sweep(tmp_path / "plan.yaml").cells]
+    assert len({run.optim.learning_rate for run in runs}) == 1
+    assert {run.data.lanes for run in runs} == {16}, "no batches were compared"
+
+
+def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
+    rung = tuned(tmp_path, 32, lanes=(16,))
+    sweep, _, runs = rung.partition("=")
+    for cell in read_sweep(tmp_path / "tune32.yaml").cells:
+        path = RunDir(tmp_path / "runs32" / cell.name).metrics
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[-1]["loss"] = 3 - math.log(cell.facts["tuned_rate"])  # falls up to the last rate
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
+    assert command(*words, "--tuned", f"{sweep}={runs}") == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: --tuned .*: has no best rate: 0.008 is the highest .*\n", said)
+
+
+def rung(body: float, rate: float, base_width: int = 0, width: float = 1.2) -> Rung:
+    return Rung(
+        name="rung",
+        body_parameters=body,
+        tokens=20 * body,
+        rate=Interval(rate, rate / width, rate * width),
+        tokens_per_step=4096,
+        num_batches=1,
+        base_width=base_width,
+    )
+
+
+def test_rates_that_transfer_are_those_of_the_rungs_at_any_width():
+    rungs = (rung(1e6, 1e-3, base_width=256), rung(8e6, 1.2e-3, base_width=256))
+    model = ModelConfig(vocab_size=512, d_model=1024, num_heads=16, num_layers=8)
+    run = RunConfig(model=model, data=DataConfig(lanes=16))
+    rate, batch = TunedRule(rungs=rungs, base_width=256)(run, 1e9)
+    assert rate == pytest.approx(1.095e-3, rel=1e-3)
+    assert batch == 0, "the run's own"
+    assert TunedRule(rungs=rungs, base_width=128)(run, 1e9)[0] > 1.2e-3, "another base: a power"
+    mixed = (rungs[0], replace(rungs[1], base_width=0))
+    assert not TunedRule(rungs=mixed, base_width=256).transfers
+
+
+def test_the_interval_of_a_power_covers_the_truth_as_often_as_it_says():
+    rng, x, spread = np.random.default_rng(0), (1e6, 4e6, 2e7), (0.1, 0.1, 0.2)
+    covered = 0
+    for _ in range(400):
+        y = [
+            1e-3 * each**-0.3 * math.exp(s * rng.standard_normal())
+            for each, s in zip(x, spread, strict=True)
+        ]
+        found = fit_power(x, y, spread).power
+        covered += found.low <= -0.3 <= found.high
+    assert 0.93 <= covered / 400 <= 0.99
