@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden chaos bench gpu gpu-bundle bench-gpu
+.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -76,6 +76,9 @@ test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of i
 
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
+
+coverage: $(DEV_STAMP)  ## how often the intervals of scaling fits hold the truth, on simulated sweeps
+	python -m tests.interval_coverage
 
 chaos: $(DEV_STAMP)  ## a two-rank run disturbed and killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30

@@ -71,8 +71,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
     curves = "training curves (run,N,C,loss) for approach 1"
     add("--curves", type=Path, metavar="FILE", help=curves)
-    add("--draws", type=int, default=1000, help="number of bootstrap draws (default %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the bootstrap (default %(default)s)")
 
 
 def add_family(parser: argparse.ArgumentParser) -> None:

@@ -23,19 +23,11 @@ from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.summary import fit_lines, fit_tree
 from pretrain.terminal.text import counted, fitted_table
 
-FEWEST_DRAWS = 20
-
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
     """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
     from pretrain.scaling.collect import read_curves
 
-    if arguments.draws < FEWEST_DRAWS:
-        raise ConfigError(
-            f"--draws {arguments.draws} is too few for an interval; use at least {FEWEST_DRAWS}"
-        )
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
     if arguments.runs.suffix in YAML_SUFFIXES:
         raise ConfigError(
             f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
@@ -49,7 +41,7 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
         holdout=arguments.holdout,
     )
     training = read_curves(arguments.curves) if arguments.curves else None
-    return fit_all(points, training=training, num_draws=arguments.draws, seed=arguments.seed)
+    return fit_all(points, training=training)
 
 
 def _columns(items: list[str]) -> Columns:

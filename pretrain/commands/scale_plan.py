@@ -218,7 +218,7 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
     from pretrain.scaling.point_files import read_points
     from pretrain.scaling.predict import preferred
 
-    approach = preferred(fit_all(read_points(arguments.around), num_draws=50))
+    approach = preferred(fit_all(read_points(arguments.around)))
 
     def optimum(flops: float) -> float:
         return float(np.exp(approach.line.log_parameters(np.log(flops))))

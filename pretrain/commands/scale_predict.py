@@ -41,10 +41,15 @@ from pretrain.scaling.predict import (
     run_doubts,
 )
 from pretrain.scaling.recipe import with_budget
-from pretrain.scaling.summary import forecast_table, unavailable_lines, warning_lines
+from pretrain.scaling.summary import (
+    forecast_table,
+    no_interval_lines,
+    unavailable_lines,
+    warning_lines,
+)
 from pretrain.terminal.text import counted, fitted_table
 
-UNANSWERED_WARNING = 0.01  # fraction of the draws without an answer from which there is a warning
+UNANSWERED_WARNING = 0.01  # fraction of a region without an answer from which there is a warning
 ASKED = {
     "flops": "at C = {} FLOPs",
     "tokens": "that reads D = {} tokens",
@@ -93,9 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     forecasts = [forecast(item, fit.flops_law, **given) for item in fit.approaches]
     ((asked, value),) = given.items()
     where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
-    print(f"the compute-optimal run {where}, by each approach; {_intervals(fit)}")
+    print(f"the compute-optimal run {where}, by each approach; {LEVEL}% intervals")
     heads, rows = forecast_table(forecasts, asked)
-    print("\n".join([fitted_table([heads, *rows]), *unavailable_lines(fit)]))
+    print(
+        "\n".join([fitted_table([heads, *rows]), *unavailable_lines(fit), *no_interval_lines(fit)])
+    )
     if band := near_optimal_band(fit, chosen.flops.value):
         low, high = (as_size(size) for size in band)
         flops = f"{chosen.flops.value:.3g} FLOPs" + (
@@ -144,8 +151,8 @@ def _warnings(forecasts: Sequence[Forecast], where: str) -> list[str]:
     """Warnings about these answers, in addition to those about the fit."""
     found = contradictions({item.approach: item.loss for item in forecasts}, f"for the run {where}")
     found += [
-        f"approach {item.approach}: {item.unanswered:.0%} of its draws have no such run; its "
-        "intervals are too narrow"
+        f"approach {item.approach}: {item.unanswered:.0%} of its confidence region has no "
+        "such run; its intervals are too narrow"
         for item in forecasts
         if item.unanswered >= UNANSWERED_WARNING
     ]
@@ -161,16 +168,11 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
         f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: "
-        f"{shown(loss, as_loss)}"
+        f"{shown(loss, as_loss)}, a {LEVEL}% interval"
     )
-    print(_intervals(fit))
     for doubt in reasons:
         print(f"doubt: {doubt}")
     return 0
-
-
-def _intervals(fit: Fit) -> str:
-    return f"intervals hold {LEVEL}% of {counted(fit.num_draws, 'bootstrap draw')}"
 
 
 def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -> None:

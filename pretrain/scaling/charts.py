@@ -1,6 +1,6 @@
 """The charts of a scaling report, each drawn in the palette of the page or of print.
 
-Legend: K draws, P points, X positions on an axis.
+Legend: K curves of a region, P points, X positions on an axis.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SERIES[0]}
 LOSS = "loss (nats per token)"
 FLOPS = "training FLOPs C"
-BANDS = f"by each approach, in a band that holds {LEVEL}% of the bootstrap draws"
+BANDS = f"by each approach, in a band of its {LEVEL}% interval"
 FEW_LABELS = 9
 BAND_POINTS = 60
-SHOWN_PERCENTILES = (1.0, 99.0)  # of the draws that the axes of a cloud hold, with a margin
+SHOWN_PERCENTILES = (1.0, 99.0)  # of a region that the axes of a cloud hold, with a margin
+MOST_DOTS = 1500
 CLOUD_MARGIN = 0.25
 
 Chart = Callable[[Fit, Palette], "Figure"]
@@ -151,16 +152,15 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
 
 
 def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The bootstrap's alpha and beta: how well the runs determine the two exponents."""
+    """The region's alpha and beta: how well the runs determine the two exponents."""
     labels = "alpha, exponent of the size N", "beta, exponent of the data D"
     figure, axes = canvas(palette, 3.6, *labels)
     law = fit.approach("parametric")
     assert law
     assert isinstance(law.line, LawLine)
-    assert isinstance(law.draws, LawLine)
-    alpha_K, beta_K = law.draws.theta[:, 3], law.draws.theta[:, 4]
-    draws = counted(fit.num_draws, "bootstrap draw")
-    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], draws)
+    assert isinstance(law.region, LawLine)
+    alpha_K, beta_K = law.region.theta[:, 3], law.region.theta[:, 4]
+    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], "confidence region")
     found = [law.line.theta[3]], [law.line.theta[4]]
     axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
     outside = _keep_to_the_middle(axes, alpha_K, beta_K)
@@ -169,17 +169,19 @@ def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
 
 
 def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The bootstrap's optimum beyond the largest budget: size against loss, by every approach."""
+    """The optimum beyond the largest budget: size against loss, by every approach with a region."""
     flops, _ = beyond(float(fit.points.budgets[-1]))
     log_flops = float(np.log(flops))
     labels = f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
     figure, axes = canvas(palette, 3.6, *labels)
     clouds = []
     for approach in fit.approaches:
-        size_K = np.exp(approach.draws.log_parameters(log_flops))
-        loss_K = approach.draws.loss(log_flops)
+        if approach.region is None:
+            continue
+        size_K = np.exp(approach.region.log_parameters(log_flops))
+        loss_K = approach.region.loss(log_flops)
         clouds.append((size_K, loss_K))
-        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, draws")
+        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, region")
     for index, approach in enumerate(fit.approaches):
         size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
         axes.plot(
@@ -261,13 +263,15 @@ def _mark_largest_run(axes: Axes, fit: Fit, palette: Palette) -> None:
 
 
 def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
-    axes.scatter(x_K, y_K, s=7, color=color, alpha=0.35, linewidths=0)
+    every = slice(None, None, max(1, len(x_K) // MOST_DOTS))
+    axes.scatter(x_K[every], y_K[every], s=7, color=color, alpha=0.35, linewidths=0)
     axes.plot([], [], "o", color=color, markersize=4, label=label)
 
 
 def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
-    """Limit the axes to most draws, so that outliers do not compress them; count the others."""
+    """Limit the axes to most dots, so that far ones do not compress them; count the others."""
     inside_K = np.isfinite(x_K) & np.isfinite(y_K)
+    x_K, y_K, inside_K = x_K[inside_K], y_K[inside_K], np.ones(int(inside_K.sum()), bool)
     count = int(inside_K.sum())
     for values_K, set_limits, is_log in (
         (x_K, axes.set_xlim, axes.get_xscale() == "log"),
@@ -280,4 +284,4 @@ def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
         inside_K &= (scaled_K >= limits[0]) & (scaled_K <= limits[1])
         set_limits(*(np.exp(limits) if is_log else limits))
     outside = count - int(inside_K.sum())
-    return f"{counted(outside, 'draw')} outside the axes" if outside else ""
+    return f"{counted(outside, 'dot')} outside the axes" if outside else ""

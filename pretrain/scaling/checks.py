@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from pretrain.scaling.frontier import Approach, LawLine
-from pretrain.scaling.intervals import Interval, as_loss, interval, shown
+from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.intervals import Interval, as_loss, shown
 from pretrain.scaling.law import log_loss
 from pretrain.scaling.points import Array, Points
 
@@ -51,13 +51,13 @@ def seed_spread(points: Points) -> float | None:
     return float(np.sqrt(squares / sum(len(group) - 1 for group in repeated)))
 
 
-def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Prediction, ...]:
+def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
     """The law's predictions of the runs that were held out, with their measured losses."""
     held = runs.take(runs.holdout_P)
     found = []
     columns = (held.names, held.parameters_P, held.tokens_P, held.flops_P, held.loss_P)
     for name, size, tokens, flops, loss in zip(*columns, strict=True):
-        predicted = loss_interval(law, draws, float(size), float(tokens))
+        predicted = loss_interval(law, float(size), float(tokens))
         found.append(
             Prediction(
                 name=name,
@@ -71,13 +71,14 @@ def predict_holdouts(runs: Points, law: LawLine, draws: LawLine) -> tuple[Predic
     return tuple(found)
 
 
-def loss_interval(law: LawLine, draws: LawLine, parameters: float, tokens: float) -> Interval:
-    """L(N, D) and the interval of the draws."""
-    value, draws_K = (
-        np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0])
-        for line in (law, draws)
-    )
-    return interval(value, draws_K)
+def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
+    """L(N, D) by approach 3, with its interval."""
+
+    def loss_of(line: Line) -> Array:
+        assert isinstance(line, LawLine)
+        return np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0])
+
+    return law.interval(loss_of)
 
 
 DISAGREEMENT = 1.5  # ratio of the approaches' N* from which there is a warning

@@ -2,7 +2,7 @@
 
 Three kinds of curve, the first that the runs allow: training curves of the runs; finished runs of
 one size joined over their tokens; else only the lowest run of each budget.
-Legend: K draws, R curves, G positions on the axis of FLOPs, P points.
+Legend: R curves, G positions on the axis of FLOPs, P points.
 
 Source: Hoffmann et al. 2022, section 3.1.
 """
@@ -20,7 +20,10 @@ from pretrain.scaling.points import Array, Points
 
 NUM_PLACES = 64
 GOOD_WINNERS = 3
-DRAWS_AT_ONCE = 100
+NO_INTERVAL = (
+    "its sizes come in steps, and which one is lowest is a matter of single runs: neither "
+    "resampling them nor a likelihood measures that"
+)
 KINDS = {
     "curves": "training curves: their losses are those of the text just read, and before its end "
     "a run's learning rate "
@@ -67,8 +70,8 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
         if training
         else _joined_by_size(points) or _budgets_as_places(points)
     )
-    n_KG, loss_KG = _lowest(curves, np.ones((1, len(curves.n_R)), bool))
-    winners = np.unique(n_KG[np.isfinite(n_KG)])
+    n_G, loss_G = _lowest(curves)
+    winners = np.unique(n_G[np.isfinite(n_G)])
     if len(winners) < 2:
         raise DataError(
             f"{points.source}: approach 1 needs two sizes that are lowest at some FLOPs with a "
@@ -78,29 +81,10 @@ def fit_envelope(points: Points, training: Mapping[str, Array] | None = None) ->
     warnings = [KINDS[curves.kind]]
     if len(winners) < GOOD_WINNERS:
         warnings.append(f"only {len(winners)} sizes are ever the lowest: the frontier is one step")
-    frontier = fit_frontier(curves.log_flops_G, n_KG[0], loss_KG[0])
+    frontier = fit_frontier(curves.log_flops_G, n_G, loss_G)
     return EnvelopeFit(
-        kind=curves.kind, curves=curves, n_G=n_KG[0], frontier=frontier, warnings=tuple(warnings)
+        kind=curves.kind, curves=curves, n_G=n_G, frontier=frontier, warnings=tuple(warnings)
     )
-
-
-def envelope_draws(fit: EnvelopeFit, rng: np.random.Generator, num_draws: int) -> Frontier:
-    """The frontier of each draw of curves; where one is missing, its neighbors win."""
-    count = len(fit.curves.n_R)
-    present_KR = rng.multinomial(count, np.full(count, 1 / count), size=num_draws) > 0
-    if fit.kind == "minimum":  # keep every budget in every draw
-        there_RG = np.isfinite(fit.curves.loss_RG)
-        for column in range(there_RG.shape[1]):
-            mine = np.flatnonzero(there_RG[:, column])
-            present_KR[:, mine] = (
-                rng.multinomial(len(mine), np.full(len(mine), 1 / len(mine)), size=num_draws) > 0
-            )
-    parts = [
-        _lowest(fit.curves, present_KR[first : first + DRAWS_AT_ONCE])
-        for first in range(0, num_draws, DRAWS_AT_ONCE)
-    ]
-    n_KG, loss_KG = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return fit_frontier(fit.curves.log_flops_G, n_KG, loss_KG)
 
 
 def training_curves(training: Mapping[str, Array]) -> Curves:
@@ -157,8 +141,8 @@ def _budgets_as_places(points: Points) -> Curves:
     )
 
 
-def _lowest(curves: Curves, present_KR: Array) -> tuple[Array, Array]:
-    """ln N and loss [K, G] of the lowest curve; NaN if it is the smallest or largest there."""
+def _lowest(curves: Curves) -> tuple[Array, Array]:
+    """ln N and loss [G] of the lowest curve; NaN if it is the smallest or largest there."""
     # A winner at the edge of the window of sizes proves nothing: a size outside might be lower.
     # Only a size that beats a smaller and a larger curve at the same C is an optimum.
     reach_RG = np.isfinite(curves.loss_RG)
@@ -168,9 +152,7 @@ def _lowest(curves: Curves, present_KR: Array) -> tuple[Array, Array]:
         np.where(none_G, np.nan, pick(np.where(reach_RG, n_RG, fill), axis=0))
         for pick, fill in ((np.min, np.inf), (np.max, -np.inf))
     )
-    loss_KRG = np.where(present_KR[..., None] & reach_RG, curves.loss_RG, np.inf)
-    winner_KG = loss_KRG.argmin(axis=1)
-    loss_KG = np.take_along_axis(loss_KRG, winner_KG[:, None], axis=1)[:, 0]
-    n_KG = curves.n_R[winner_KG]
-    inside_KG = np.isfinite(loss_KG) & (n_KG > smallest_G) & (n_KG < largest_G)
-    return np.where(inside_KG, n_KG, np.nan), np.where(inside_KG, loss_KG, np.nan)
+    loss_RG = np.where(reach_RG, curves.loss_RG, np.inf)
+    loss_G, n_G = loss_RG.min(axis=0), curves.n_R[loss_RG.argmin(axis=0)]
+    inside_G = np.isfinite(loss_G) & (n_G > smallest_G) & (n_G < largest_G)
+    return np.where(inside_G, n_G, np.nan), np.where(inside_G, loss_G, np.nan)

@@ -1,24 +1,22 @@
-"""One fit: all approaches on the same runs, with bootstrap intervals, checks and warnings."""
+"""One fit: all approaches on the same runs, with intervals, checks and warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import partial
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
-from pretrain.scaling.envelope import envelope_draws
+from pretrain.scaling.envelope import NO_INTERVAL
 from pretrain.scaling.estimates import TITLES, Estimates, LeftOut, estimate, leave_largest_out
-from pretrain.scaling.frontier import Approach, LawLine
-from pretrain.scaling.huber_bootstrap import parametric_draws
-from pretrain.scaling.isoflop import isoflop_draws
+from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.isoflop_region import isoflop_region
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
+from pretrain.scaling.law_region import parametric_region
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
 from pretrain.terminal.text import counted
 
-DEFAULT_DRAWS = 1000
 ROUGH_FLOPS_LAW = 0.03
 
 
@@ -33,8 +31,6 @@ class Fit:
     left_out: LeftOut | None
     holdouts: tuple[Prediction, ...]
     warnings: tuple[str, ...]
-    num_draws: int
-    seed: int
 
     @property
     def num_unpredicted(self) -> int:
@@ -47,19 +43,13 @@ class Fit:
         return next((approach for approach in self.approaches if approach.key == key), None)
 
 
-def fit_all(
-    runs: Points,
-    *,
-    training: Mapping[str, Array] | None = None,
-    num_draws: int = DEFAULT_DRAWS,
-    seed: int = 0,
-) -> Fit:
+def fit_all(runs: Points, *, training: Mapping[str, Array] | None = None) -> Fit:
     """Fit every approach; DataError if the runs allow none, or all have the same budget."""
     points = usable(runs)
     refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     estimates = estimate(points, training)
-    approaches = _with_draws(points, estimates, flops_law, np.random.default_rng(seed), num_draws)
+    approaches = approaches_of(points, estimates, flops_law)
     if not approaches:
         reasons = "; ".join(
             f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items()
@@ -67,8 +57,8 @@ def fit_all(
         raise DataError(f"{points.source}: no approach fits these runs ({reasons})")
     law = next((approach for approach in approaches if approach.key == "parametric"), None)
     holdouts: tuple[Prediction, ...] = ()
-    if law and isinstance(law.line, LawLine) and isinstance(law.draws, LawLine):
-        holdouts = predict_holdouts(runs, law.line, law.draws)
+    if law:
+        holdouts = predict_holdouts(runs, law)
     fit = Fit(
         points=points,
         flops_law=flops_law,
@@ -77,46 +67,48 @@ def fit_all(
         left_out=leave_largest_out(points, flops_law),
         holdouts=holdouts,
         warnings=(),
-        num_draws=num_draws,
-        seed=seed,
     )
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
-def _with_draws(
+def approaches_of(
     points: Points,
-    estimates: Estimates,
-    flops_law: FlopsLaw,
-    rng: np.random.Generator,
-    num_draws: int,
+    estimates: Estimates | None = None,
+    flops_law: FlopsLaw | None = None,
 ) -> tuple[Approach, ...]:
+    """Every approach that these runs allow, with its intervals or why it has none."""
+    estimates = estimates or estimate(points)
+    flops_law = flops_law or fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     lines = estimates.lines(flops_law)
     found: list[Approach] = []
     if estimates.envelope:
-        draws = envelope_draws(estimates.envelope, rng, num_draws)
-        found.append(
-            Approach(
-                "envelope",
-                TITLES["envelope"],
-                lines["envelope"],
-                draws,
-                estimates.envelope.warnings,
-            )
-        )
-    if estimates.isoflop:
-        draws = isoflop_draws(points, estimates.isoflop, rng, num_draws)
-        found.append(
-            Approach(
-                "isoflop", TITLES["isoflop"], lines["isoflop"], draws, estimates.isoflop.warnings
-            )
-        )
-    if estimates.parametric:
-        draws = LawLine(parametric_draws(points, estimates.parametric, rng, num_draws), flops_law)
-        warnings = estimates.parametric.warnings
-        found.append(
-            Approach("parametric", TITLES["parametric"], lines["parametric"], draws, warnings)
-        )
+        warnings = estimates.envelope.warnings
+        found.append(_approach("envelope", lines, lambda: None, warnings, NO_INTERVAL))
+    if isoflop := estimates.isoflop:
+        budgets = [valley.budget for valley in isoflop.valleys if valley.is_used]
+        region = partial(isoflop_region, points, budgets)
+        found.append(_approach("isoflop", lines, region, isoflop.warnings))
+    if parametric := estimates.parametric:
+
+        def laws() -> LawLine:
+            return LawLine(parametric_region(points, parametric), flops_law)
+
+        found.append(_approach("parametric", lines, laws, parametric.warnings))
     return tuple(found)
+
+
+def _approach(
+    key: str,
+    lines: Mapping[str, Line],
+    region_of: Callable[[], Line | None],
+    warnings: tuple[str, ...],
+    no_interval: str = "",
+) -> Approach:
+    try:
+        region = region_of()
+    except DataError as error:
+        region, no_interval = None, str(error)
+    return Approach(key, TITLES[key], lines[key], region, no_interval, warnings)
 
 
 def refuse_single_budget(points: Points) -> None:

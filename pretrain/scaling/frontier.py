@@ -1,24 +1,24 @@
 """The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by
 power laws.
 
-Legend: K draws of a bootstrap, F places (budgets) on the frontier. NaN marks a place that a draw
-does not have.
+Legend: K curves of a confidence region, F places (budgets) on the frontier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from pretrain.scaling.intervals import Interval, interval
+from pretrain.scaling.intervals import Interval, range_of
 from pretrain.scaling.law import FlopsLaw, exponents, log_loss, log_optimum
 from pretrain.scaling.points import Array
 
 
 class Line(Protocol):
-    """A compute-optimal line (one, or one per draw)."""
+    """A compute-optimal line (one, or all of a confidence region)."""
 
     def log_parameters(self, log_flops: float | Array) -> Array: ...
 
@@ -50,37 +50,42 @@ class LawLine:
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach's line, its bootstrap draws and its warnings."""
+    """One approach's line, its confidence region (or why it has none) and its warnings."""
 
     key: str
     title: str
     line: Line
-    draws: Line
+    region: Line | None
+    no_interval: str = ""  # why there is no region
     warnings: tuple[str, ...] = ()
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-        return interval(
-            np.exp(self.line.log_parameters(log_flops)),
-            np.exp(self.draws.log_parameters(log_flops)),
-        )
+        return self.interval(lambda line: np.exp(line.log_parameters(log_flops)))
 
     def loss(self, log_flops: float) -> Interval:
         """The least loss at C FLOPs."""
-        return interval(self.line.loss(log_flops), self.draws.loss(log_flops))
+        return self.interval(lambda line: line.loss(log_flops))
 
     def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
         """D* at C FLOPs."""
-        values = (
-            flops_law.log_tokens(np.asarray(log_flops), line.log_parameters(log_flops))
-            for line in (self.line, self.draws)
-        )
-        return interval(*(np.exp(value) for value in values))
+        c = np.asarray(log_flops)
+        return self.interval(lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))))
 
     def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
         """The exponents a and b."""
-        (a, b), (a_K, b_K) = self.line.exponents(flops_law), self.draws.exponents(flops_law)
-        return interval(a, a_K), interval(b, b_K)
+        a, b = (
+            self.interval(lambda line, index=index: line.exponents(flops_law)[index])
+            for index in range(2)
+        )
+        return a, b
+
+    def interval(self, value_of: Callable[[Line], Array]) -> Interval:
+        """Any quantity of the line, with its range over the region."""
+        value = value_of(self.line)
+        if self.region is None:
+            return Interval(float(value), np.nan, np.nan)
+        return range_of(value, value_of(self.region))
 
 
 FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law
@@ -90,7 +95,7 @@ REFINEMENTS = 6  # each divides the grid's spacing by 5
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Optimal sizes and losses at any FLOPs; all fields are [], or [K] for bootstrap draws."""
+    """Optimal sizes and losses at any FLOPs; all fields are [], or [K] for a region."""
 
     log_scale: Array  # ln k of N* = k C^a
     power: Array  # a
@@ -117,7 +122,7 @@ class Frontier:
 def fit_frontier(
     log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None
 ) -> Frontier:
-    """Least-squares power laws through each draw's positions; NaN below two positions."""
+    """Least-squares power laws through each row's positions; NaN below two positions."""
     there_KF = np.isfinite(n_KF) & np.isfinite(loss_KF)
     weight_KF = np.where(there_KF, 1.0 if weight_KF is None else weight_KF, 0.0)
     n_KF, loss_KF = np.where(there_KF, n_KF, 0.0), np.where(there_KF, loss_KF, 1.0)
@@ -129,7 +134,7 @@ def fit_frontier(
     else:
         log_loss_scale, slope = _line(x_F, np.log(loss_KF), weight_KF)
         floor, decay = np.zeros_like(slope), -slope
-    # One position determines no power; such draws are left out of the intervals.
+    # One position determines no power.
     unknown = (weight_KF > 0).sum(axis=-1) < 2
     fields = (
         np.where(unknown, np.nan, value)

@@ -22,12 +22,10 @@ import numpy as np
 from data_pipeline.errors import DataError
 from pretrain.scaling.law import Law, log_loss, log_terms
 from pretrain.scaling.points import Array, Points
+from pretrain.scaling.projection import EXPONENT_GRID, project
 
 HUBER_DELTA = 1e-3
 FEWEST_POINTS = 6  # five numbers and one point to contradict them
-EXPONENT_GRID = np.geomspace(0.02, 1.6, 60)
-# of the mean loss: where the linear problem finds a term to be 0, its logarithm starts from here
-SMALLEST_TERM = 1e-6
 RELATIVE_TOLERANCE = (
     1e-12  # restarts of L-BFGS end when one gains less than this part of the objective
 )
@@ -97,30 +95,6 @@ def uncenter(theta: Array, center: Array) -> Array:
     moved[..., 1] += theta[..., 3] * center[0]
     moved[..., 2] += theta[..., 4] * center[1]
     return moved
-
-
-def project(
-    n_P: Array, d_P: Array, loss_P: Array, grid: Array = EXPONENT_GRID
-) -> tuple[Array, bool]:
-    """Return the law of least squared relative error on the grid, and if it is on the edge."""
-    from scipy.optimize import nnls
-
-    # Dividing each row by its loss makes least squares relative, close to the objective in ln loss.
-    best: tuple[float, float, float, Array] | None = None
-    target_P = np.ones_like(loss_P)
-    for alpha in grid:
-        for beta in grid:
-            terms_P3 = (
-                np.stack([target_P, np.exp(-alpha * n_P), np.exp(-beta * d_P)], axis=1)
-                / loss_P[:, None]
-            )
-            coefficients, residual = nnls(terms_P3, target_P)
-            if best is None or residual < best[0]:
-                best = (residual, alpha, beta, coefficients)
-    assert best is not None
-    _, alpha, beta, coefficients = best
-    logs = np.log(np.maximum(coefficients, SMALLEST_TERM * loss_P.mean()))
-    return np.array([*logs, alpha, beta]), bool({alpha, beta} & {grid[0], grid[-1]})
 
 
 def huber_sum(

@@ -1,4 +1,4 @@
-"""Bootstrap intervals, and numbers as text: fixed digits for estimates, few for counts."""
+"""Intervals, and numbers as text: fixed digits for estimates, few for counts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 from pretrain.scaling.points import Array
 from pretrain.terminal.text import prefixed, si
 
-LEVEL = 95  # percent of the draws that every interval holds
+UNBOUNDED = 1e6  # times the estimate: an end farther away bounds nothing
+LEVEL = 95  # percent
 ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the percentiles 2.5 and 97.5 of its bootstrap draws."""
+    """An estimate and the ends of its interval: NaN where there is none."""
 
     value: float
     low: float
@@ -39,8 +40,27 @@ def interval(value: float | Array, draws_K: Array) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
+def range_of(value: float | Array, values_K: Array) -> Interval:
+    """The estimate with the range of its values over a confidence region (`regions.py`)."""
+    value = float(value)
+    there = values_K[~np.isnan(values_K)]  # a law of the region may lack the value
+    if not len(there):
+        return Interval(value, np.nan, np.nan)
+    low, high = min(float(there.min()), value), max(float(there.max()), value)
+    is_positive = value > 0
+    return Interval(
+        value,
+        0.0 if is_positive and low < value / UNBOUNDED else low,
+        math.inf if is_positive and high > value * UNBOUNDED else high,
+    )
+
+
 def shown(interval: Interval, text: Callable[[float], str]) -> str:
-    """An interval as `value [low, high]`, each number formatted by `text`."""
+    """An interval as `value [low, high]`, each number formatted by `text`; the value alone where
+    there is no interval.
+    """
+    if math.isnan(interval.low) and math.isnan(interval.high):
+        return text(interval.value)
     return f"{text(interval.value)} [{text(interval.low)}, {text(interval.high)}]"
 
 

@@ -1,7 +1,7 @@
 """Approach 2: at each budget a parabola of the loss in ln N; its vertices are the frontier.
 
 The true valley is not a parabola, so wide or off-center grids bias the vertex; both are warnings.
-Legend: K draws, F budgets, P points, S sizes of one budget.
+Legend: F budgets, P points, S sizes of one budget.
 
 Source: Hoffmann et al. 2022, section 3.2.
 """
@@ -10,20 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
-from pretrain.scaling.parabola import (
-    fitted_and_residuals,
-    frame,
-    parabolas,
-    vertex_draws,
-    widening,
-)
-from pretrain.scaling.points import Array, Points
+from pretrain.scaling.parabola import frame, parabolas
+from pretrain.scaling.points import Points
 from pretrain.terminal.text import counted
 
 FEWEST_SIZES = 3
@@ -79,48 +72,6 @@ def fit_isoflop(points: Points) -> IsoflopFit:
     )
     frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
     return IsoflopFit(valleys=valleys, frontier=frontier, warnings=tuple(_warnings(valleys)))
-
-
-def isoflop_draws(
-    points: Points, fit: IsoflopFit, rng: np.random.Generator, num_draws: int
-) -> Frontier:
-    """The frontier of each draw: the fitted parabolas plus resampled residuals, through the same
-    budgets.
-
-    Not pairs: with five sizes a budget, resampling them leaves parabolas through three sizes, and
-    intervals four times too wide. Residuals are relative, divided by sqrt(1 - leverage), pooled
-    over the budgets, and widened by Student's t for the few degrees of freedom. A budget takes no
-    part in a draw that gives it no bend or a vertex far outside.
-    """
-    used = [valley for valley in fit.valleys if valley.is_used]
-    n_KF, loss_KF = np.full((2, num_draws, len(used)), np.nan)
-    grids = [_grid(points, valley) for valley in used]
-    fitted, residuals = zip(
-        *(fitted_and_residuals(grid.x_S, grid.loss_S) for grid in grids), strict=True
-    )
-    pool = np.concatenate(residuals)
-    # Few runs per budget, so the residuals of all budgets make one pool, which is widened in turn.
-    pool = (pool - pool.mean()) * widening(len(pool) - 3 * len(used))
-    for column, (grid, fitted_S) in enumerate(zip(grids, fitted, strict=True)):
-        vertex_K, loss_KF[:, column] = vertex_draws(grid.x_S, fitted_S, pool, rng, num_draws)
-        n_KF[:, column] = grid.center + grid.half * vertex_K
-    return fit_frontier(np.log([valley.budget for valley in used]), n_KF, loss_KF)
-
-
-class _Grid(NamedTuple):
-    """The runs of one budget: ln N = center + half * x."""
-
-    x_S: Array
-    loss_S: Array
-    center: float
-    half: float
-
-
-def _grid(points: Points, valley: Valley) -> _Grid:
-    mine_P = points.budget_P == valley.budget
-    x_S = np.log(points.parameters_P[mine_P])
-    center, half = frame(x_S)
-    return _Grid((x_S - center) / half, points.loss_P[mine_P], center, half)
 
 
 def _valley(points: Points, budget: float) -> Valley:

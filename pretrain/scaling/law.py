@@ -1,7 +1,7 @@
 """The loss as a law of size and data, L(N, D) = E + A/N^alpha + B/D^beta, and the optimum it
 implies at given FLOPs.
 
-Legend: K laws (draws of a bootstrap), P points. Laws are rows theta = (ln E, ln A, ln B, alpha,
+Legend: K laws (of a confidence region), P points. Laws are rows theta = (ln E, ln A, ln B, alpha,
 beta), so that all is evaluated in log space: A and B span many orders of magnitude. Source:
 Hoffmann et al. 2022, sections 3.3 and D.3.
 """
@@ -112,7 +112,7 @@ def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> 
     _, a, b, alpha, beta = (theta[..., index] for index in range(5))
     with np.errstate(
         invalid="ignore", divide="ignore"
-    ):  # a draw whose loss grows with N or D has no optimum: NaN
+    ):  # a law without a term has its optimum at 0 or infinity
         scaled = np.log(alpha) + a - np.log(flops_law.power * beta) - b
     n = (scaled + beta * (log_flops - np.log(flops_law.scale))) / (alpha + flops_law.power * beta)
     return n, flops_law.log_tokens(np.asarray(log_flops), n)

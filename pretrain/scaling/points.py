@@ -46,7 +46,7 @@ class Points:
         return len(self.names)
 
     def take(self, chosen_P: Array) -> Points:
-        """The points of a mask or of indices (a bootstrap draw repeats some)."""
+        """The points of a mask or of indices."""
         indices = np.flatnonzero(chosen_P) if chosen_P.dtype == bool else chosen_P
         arrays = {name: getattr(self, name)[indices] for name in _ARRAYS}
         return replace(self, names=tuple(self.names[i] for i in indices), **arrays)

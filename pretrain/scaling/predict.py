@@ -1,6 +1,6 @@
 """Predictions from a fit for a budget, a size or a number of tokens, and reasons to doubt them.
 
-Legend: K draws, X sizes.
+Legend: K curves of a region, X sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.checks import disagreement, loss_interval
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import Approach, LawLine, Line
-from pretrain.scaling.intervals import Interval, as_loss, as_size, interval, shown
+from pretrain.scaling.intervals import Interval, as_loss, as_size, range_of, shown
 from pretrain.scaling.law import FlopsLaw, log_loss
 from pretrain.scaling.points import Array
 
@@ -29,7 +29,7 @@ BAND = 0.01  # sizes whose loss is within this part of the least are near-optima
 BAND_REACH = np.log(100.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Forecast:
     """One approach's optimum; every number with its interval."""
 
@@ -38,7 +38,7 @@ class Forecast:
     parameters: Interval
     tokens: Interval
     loss: Interval
-    # fraction of the draws that have no such optimum; the intervals are those of the others
+    # fraction of the region that has no such optimum; the intervals are those of the rest
     unanswered: float
 
 
@@ -52,23 +52,24 @@ def forecast(
 ) -> Forecast:
     """The optimum of that many FLOPs, tokens or parameters (exactly one is given)."""
     assert bool(flops) + bool(tokens) + bool(parameters) == 1
-    pair = []
-    for line in (approach.line, approach.draws):
+
+    def optimum_of(line: Line) -> tuple[Array, Array, Array, Array]:
         if flops:
             c = np.log(flops) + 0 * line.log_parameters(0.0)
         else:
             c = _log_flops_at(line, flops_law, tokens, parameters)
         n = _log_size(line, c)
-        pair.append((c, n, flops_law.log_tokens(c, n), _loss(line, c)))
-    (c, n, d, loss), (c_K, n_K, d_K, loss_K) = pair
-    return Forecast(
-        approach=approach.title,
-        flops=interval(np.exp(c), np.exp(c_K)),
-        parameters=interval(np.exp(n), np.exp(n_K)),
-        tokens=interval(np.exp(d), np.exp(d_K)),
-        loss=interval(loss, loss_K),
-        unanswered=float(np.mean(~np.isfinite(loss_K))),
-    )
+        return np.exp(c), np.exp(n), np.exp(flops_law.log_tokens(c, n)), _loss(line, c)
+
+    values = optimum_of(approach.line)
+    unanswered = 0.0
+    if approach.region is None:
+        found = [Interval(float(value), np.nan, np.nan) for value in values]
+    else:
+        values_K = optimum_of(approach.region)
+        found = [range_of(*pair) for pair in zip(values, values_K, strict=True)]
+        unanswered = float(np.isnan(values_K[-1]).mean())
+    return Forecast(approach.title, *found, unanswered=unanswered)
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
@@ -92,9 +93,7 @@ def refuse_unknown(key: str) -> None:
 def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
     """Return L(N, D) by approach 3; ConfigError if these runs do not allow approach 3."""
     law = preferred(fit, "parametric")
-    assert isinstance(law.line, LawLine)
-    assert isinstance(law.draws, LawLine)
-    return loss_interval(law.line, law.draws, parameters, tokens)
+    return loss_interval(law, parameters, tokens)
 
 
 def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float, float] | None:

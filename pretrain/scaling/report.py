@@ -30,6 +30,7 @@ from pretrain.scaling.summary import (
     fit_tree,
     law_intervals,
     lost_lines,
+    no_interval_lines,
     unavailable_lines,
 )
 from pretrain.terminal.text import counted, flops_text
@@ -56,8 +57,7 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
     lead = (
         f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from "
         f"{points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} training FLOPs. Every interval holds {LEVEL}% of "
-        f"{counted(fit.num_draws, 'bootstrap draw')}."
+        f"{points.flops_P.max():.3g} training FLOPs. Intervals are {LEVEL}% profile intervals."
     )
     sections = [
         _approaches(fit),
@@ -65,7 +65,7 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
         _chart_section("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
         _law(fit, drawn),
         _checks(fit),
-        _chart_section("Bootstrap", drawn, "exponents", "optimum"),
+        _chart_section("Confidence regions", drawn, "exponents", "optimum"),
         _chart_section("Approach 1's curves", drawn, "envelope"),
         _costs(fit),
         _warnings(fit),
@@ -83,7 +83,7 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
 def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     """Name -> (chart, caption); only those that these runs allow."""
     _, where = beyond(float(fit.points.budgets[-1]))
-    bands = f"Bands hold {LEVEL}% of the bootstrap draws; right of the dashed line is extrapolation"
+    bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
@@ -103,23 +103,26 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
             charts.optimal_tokens,
             f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
         ),
-        "optimum": (
-            charts.optimum_cloud,
-            f"The optimum at {where}: its size and loss in every bootstrap draw (dots) and in the "
-            "fit (stars)",
-        ),
     }
-    if fit.approach("parametric"):
+    if any(item.region for item in fit.approaches):
+        found["optimum"] = (
+            charts.optimum_cloud,
+            f"The optimum at {where}: its size and loss (stars), and all pairs within their "
+            "confidence regions (dots)",
+        )
+    law = fit.approach("parametric")
+    if law:
         found["residuals"] = (
             charts.residuals,
             "Prediction of approach 3's law minus measured loss of every fitted run, in percent "
             "of the measured "
             "loss. A trend with FLOPs or color is an effect that the law does not describe",
         )
+    if law and law.region:
         found["exponents"] = (
             charts.exponent_cloud,
-            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta in every "
-            "bootstrap draw",
+            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta, and all "
+            "pairs within the confidence region",
         )
     if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
         found["envelope"] = (
@@ -166,7 +169,8 @@ def _approaches(fit: Fit) -> str:
     heads, rows = approach_table(fit)
     transposed = [[head, *(row[index] for row in rows)] for index, head in enumerate(heads)]
     parts = [table(transposed[0], transposed[1:], "named")]
-    parts += [paragraph(f"Approach {line}") for line in unavailable_lines(fit)]
+    lines = (*unavailable_lines(fit), *no_interval_lines(fit))
+    parts += [paragraph(f"Approach {line}") for line in lines]
     largest = float(fit.points.budgets[-1])
     if len(fit.approaches) > 1:
         flops, where = beyond(largest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from pretrain.scaling.checks import beyond, disagreement, relative_error, seed_spread
 from pretrain.scaling.estimates import TITLES, LeftOut
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.frontier import LawLine
+from pretrain.scaling.frontier import LawLine, Line
 from pretrain.scaling.intervals import (
     ERRORS,
     LEVEL,
@@ -19,11 +20,11 @@ from pretrain.scaling.intervals import (
     as_factor,
     as_loss,
     as_size,
-    interval,
     shown,
 )
 from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
+from pretrain.scaling.points import Array
 from pretrain.scaling.predict import Forecast
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
@@ -52,13 +53,14 @@ def approach_table(fit: Fit) -> tuple[list[str], list[list[str]]]:
 def law_intervals(fit: Fit) -> dict[str, Interval]:
     """Approach 3's five numbers with their intervals; empty without approach 3."""
     law = fit.approach("parametric")
-    if law is None or not (isinstance(law.line, LawLine) and isinstance(law.draws, LawLine)):
+    if law is None:
         return {}
-    values, draws = (
-        np.concatenate([np.exp(x.theta[..., :3]), x.theta[..., 3:]], axis=-1)
-        for x in (law.line, law.draws)
-    )
-    return {name: interval(values[index], draws[:, index]) for index, name in enumerate(NAMES)}
+
+    def number(line: Line, index: int) -> Array:
+        assert isinstance(line, LawLine)
+        return np.exp(line.theta[..., index]) if index < 3 else line.theta[..., index]
+
+    return {name: law.interval(partial(number, index=index)) for index, name in enumerate(NAMES)}
 
 
 def fit_lines(fit: Fit) -> list[str]:
@@ -68,14 +70,14 @@ def fit_lines(fit: Fit) -> list[str]:
     lines = [
         f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')}, "
         f"{points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} FLOPs; intervals {LEVEL}% of "
-        f"{counted(fit.num_draws, 'bootstrap draw')}",
+        f"{points.flops_P.max():.3g} FLOPs; {LEVEL}% intervals",
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}"
         + (f", within {fit.flops_law.largest_error:.2%}" if fit.flops_law.largest_error else ""),
         *(f"note: {note}" for note in points.notes),
         "",
         fitted_table([heads, *rows]),
         *unavailable_lines(fit),
+        *no_interval_lines(fit),
     ]
     if law := law_intervals(fit):
         assert fit.estimates.parametric
@@ -96,6 +98,15 @@ def unavailable_lines(fit: Fit) -> list[str]:
     return [
         f"{TITLES[key]} is not available: {reason}"
         for key, reason in fit.estimates.unavailable.items()
+    ]
+
+
+def no_interval_lines(fit: Fit) -> list[str]:
+    """Why an approach has no intervals."""
+    return [
+        f"{item.title} has no intervals: {item.no_interval}"
+        for item in fit.approaches
+        if item.no_interval
     ]
 
 
@@ -177,8 +188,6 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "source": fit.points.source,
         "num_runs": len(fit.points),
         "budgets": fit.points.budgets.tolist(),
-        "num_draws": fit.num_draws,
-        "seed": fit.seed,
         "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
         "law": {name: vars(value) for name, value in law_intervals(fit).items()},
         "approaches": {
@@ -191,6 +200,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
             for approach in fit.approaches
         },
         "unavailable": fit.estimates.unavailable,
+        "no_interval": {item.key: item.no_interval for item in fit.approaches if item.no_interval},
         "left_out": vars(fit.left_out) if fit.left_out else None,
         "holdouts": [
             {**vars(item), "predicted": vars(item.predicted), "error": item.error}

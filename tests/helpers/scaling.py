@@ -13,6 +13,8 @@ from pretrain.scaling.points import Array, Points, grouped_budgets
 
 PUBLISHED_DATA = Path(__file__).parents[1] / "data" / "scaling"
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
+BESIROGLU = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+CS336 = Law(E=2.69, A=1606.4, B=3210.7, alpha=0.34, beta=0.36)
 SIX_N = FlopsLaw()
 
 

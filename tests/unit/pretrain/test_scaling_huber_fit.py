@@ -11,13 +11,11 @@ import pytest
 import scipy.optimize
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.huber_bootstrap import fit_draws
 from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimize
 from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
 from pretrain.scaling.point_files import Columns, read_points
-from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
+from tests.helpers.scaling import BESIROGLU, HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
 
-BESIROGLU = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
 TINY = Law(E=0.9, A=12.0, B=900.0, alpha=0.21, beta=0.55)
 
 
@@ -154,22 +152,3 @@ def test_flops_per_token_are_fitted_as_a_power_and_kept_exact_for_6n():
     found = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     assert (found.scale, found.power) == pytest.approx((40.0, 0.93), rel=1e-9)
     assert found.largest_error < 1e-9
-
-
-def test_fits_of_many_draws_at_once_end_where_single_fits_end():
-    points = simulated(noise=0.003, budgets=(1e18, 1e20, 4), num_sizes=6)
-    n_P, d_P, l_P = (
-        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
-    )
-    weight_KP = np.random.default_rng(5).multinomial(
-        len(points), np.full(len(points), 1 / len(points)), size=12
-    )
-    theta_K5 = fit_draws(n_P, d_P, l_P[None], weight_KP.astype(float), 1e-3)
-    center = np.array([n_P.mean(), d_P.mean()])
-    for theta, weights in zip(theta_K5, weight_KP, strict=True):
-        drawn = np.repeat(np.arange(len(points)), weights)
-        data = n_P[drawn] - center[0], d_P[drawn] - center[1], l_P[drawn]
-        centered = theta - np.array([0, theta[3] * center[0], theta[4] * center[1], 0, 0])
-        single, objective = minimize(centered, *data, 1e-3)
-        assert huber_sum(centered, *data, 1e-3)[0] == pytest.approx(objective, rel=1e-4)
-        assert theta[3:] == pytest.approx(single[3:], abs=1e-3)

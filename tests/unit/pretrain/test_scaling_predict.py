@@ -31,7 +31,7 @@ from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
 
 @pytest.fixture(scope="module")
 def fit():
-    return fit_all(simulated(noise=0.001, seed=1), num_draws=200)
+    return fit_all(simulated(noise=0.001, seed=1))
 
 
 def test_the_optimum_at_some_flops_is_the_laws_within_its_interval(fit):
@@ -58,7 +58,12 @@ def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, k
     for found in (by_tokens, by_size):
         assert found.flops.value == pytest.approx(3e20)
         assert found.loss.value == pytest.approx(at.loss.value)
-        assert found.flops.low < 3e20 < found.flops.high
+        if key == "envelope":
+            assert np.isnan([found.flops.low, found.flops.high, found.loss.low]).all()
+        else:
+            assert found.flops.low < 3e20 < found.flops.high
+    if key == "envelope":
+        return
     assert by_tokens.tokens.low == pytest.approx(by_tokens.tokens.high)
     assert by_size.parameters.low == pytest.approx(by_size.parameters.high)
 
@@ -84,14 +89,15 @@ def test_a_law_without_an_optimum_has_no_band(fit):
     assert near_optimal_band(fit, float("nan")) is None
 
 
-def test_draws_whose_sizes_do_not_grow_are_no_answer_and_counted(fit):
+def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted(fit):
     approach = preferred(fit, "isoflop")
-    power_K = np.where(np.arange(200) < 50, 0.0, approach.draws.power)
-    some = replace(approach, draws=replace(approach.draws, power=power_K))
+    power_K = approach.region.power.copy()
+    power_K[: len(power_K) // 4] = 0.0
+    some = replace(approach, region=replace(approach.region, power=power_K))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = forecast(some, fit.flops_law, parameters=1e9)
-    assert found.unanswered == 0.25
+    assert found.unanswered == pytest.approx(0.25, abs=1e-3)
     assert found.flops.low < found.flops.value < found.flops.high < 1e22
     assert forecast(approach, fit.flops_law, parameters=1e9).unanswered == 0
 
@@ -118,7 +124,7 @@ def test_wild_extrapolation_is_refused_and_says_why(fit):
 
 
 def test_two_budgets_reach_less_far():
-    fit = fit_all(simulated(budgets=(1e18, 1e19, 2)), num_draws=50)
+    fit = fit_all(simulated(budgets=(1e18, 1e19, 2)))
     assert doubts(fit, 5e19, preferred(fit)) == []
     assert any(
         "with 2 budgets the limit is 10 times" in doubt
@@ -127,17 +133,14 @@ def test_two_budgets_reach_less_far():
 
 
 def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
-    noisy = fit_all(
-        simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1), num_draws=200
-    )
+    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1))
     assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, preferred(noisy)))
     points = simulated()
     bent = points.loss_P * np.exp(
         0.02 * np.log(points.parameters_P / points.parameters_P.min()) ** 2
     )
     differing = fit_all(
-        make_points(points.parameters_P, points.tokens_P, bent, budget=points.budget_P),
-        num_draws=50,
+        make_points(points.parameters_P, points.tokens_P, bent, budget=points.budget_P)
     )
     assert any(
         "optimal sizes differ" in doubt for doubt in doubts(differing, 1e20, preferred(differing))
@@ -147,7 +150,7 @@ def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
 def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
     rng = np.random.default_rng(0)
     size_P, tokens_P = np.exp(rng.uniform(16, 21, 20)), np.exp(rng.uniform(20, 25, 20))
-    fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)), num_draws=20)
+    fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)))
     with pytest.raises(ConfigError, match="approach 'isoflop' is not available for these runs"):
         preferred(fit, "isoflop")
 
@@ -174,7 +177,7 @@ metrics: {{tensorboard: false}}
     )
     write_text(tmp_path / "runs.csv", "N,D,C,loss\n" + rows)
     written, run_dir = tmp_path / "best.yaml", tmp_path / "run"
-    question = ["scale", "predict", str(tmp_path / "runs.csv"), "--draws", "20", "--flops", "2.5e8"]
+    question = ["scale", "predict", str(tmp_path / "runs.csv"), "--flops", "2.5e8"]
     family = ["--experiment", str(tmp_path / "tiny.yaml"), "--rule", "base", "--keep-layers"]
     assert main([*question, *family, "--write", str(written)]) == 0
     assert main(["train", str(written), "--run-dir", str(run_dir)]) == 0
