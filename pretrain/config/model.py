@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,6 +101,10 @@ class ModelConfig:
     """Standard deviation of initial weights."""
     projection_init_std: float = setting(0.01, Range(0, 10))
     """Standard deviation of the initial projections of embedding and softmax."""
+    base_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
+    """Narrower `d_model` for which rate, decay and initial weights hold (muP); 0: this one."""
+    base_head_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
+    """Width of a head at `base_width`; 0: as here, where a wider model has more heads."""
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
@@ -115,6 +120,11 @@ class ModelConfig:
         if self.same_length and not self.memory_length:
             raise ConfigError(
                 "model.same_length needs model.memory_length > 0, the number of keys of each query"
+            )
+        if self.base_head_width and not self.base_width:
+            raise ConfigError(
+                f"model.base_head_width={self.base_head_width} has no effect without "
+                "model.base_width; set both, or remove it"
             )
         self._check_heads()
         self._check_positions()
@@ -197,6 +207,8 @@ class ModelConfig:
         settings = {name: value for name, value in vars(self).items() if name not in _NO_FUNCTION}
         settings |= {"num_key_heads": self.key_heads, "d_head": self.head_width}
         settings |= {"d_inner": self.inner_width, "d_embed": self.embedding_width}
+        settings |= {"base_width": self.base_width or self.d_model}
+        settings |= {"base_head_width": self.base_head_width or self.head_width}
         settings["tie_projections"] = tuple(
             self.ties_projection(index) for index in range(len(self.cutoffs) + 1)
         )
@@ -228,3 +240,43 @@ class ModelConfig:
     @property
     def embedding_width(self) -> int:
         return self.d_embed or self.d_model
+
+    @property
+    def width_multiplier(self) -> float:
+        """How much wider than the base of muP the model is (m); 1 without a base.
+
+        The base has this model's shape, with every width in proportion except that of a head, and
+        of an embedding that is set.
+        """
+        return self.d_model / self.base_width if self.base_width else 1.0
+
+    @property
+    def embedding_grows(self) -> bool:
+        """Whether the embedding is wider where the model is."""
+        return not self.d_embed
+
+    @property
+    def matrix_init_std(self) -> float:
+        """Of a matrix from hidden channels to hidden channels: its variance falls with fan-in."""
+        return self.init_std / math.sqrt(self.width_multiplier)
+
+    @property
+    def projection_std(self) -> float:
+        """Of projections of embedding and softmax."""
+        growth = self.width_multiplier if self.embedding_grows else 1.0
+        return self.projection_init_std / math.sqrt(growth)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embedded tokens are multiplied by."""
+        return math.sqrt(self.base_width or self.d_model)
+
+    @property
+    def output_scale(self) -> float:
+        """What hidden states are multiplied by before the output layer."""
+        return 1.0 / self.width_multiplier
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by in addition to 1/sqrt(H): with it they fall as 1/H."""
+        return math.sqrt(self.base_head_width / self.head_width) if self.base_head_width else 1.0

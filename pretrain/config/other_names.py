@@ -34,6 +34,8 @@ RUN_NAMES = {
     "model.z_loss": "z_loss_weight",
     "model.init_std": "initializer_range init_scale",
     "model.projection_init_std": "proj_init_std",
+    "model.base_width": "mup mup_width mup_base_width",
+    "model.base_head_width": "mup_base_head_size",
     "data.path": "corpus dataset data_path data_dir train_data",
     "data.mixture": "blend data_blend sources",
     "data.lanes": "batch batch_size global_batch_size train_batch_size",

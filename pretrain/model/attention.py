@@ -33,13 +33,14 @@ class RelativeAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
         super().__init__()
         width = config.num_heads * config.head_width
-        std = config.init_std
+        std = config.matrix_init_std
         self._layer = layer
         self._kernel: AttentionKernel = kernel
         # Selective checkpointing: the backward pass computes the scores again.
         self.recomputes_scores = False
         self._positions = position_traits(config.positions)
         self._head_width = config.head_width
+        self._score_scale = config.score_scale
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
@@ -50,8 +51,9 @@ class RelativeAttention(nn.Module):
             self.position_weight = normal(width, config.d_model, std=std)
         self.output_weight = normal(config.d_model, width, std=std)
         if config.untie_biases:
-            self.content_bias = normal(config.num_heads, config.head_width, std=std)
-            self.position_bias = normal(config.num_heads, config.head_width, std=std)
+            shape = (config.num_heads, config.head_width)
+            self.content_bias = normal(*shape, std=config.init_std)
+            self.position_bias = normal(*shape, std=config.init_std)
         self.query_norm = RMSNorm(config.head_width) if config.query_key_norm else None
         self.key_norm = RMSNorm(config.head_width) if config.query_key_norm else None
 
@@ -107,7 +109,7 @@ class RelativeAttention(nn.Module):
             query_BLNH = self.query_norm(query_BLNH)
         if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
-        return query_BLNH
+        return self._scaled(query_BLNH)
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
@@ -136,8 +138,8 @@ class RelativeAttention(nn.Module):
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
         return DistanceTerms(
             position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
-            content_bias_NH=content_bias_NH,
-            position_bias_NH=position_bias_NH,
+            content_bias_NH=self._scaled(content_bias_NH),
+            position_bias_NH=self._scaled(position_bias_NH),
         )
 
     def read(
@@ -162,6 +164,10 @@ class RelativeAttention(nn.Module):
             attended_BLNH = attend(*inputs)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
+
+    def _scaled(self, query_side: Tensor) -> Tensor:
+        """Apply `score_scale` to queries, u or v, whose products are the scores."""
+        return query_side if self._score_scale == 1.0 else query_side * self._score_scale
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._head_width))

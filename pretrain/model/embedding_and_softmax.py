@@ -8,7 +8,6 @@ column of bin i is the i-th from the end.
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -42,7 +41,7 @@ class EmbeddingBin(nn.Module):
         self.weight = normal(len(bin_ranges(config)[index]), width, std=config.init_std)
         self.projection = None
         if config.div_val > 1:
-            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+            self.projection = normal(config.d_model, width, std=config.projection_std)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         vectors_BLE = embedding(tokens_BL, self.weight)
@@ -50,19 +49,19 @@ class EmbeddingBin(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Vectors [B, L, D] times sqrt(D); with `div_val` 1 all bins share one projection."""
+    """Vectors [B, L, D] times sqrt(D), of muP's base; `div_val` 1: bins share a projection."""
 
     projection: nn.Parameter | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._ranges = bin_ranges(config)
-        self._scale = math.sqrt(config.d_model)
+        self._scale = config.embedding_scale
         self.bins = nn.ModuleList(EmbeddingBin(config, index) for index in range(len(self._ranges)))
         self.projection = None
         width = config.embedding_width
         if config.div_val == 1 and width != config.d_model:
-            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+            self.projection = normal(config.d_model, width, std=config.projection_std)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         vectors = self.bins[0](tokens_BL) if len(self.bins) == 1 else self._binned(tokens_BL)
@@ -113,7 +112,7 @@ class OutputBin(nn.Module):
         if shared is None or config.ties_projection(index):
             self.projection = shared
         else:
-            self.projection = normal(config.d_model, width, std=config.projection_init_std)
+            self.projection = normal(config.d_model, width, std=config.projection_std)
         self._num_clusters = 0 if index else len(config.cutoffs)
         if self._num_clusters:
             self.cluster_weight = normal(self._num_clusters, width, std=config.init_std)
@@ -144,6 +143,7 @@ class AdaptiveSoftmax(nn.Module):
         self._chunk_tokens = chunk_tokens
         self._ranges = bin_ranges(config)
         self._z_loss = config.z_loss
+        self._output_scale = config.output_scale
         self.bins = nn.ModuleList(
             OutputBin(config, embedding, index) for index in range(len(self._ranges))
         )
@@ -151,6 +151,8 @@ class AdaptiveSoftmax(nn.Module):
     def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None) -> Tensor:
         """Return the NLL [B, L] of the targets in float32; without targets, log-probabilities."""
         hidden_TD = hidden_BLD.flatten(0, 1)
+        if self._output_scale != 1.0:
+            hidden_TD = hidden_TD * self._output_scale  # and so logits, but not their biases
         if targets_BL is None:
             return self._log_probabilities(hidden_TD).unflatten(0, hidden_BLD.shape[:2])
         targets_T = targets_BL.flatten()

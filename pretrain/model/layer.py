@@ -37,12 +37,13 @@ class FeedForward(nn.Module):
         self._rate = config.dropout
         self._kind: FeedForwardKind = config.feed_forward
         gated = feed_forward_traits(self._kind).is_gated
-        self.inner_weight = normal(config.inner_width, config.d_model, std=config.init_std)
+        std = config.matrix_init_std
+        self.inner_weight = normal(config.inner_width, config.d_model, std=std)
         self.inner_bias = None if gated else zeros(config.inner_width)
-        self.output_weight = normal(config.d_model, config.inner_width, std=config.init_std)
+        self.output_weight = normal(config.d_model, config.inner_width, std=std)
         self.output_bias = None if gated else zeros(config.d_model)
         if gated:
-            self.gate_weight = normal(config.inner_width, config.d_model, std=config.init_std)
+            self.gate_weight = normal(config.inner_width, config.d_model, std=std)
 
     def forward(self, hidden_BLD: Tensor, *, dropout: DropoutStream | None) -> Tensor:
         inner_BLF = self._activated(

@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.optim import OptimConfig
 from pretrain.distributed.world import sum_over_ranks
+from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
 from pretrain.optim.layer_norms import LayerMeter, layer_of
 from pretrain.optim.parameter_groups import parameter_groups
 
 
-def build_optimizer(module: nn.Module, optim: OptimConfig) -> GuardedAdamW | Lamb:
+def build_optimizer(module: TransformerXL, optim: OptimConfig) -> GuardedAdamW | Lamb:
     """Return the configured optimizer; the engine sets its learning rate before every step."""
     groups = parameter_groups(module, optim)
     match optim.name:

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
 from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import OptimizerName
+from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
+from pretrain.model.transformer_xl import TransformerXL
 
 Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
@@ -55,26 +56,62 @@ def decays(role: Role) -> bool:
 
 
 @dataclass(frozen=True)
-class GroupRule:
-    """How the optimizer treats the parameters of a group."""
+class GroupTraits:
+    """How the optimizer treats a group's parameters; those with equal traits share a group."""
 
     decays: bool
     weight_decay: float
+    eps: float
     rate_factor: float = 1.0  # of the schedule's learning rate
     state: tuple[str, ...] = ADAM_STATE  # kinds of tensors of the parameters' sizes
 
 
-def rule_of(role: Role, optim: OptimConfig) -> GroupRule:
-    """Return how the optimizer treats parameters of this role."""
-    return GroupRule(decays(role), optim.weight_decay if decays(role) else 0.0)
+def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTraits:
+    """Return how parameters of this role are treated: with `model.base_width`, as muP says.
+
+    The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
+    over the base's, m, and its weight decay is divided by that: their product is what decays a
+    weight in a step. Gradients shrink as 1/m, and Adam's epsilon with them, except those of the
+    output's biases.
+    """
+    width = model.width_multiplier
+    match role:
+        case "matrix":
+            grows = True
+        case "projection":
+            grows = model.embedding_grows
+        case "table" | "vector" | "output_bias":
+            grows = False
+        case _:
+            assert_never(role)
+    factor = width ** rate_exponent(optim.name) if grows else 1.0
+    epsilon = optim.epsilon if role == "output_bias" else optim.epsilon / width
+    decay = optim.weight_decay / factor if decays(role) else 0.0
+    return GroupTraits(decays(role), decay, epsilon, rate_factor=factor)
 
 
-def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return one group for each rule, with the parameters it holds for and their names."""
-    groups: dict[GroupRule, dict[str, Any]] = {}
+def rate_exponent(name: OptimizerName) -> float:
+    """Return p: the best rate of a hidden matrix is proportional to the model's width^p.
+
+    Updates of entries of equal size change what a matrix returns in proportion to its inputs, so
+    AdamW has p = -1 (Yang et al. 2022, table 8). LAMB's entries shrink with the matrix's norm over
+    its side, width^-1/2, which leaves the other half.
+    """
+    match name:
+        case "adamw":
+            return -1.0
+        case "lamb":
+            return -0.5
+        case _:
+            assert_never(name)
+
+
+def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, with the parameters of each and their names."""
+    groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        rule = rule_of(role_of(name), optim)
-        group = groups.setdefault(rule, {**vars(rule), "params": [], "names": []})
+        traits = group_traits(role_of(name), optim, module.config)
+        group = groups.setdefault(traits, {**vars(traits), "params": [], "names": []})
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())

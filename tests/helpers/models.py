@@ -47,6 +47,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "norm_position": "pre",
     },
+    "mup": {
+        "base_width": 4,
+        "base_head_width": 2,
+        "cutoffs": (9, 20),
+        "div_val": 2,
+        "tie_projections": (True, False, True),
+    },
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
         "compressed_length": 3,

@@ -116,6 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "div_val": 2,
         "tie_projections": (False, True, True),
         "positions": "t5",
+        "base_width": 8,
     },
     "compressive": {"compressed_length": 6},
 }

@@ -1,0 +1,250 @@
+"""muP (Yang et al. 2022): wider models learn at the base's rate, with activations of equal size.
+
+The coordinate check of the paper's appendix D: after some steps, the mean absolute value of what
+each part returns is about the same at every width. Each test that removes a part of muP sees the
+check fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.errors import ConfigError
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World
+from pretrain.engines.engine import TorchEngine
+from pretrain.model.layer import TransformerLayer
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.optim import parameter_groups
+from pretrain.optim.parameter_groups import GroupTraits
+
+BASE = ModelConfig(vocab_size=40, num_layers=2, d_model=32, num_heads=4, memory_length=16)
+WIDTHS = (32, 64, 128, 256)
+STEPS = 6
+SEEDS = 2
+ADAMW = OptimConfig(learning_rate=8e-3)
+LAMB = OptimConfig(name="lamb", learning_rate=0.05)
+GROWTH = 1.6  # that counts as none
+SHRINKAGE = 4.0  # likewise; sums of random signs, and so small parts, cancel better in wide models
+
+Sizes = dict[str, float]
+
+# Where heads are wider instead of more, their width at the base is named.
+MORE_HEADS: dict[str, dict[str, Any]] = {
+    "paper": {"cutoffs": (10, 24), "div_val": 2, "tie_projections": (False, True, True)},
+    "fixed_embedding": {
+        "d_embed": 24,
+        "feed_forward": "gelu",
+        "positions": "t5",
+        "query_key_norm": True,
+    },
+    "compressive": {
+        "compressed_length": 8,
+        "compression_rate": 2,
+        "untie_biases": True,
+        "norm_position": "pre",
+    },
+}
+WIDER_HEADS: dict[str, dict[str, Any]] = {
+    "modern": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "feed_forward": "swiglu",
+        "norm_position": "pre",
+        "num_key_heads": 2,
+        "tie_embeddings": False,
+    },
+    "relative": {"clamp_length": 20},
+}
+
+
+def widened(options: Mapping[str, Any], width: int, *, mup: bool = True) -> ModelConfig:
+    """The base with these options at another width."""
+    config = replace(BASE, **options, d_model=width, base_width=BASE.d_model if mup else 0)
+    if options in WIDER_HEADS.values():
+        return replace(config, base_head_width=BASE.head_width if mup else 0)
+    return replace(config, num_heads=width // BASE.head_width)
+
+
+def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
+    """The mean absolute value of what each part returns, before the first step and after some."""
+    torch.manual_seed(seed)
+    module = TransformerXL(config)
+    run = RunConfig(model=config, optim=optim, engine=EngineConfig(kind="torch"))
+    engine = TorchEngine(run, module, World(0, 1, 0, torch.device("cpu")), 1)
+    parts: dict[str, nn.Module] = {"embedding": module.embedding}
+    for index, layer in enumerate(module.layers):
+        assert isinstance(layer, TransformerLayer)
+        parts |= {f"layer {index}": layer, f"attention {index}": layer.attention}
+        parts |= {f"feed-forward {index}": layer.feed_forward}
+    parts |= {f"logits {index}": part for index, part in enumerate(module.head.bins)}
+    if module.compressions is not None:
+        parts["compression"] = module.compressions[0]
+    found: Sizes = {}
+    for name, part in parts.items():
+        part.register_forward_hook(keeping(name, found))
+    module.layers[1].register_forward_hook(keeping_scores(found))
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.randint(config.vocab_size, (4, 17), generator=generator)
+    memory, start = None, None
+    for _ in range(STEPS + 1):
+        nll_BL, memory = module(tokens_BT[:, :-1], tokens_BT[:, 1:], memory)
+        start = start or dict(found)
+        nll_BL.mean().backward()
+        engine.step(optim.learning_rate)
+    assert start is not None
+    # Output and scores may be smaller at first: they shrink as random sums over the width do.
+    start = {name: size for name, size in start.items() if size == size}
+    return found | {f"{name} at the start": size for name, size in start.items()}
+
+
+def keeping(name: str, found: Sizes) -> Callable[..., None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        found[name] = value.detach().abs().mean().item()
+
+    return hook
+
+
+def keeping_scores(found: Sizes) -> Callable[..., None]:
+    """The scores by content, of the segment's tokens."""
+
+    def hook(layer: TransformerLayer, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        hidden_BLD, _, positions_CX = inputs[:3]
+        if layer.input_norm is not None:
+            hidden_BLD = layer.input_norm(hidden_BLD)
+        query_BLNH = layer.attention.queries(hidden_BLD, positions_CX)
+        keys = layer.attention.keys_and_values(hidden_BLD)
+        key_BLGH = layer.attention.placed(keys, positions_CX[-hidden_BLD.shape[1] :])[:, :, 0]
+        key_BLNH = key_BLGH.repeat_interleave(query_BLNH.shape[2] // key_BLGH.shape[2], 2)
+        scores = torch.einsum("blnh,bcnh->bnlc", query_BLNH, key_BLNH)
+        found["scores"] = (scores / query_BLNH.shape[3] ** 0.5).abs().mean().item()
+
+    return hook
+
+
+def mean_sizes(config: ModelConfig, optim: OptimConfig) -> Sizes:
+    """Those of a few seeds, as geometric means."""
+    found = [sizes(config, optim, seed) for seed in range(SEEDS)]
+    return {name: math.exp(fmean(math.log(each[name]) for each in found)) for name in found[0]}
+
+
+def out_of_size(
+    options: Mapping[str, Any],
+    optim: OptimConfig = ADAMW,
+    *,
+    mup: bool = True,
+    widths: Sequence[int] = (WIDTHS[0], WIDTHS[-1]),
+) -> Sizes:
+    """How much larger each part of a wider model is than the base's, if that is not about 1."""
+    base, *wider = (mean_sizes(widened(options, width, mup=mup), optim) for width in widths)
+    ratios = {name: [each[name] / base[name] for each in wider] for name in base}
+    return {
+        name: max(of_part)
+        for name, of_part in ratios.items()
+        if max(of_part) > GROWTH or min(of_part) < 1 / SHRINKAGE
+    }
+
+
+@pytest.mark.parametrize("name", [*MORE_HEADS, *WIDER_HEADS])
+def test_activations_are_of_equal_size_at_every_width(name: str) -> None:
+    options = (MORE_HEADS | WIDER_HEADS)[name]
+    assert not out_of_size(options, widths=WIDTHS)
+
+
+def test_without_mup_activations_grow_with_the_width() -> None:
+    assert max(out_of_size(WIDER_HEADS["relative"], mup=False).values()) > 8
+
+
+@pytest.mark.parametrize("name", ["paper", "modern"])
+def test_activations_are_of_equal_size_with_lamb(name: str) -> None:
+    assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], LAMB)
+
+
+def without_matrix_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_groups, "rate_exponent", lambda name: 0.0)
+
+
+def without(name: str, replacement: Callable[[ModelConfig], float]) -> Callable[..., None]:
+    """A part of muP whose property of the model has the value of every other model."""
+    return lambda monkeypatch: monkeypatch.setattr(ModelConfig, name, property(replacement))
+
+
+PARTS = {
+    "initial matrices": ("modern", without("matrix_init_std", lambda model: model.init_std)),
+    "initial projections": (
+        "paper",
+        without("projection_std", lambda model: model.projection_init_std),
+    ),
+    "rates of matrices": ("modern", without_matrix_rates),
+    "rates of projections": ("paper", without("embedding_grows", lambda model: False)),
+    "embedding": ("relative", without("embedding_scale", lambda model: model.d_model**0.5)),
+    "output": ("relative", without("output_scale", lambda model: 1.0)),
+    "scores": ("modern", without("score_scale", lambda model: 1.0)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_mup_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, remove = PARTS[part]
+    remove(monkeypatch)
+    assert out_of_size((MORE_HEADS | WIDER_HEADS)[name])
+
+
+def test_at_the_base_s_width_everything_is_what_it_is_without() -> None:
+    options = {**MORE_HEADS["paper"], "z_loss": 0.01}
+    found = []
+    for mup in (True, False):
+        torch.manual_seed(0)
+        config = widened(options, BASE.d_model, mup=mup)
+        module = TransformerXL(config)
+        groups = parameter_groups.parameter_groups(module, OptimConfig(weight_decay=0.1))
+        tokens_BL = torch.arange(32).view(2, 16)
+        nll_BL, memory = module(tokens_BL, tokens_BL)
+        nll_BL.mean().backward()
+        gradients = [parameter.grad for parameter in module.parameters()]
+        found.append((groups, [nll_BL, *memory, *module.parameters(), *gradients]))
+        assert config.function_settings()["base_width"] == BASE.d_model
+    (groups, tensors), (plain_groups, plain_tensors) = found
+    assert all(map(torch.equal, tensors, plain_tensors))
+    for group, plain in zip(groups, plain_groups, strict=True):
+        assert {**group, "params": len(group["params"])} == {
+            **plain,
+            "params": len(plain["params"]),
+        }
+
+
+def test_rate_decay_and_epsilon_of_each_role_follow_the_width() -> None:
+    model = widened({}, 4 * BASE.d_model)
+    optim = OptimConfig(weight_decay=0.1, epsilon=1e-8)
+    found = {
+        role: parameter_groups.group_traits(role, optim, model)
+        for role in get_args(parameter_groups.Role)
+    }
+    hidden = GroupTraits(decays=True, weight_decay=0.4, eps=0.25e-8, rate_factor=0.25)
+    vector = GroupTraits(decays=False, weight_decay=0.0, eps=0.25e-8)
+    assert found == {
+        "matrix": hidden,
+        "projection": hidden,
+        "table": GroupTraits(decays=True, weight_decay=0.1, eps=0.25e-8),
+        "vector": vector,
+        "output_bias": replace(vector, eps=1e-8),
+    }
+    fixed = replace(model, d_embed=24)
+    assert parameter_groups.group_traits("projection", optim, fixed) == found["table"]
+
+
+def test_a_width_of_the_base_s_heads_needs_a_base() -> None:
+    with pytest.raises(ConfigError, match=r"base_head_width=8 has no effect without model.base_w"):
+        replace(BASE, base_head_width=8)
