@@ -126,7 +126,8 @@ def _type_of(hint: Any) -> str:
         shown = ['""' if each == "" else str(each) for each in items]
         return f"{', '.join(shown[:-1])} or {shown[-1]}"
     if origin is tuple:
-        return f"list of {_type_of(items[0])}{'' if items[0] is bool else 's'}"
+        has_plural = items[0] is not bool and get_origin(items[0]) is not Literal
+        return f"list of {_type_of(items[0])}{'s' if has_plural else ''}"
     if origin is dict:
         return "mapping"
     if NoneType in items:

@@ -10,6 +10,7 @@ from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits
+from pretrain.config.model import DELTANET_CHUNK
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
@@ -110,12 +111,14 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "attention": "L d (2 h + 2 k), queries and output, keys and values; "
-        "+ L d h for relative positions",
+        "attention": "A d (2 h + 2 k), queries and output, keys and values; "
+        "+ A d h for relative positions",
+        "deltanet": "(L - A) d (2 h + 3 x), queries, keys, values, gate and output; "
+        "+ 4 (2 h + x) of the convolution and the gates of each head",
         "feed_forward": "L (2 d f + f + d); swiglu: L 3 d f",
         "norms": "L 4 d; rmsnorm: L 2 d",
         "biases": "u and v, 2 h, once or per layer; t5: buckets times heads",
-        "compression": "L (c d d + d), learned compression only",
+        "compression": "A (c d d + d), learned compression only",
         "embedding": "V d, by bin",
         "head": "biases, cluster rows, projections; weights are the embedding's when tied",
     }
@@ -129,12 +132,13 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
 
 def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[str]:
     formulas = {
-        "projections": "L 4 d (h + k (1 + M/T)): memory's keys and values are projected again "
+        "projections": "A 4 d (h + k (1 + M/T)): memory's keys and values are projected again "
         "in every segment",
-        "positions": "L 2 d h K / (T B), relative positions only",
-        "attention": "L 6 h K; without relative positions L 4 h K",
+        "positions": "A 2 d h K / (T B), relative positions only",
+        "attention": "A 6 h K; without relative positions A 4 h K",
+        "deltanet": "(L - A) (2 d (2 h + 3 x) + C (6 h + 4 x) + 6 H x), in chunks of C tokens",
         "feed_forward": "L 4 d f; swiglu: L 6 d f",
-        "compression": "L (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
+        "compression": "A (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
         "head": "2 d V; tails of an adaptive softmax by Zipf's law",
     }
     six_nd = 6.0 * parameters.total
@@ -161,7 +165,9 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
     if explain:
         per_parameter = 16 if run.optim.ema_decay else 12
-        of_checkpoint += f" {per_parameter} P + M (L d b + 4) for every lane"
+        of_checkpoint += f" {per_parameter} P + for every lane M (A d b + 4)"
+        if run.model.num_deltanet_layers:
+            of_checkpoint += " + (L - A) (4 H x + 3 b (2 h + x))"
     name = "device memory" if hardware.on_gpu else "host memory"
     lines = [_row(name, _gib(found.device), f"per rank, {words}")]
     if not hardware.on_gpu:
@@ -246,7 +252,14 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
     letters: dict[str, tuple[str, int]] = {
         "L": ("layers", model.num_layers),
         "d": ("model.d_model", model.d_model),
+        "A": ("layers with attention", model.num_attention_layers),
         "h": ("heads times head width", model.num_heads * model.head_width),
+        "x": (
+            "heads times width of a deltanet's values",
+            model.num_heads * model.deltanet_value_width,
+        ),
+        "H": ("head width", model.head_width),
+        "C": ("tokens of a deltanet's chunk, at most", DELTANET_CHUNK),
         "k": ("key heads times head width", model.key_heads * model.head_width),
         "f": ("inner width of the feed-forward part", model.inner_width),
         "V": ("vocabulary; adaptive softmax: in bins", model.vocab_size),

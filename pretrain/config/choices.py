@@ -12,6 +12,7 @@ from typing import Literal
 
 from data_pipeline.setting_fields import assert_never
 
+LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
 Positions = Literal["relative", "rope", "alibi", "t5"]
 CompressionKind = Literal["conv", "mean", "max"]
@@ -34,6 +35,17 @@ ZeroOptimizer = Literal[
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizer_Stage3",
 ]
+
+
+def attends(kind: LayerKind) -> bool:
+    """Whether a layer attends to rows of memory; else it carries a state of fixed size."""
+    match kind:
+        case "attention":
+            return True
+        case "deltanet":
+            return False
+        case _:
+            assert_never(kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from data_pipeline.setting_fields import assert_never
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 
 # rows: one per remembered token, or per group of tokens; none at first.
 # documents: the document of each row, counted back from that of the lane's last token (0, -1, ...).
@@ -86,7 +86,30 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
 
 
 def _parts_of_layer(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
-    """Return the parts of a layer with attention: its inputs, and the compressed ones if any."""
+    """Return the parts of a layer by its kind."""
+    kind = model.layer_kind(index)
+    match kind:
+        case "attention":
+            return _parts_of_attention(model, index, length)
+        case "deltanet":
+            return _parts_of_deltanet(model, index)
+        case _:
+            assert_never(kind)
+
+
+def _parts_of_deltanet(model: ModelConfig, index: int) -> tuple[LanePart, ...]:
+    """Return the state of every head, and what the short convolution still reads."""
+    name, heads = f"layers.{index}", model.num_heads
+    state = (heads, model.head_width, model.deltanet_value_width)
+    tail = (CONVOLUTION_WIDTH - 1, heads * (2 * model.head_width + model.deltanet_value_width))
+    return (
+        LanePart(name=f"{name}.state", kind="state", shape=state, in_float32=True),
+        LanePart(name=f"{name}.tail", kind="state", shape=tail),
+    )
+
+
+def _parts_of_attention(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
+    """Return a layer's inputs, and the compressed ones if any."""
     name, shape = f"layers.{index}", (model.d_model,)
     waiting = _waiting(model, length)
     hidden = LanePart(

@@ -13,9 +13,11 @@ from data_pipeline.setting_fields import MOST_ROWS, Range, check_ranges, setting
 from pretrain.config.choices import (
     CompressionKind,
     FeedForwardKind,
+    LayerKind,
     NormKind,
     NormPosition,
     Positions,
+    attends,
     feed_forward_traits,
     position_traits,
 )
@@ -25,6 +27,8 @@ _NO_FUNCTION = (
     *("dropout", "attention_dropout", "z_loss", "init_std", "projection_init_std"),
     "memory_length",
 )
+CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
+DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
 GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
 LARGEST_WIDTH = 1 << 16
@@ -41,6 +45,10 @@ class ModelConfig:
     """Size of the vocabulary; 0: that of the corpus' tokenizer."""
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kinds of the layers, a pattern repeated over `num_layers`; []: attention in all."""
+    deltanet_expansion: int = setting(2, Range(1, 16), unit="times")
+    """Width of a head's values in deltanet layers, in widths of its keys."""
     d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")
     """Width of the hidden states that layers pass on and memory keeps."""
     num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
@@ -206,6 +214,8 @@ class ModelConfig:
         """
         settings = {name: value for name, value in vars(self).items() if name not in _NO_FUNCTION}
         settings |= {"num_key_heads": self.key_heads, "d_head": self.head_width}
+        kinds = map(self.layer_kind, range(self.num_layers))
+        settings["layer_kinds"] = tuple(kinds) if self.num_deltanet_layers else ()
         settings |= {"d_inner": self.inner_width, "d_embed": self.embedding_width}
         settings |= {"base_width": self.base_width or self.d_model}
         settings |= {"base_head_width": self.base_head_width or self.head_width}
@@ -214,6 +224,7 @@ class ModelConfig:
         )
         has_buckets = position_traits(self.positions).learns_bias
         unused = (
+            *(() if self.num_deltanet_layers else ("deltanet_expansion",)),
             *(() if has_buckets else ("t5_buckets", "t5_max_distance")),
             *(() if self.compressed_length else ("compression", "compression_rate")),
         )
@@ -222,6 +233,22 @@ class ModelConfig:
     def ties_projection(self, index: int) -> bool:
         """Whether bin `index` of the output layer uses the embedding's projection."""
         return bool(self.tie_projections) and self.tie_projections[index]
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer, counted from 0."""
+        return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else "attention"
+
+    @property
+    def num_attention_layers(self) -> int:
+        return sum(attends(self.layer_kind(layer)) for layer in range(self.num_layers))
+
+    @property
+    def num_deltanet_layers(self) -> int:
+        return self.num_layers - self.num_attention_layers
+
+    @property
+    def deltanet_value_width(self) -> int:
+        return self.deltanet_expansion * self.head_width
 
     @property
     def head_width(self) -> int:

@@ -8,6 +8,7 @@ RUN_NAMES = {
     "seed": "random_seed manual_seed",
     "initial_weights": "init_from pretrained pretrained_model load_checkpoint finetune_from",
     "model.vocab_size": "n_token n_vocab",
+    "model.layer_kinds": "layer_types",
     "model.num_layers": "n_layer layers n_layers num_hidden_layers depth",
     "model.d_model": "hidden_size hidden_dim n_embd width dim",
     "model.num_heads": "n_head n_heads heads num_attention_heads",

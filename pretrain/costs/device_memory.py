@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import get_args
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import (
+    LayerKind,
+    attends,
     feed_forward_traits,
     kernel_traits,
     norm_traits,
@@ -26,6 +29,7 @@ from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
+from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
 from pretrain.costs.zero_buffers import buffers_of, largest_parameter, stage_of
@@ -155,13 +159,15 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
 
 
 def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
-    of_one_lane = run.model.num_layers * _memory_length(run) * run.model.d_model * _width(run)
+    of_one_lane = lane_parts(run.model).num_bytes(_width(run))
     if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
         lanes = lanes_of_pass(run, world_size)
-        formula = "3 L M d b for each lane of a forward pass: old, new, and on its way to the host"
+        formula = (
+            "3 (A M d b + states) for each lane of a forward pass: old, new, on its way to the host"
+        )
         return Part("recurrent memory", 3 * of_one_lane * lanes, formula)
     lanes = len(lanes_of_rank(run, 0, world_size))
-    formula = "2 L M d b for each of the rank's lanes, old and new"
+    formula = "2 (A M d b + states) for each of the rank's lanes, old and new"
     return Part("recurrent memory", 2 * of_one_lane * lanes, formula)
 
 
@@ -169,29 +175,35 @@ def _activations(
     run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
 ) -> Part:
     """Return what is kept for the backward pass, plus what that pass of one layer needs."""
-    layers, width, every = run.model.num_layers, _width(run), run.engine.checkpoint_every_n_layers
+    width, every = _width(run), run.engine.checkpoint_every_n_layers
     lanes = lanes_of_pass(run, world_size)
-    layer = LayerActivations(run, lanes, width, on_gpu)
+    of_kind = {
+        kind: LayerActivations(run, lanes, width, on_gpu, kind) for kind in get_args(LayerKind)
+    }
+    layers = [of_kind[run.model.layer_kind(index)] for index in range(run.model.num_layers)]
     formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
-    scores = f", {layer.workspace / 2**20:,.0f} MiB of score gradients" if layer.workspace else ""
-    checkpointed = -(-layers // every)
-    freed = kept = layers * layer.kept
-    working = layer.working
+    workspace = max(layer.workspace for layer in layers)
+    scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
+    checkpointed = layers[::every]
+    freed = kept = sum(layer.kept for layer in layers)
+    working = max(layer.working for layer in layers)
     repeated = recomputation_traits(run.engine.activation_checkpointing)
     if repeated.layers:
-        inputs = checkpointed * run.data.segment_length * lanes * run.model.d_model * width
-        freed = kept = inputs + (layers - checkpointed) * layer.kept
+        inputs = len(checkpointed) * run.data.segment_length * lanes * run.model.d_model * width
+        kept -= sum(layer.kept for layer in checkpointed)
+        freed = kept = inputs + kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
         # the peak.
-        working = max(0.0, layer.kept + layer.working - logits)
+        working = max(0.0, max(layer.kept + layer.working for layer in checkpointed) - logits)
         other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
         formula = f"L T B d b + beyond the logits {formula}, twice{other}"
     else:
         if repeated.scores:
-            kept -= (checkpointed - 1) * layer.weights
+            weights = [layer.weights for layer in checkpointed]
+            kept -= sum(weights) - max(weights)
             some = "all" if every == 1 else "some"
             formula += f", the weights of {some} layers but one left out"
-        freed, formula = kept - layer.kept, f"L + 1 times {formula}"
+        freed, formula = kept - layers[-1].kept, f"L + 1 times {formula}"
     is_unsharded = not shards(run.engine.kind)
     if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
         # The backward pass allocates gradients while it frees activations, so the two do not peak
@@ -209,6 +221,7 @@ class LayerActivations:
     lanes: int
     width: int  # bytes of an element
     on_gpu: bool
+    kind: LayerKind = "attention"
 
     @property
     def kept(self) -> float:
@@ -217,18 +230,22 @@ class LayerActivations:
 
     @property
     def weights(self) -> float:
-        """Attention's weights among what is kept; selective checkpointing computes them again."""
+        """What selective checkpointing computes again: attention's weights, the delta rule."""
+        if not attends(self.kind):
+            return self.lanes * self._deltanet.kept_by_rule(self.width)
         return self._pairs * (1 + self._drops_weights * self._is_plain)
 
     @property
     def working(self) -> float:
         """During its backward pass only: about the gradients of what was kept."""
+        if not attends(self.kind):  # the delta rule's tensors are freed as its gradients come
+            return self._rows - self.width * self.lanes * self._deltanet.kept_elements
         return self._rows + self._pairs * self._is_plain + self.workspace
 
     @cached_property
     def workspace(self) -> float:
         """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
-        if not self.on_gpu or self._is_plain:
+        if not self.on_gpu or self._is_plain or not attends(self.kind):
             return 0.0
         model, T = self.run.model, self.run.data.segment_length
         needed = workspace_of(
@@ -249,18 +266,21 @@ class LayerActivations:
         d, h = model.d_model, model.num_heads * model.head_width
         k = model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + M) * self.lanes
-        # Input, its sum with attention, both norms (pre: of memory too); queries and what they
-        # read; keys and values.
-        normed = keys if norms_inputs(model.norm_position) else tokens
-        elements = (3 * tokens + normed) * d + 2 * tokens * h + 2 * keys * k
+        # Input, its sum with attention, both norms (pre: of memory too).
+        normed = keys if norms_inputs(model.norm_position) and attends(self.kind) else tokens
+        elements = (3 * tokens + normed) * d
         elements += norm_traits(model.norm).kept * (tokens + normed) * d
-        if model.query_key_norm:
-            elements += 2 * tokens * h + 3 * keys * k
         inner_tensors = feed_forward_traits(model.feed_forward).inner_tensors + bool(model.dropout)
         elements += tokens * model.inner_width * inner_tensors
+        if not attends(self.kind):
+            elements += self.lanes * self._deltanet.kept_elements
+            return float(self.width * elements)
+        elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
+        if model.query_key_norm:
+            elements += 2 * tokens * h + 3 * keys * k
         if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
-        return self.width * elements
+        return float(self.width * elements)
 
     @property
     def _pairs(self) -> float:
@@ -282,12 +302,17 @@ class LayerActivations:
             return 0.0
         model, T = self.run.model, self.run.data.segment_length
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
-        pairs = model.num_heads * (T + _memory_length(self.run)) if self._drops_weights else 0
+        drops = self._drops_weights and attends(self.kind)
+        pairs = model.num_heads * (T + _memory_length(self.run)) if drops else 0
         return float(T * self.lanes * (rows + pairs))
 
     @property
     def _drops_weights(self) -> bool:
         return bool(self.run.model.attention_dropout)
+
+    @property
+    def _deltanet(self) -> DeltaNetCosts:
+        return DeltaNetCosts(self.run.model, self.run.data.segment_length)
 
     @property
     def _is_plain(self) -> bool:

@@ -24,6 +24,7 @@ from pretrain.config.choices import (
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.deltanet import DeltaNetCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Parameters:
     embedding: int  # input vectors and their projections
     head: int  # output layer, without what it shares with the embedding
     attention: int
+    deltanet: int
     feed_forward: int
     norms: int
     biases: int  # u and v, or T5's table
@@ -41,7 +43,8 @@ class Parameters:
     @property
     def body(self) -> int:
         """Without the embedding and output matrices."""
-        return self.attention + self.feed_forward + self.norms + self.biases + self.compression
+        mixing = self.attention + self.deltanet + self.biases + self.compression
+        return mixing + self.feed_forward + self.norms
 
     @property
     def total(self) -> int:
@@ -56,6 +59,7 @@ class Flops:
     projections: float
     positions: float  # W_R R, once per segment for all lanes of a forward pass
     attention: float  # content scores, position scores, weighted values
+    deltanet: float  # projections and the delta rule
     feed_forward: float
     head: float
     # Of the rows that leave the memory, and of what attention would have read from them.
@@ -68,6 +72,7 @@ class Flops:
             self.projections,
             self.positions,
             self.attention,
+            self.deltanet,
             self.feed_forward,
             self.head,
             self.compression,
@@ -138,9 +143,10 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
         of_layers = flops.forward - flops.head
         if norms_inputs(model.norm_position):  # only a norm after it needs a layer's last product
             of_layers -= model.num_layers * 2 * model.d_model * model.inner_width
-    elif repeated.scores:  # the scores, not what they weight
+    elif repeated.scores:  # the scores, not what they weight; the delta rule
         keys = T + model.memory_length + model.compressed_length
-        of_layers = flops.attention - model.num_layers * 2 * w * keys
+        of_layers = flops.attention - model.num_attention_layers * 2 * w * keys
+        of_layers += model.num_deltanet_layers * DeltaNetCosts(model, T).recomputed_flops
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
     in_chunks = 0 < engine.logits_chunk_tokens < lanes * T
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
@@ -155,7 +161,7 @@ def lanes_of_pass(run: RunConfig, world_size: int) -> int:
 def parameters_of(model: ModelConfig) -> Parameters:
     """Return the exact number of parameters; ConfigError if the vocabulary is unknown."""
     _need_vocabulary(model)
-    d, layers = model.d_model, model.num_layers
+    d, layers, attending = model.d_model, model.num_layers, model.num_attention_layers
     w, k = _attention_widths(model)
     embedding, head = _vocabulary_parameters(model)
     position = d * w if position_traits(model.positions).projects_encodings else 0
@@ -163,11 +169,13 @@ def parameters_of(model: ModelConfig) -> Parameters:
     return Parameters(
         embedding=embedding,
         head=head,
-        attention=layers * (2 * d * w + 2 * d * k + position),
+        attention=attending * (2 * d * w + 2 * d * k + position),
+        deltanet=model.num_deltanet_layers * DeltaNetCosts(model, 1).parameters,
         feed_forward=layers * _feed_forward_parameters(model),
-        norms=layers * (2 * per_norm + (2 * model.head_width if model.query_key_norm else 0)),
+        norms=layers * 2 * per_norm
+        + (attending * 2 * model.head_width if model.query_key_norm else 0),
         biases=_position_biases(model),
-        compression=layers * (model.compression_rate * d * d + d)
+        compression=attending * (model.compression_rate * d * d + d)
         if _learns_to_compress(model)
         else 0,
     )
@@ -176,8 +184,9 @@ def parameters_of(model: ModelConfig) -> Parameters:
 def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
     """Return the FLOPs per token of training, with `lanes` per forward pass and full memories."""
     _need_vocabulary(model)
-    d, layers = model.d_model, model.num_layers
+    d, layers = model.d_model, model.num_attention_layers
     w, k = _attention_widths(model)
+    deltanet, deltanets = DeltaNetCosts(model, segment_length), model.num_deltanet_layers
     projects = position_traits(model.positions).projects_encodings
     memory = model.memory_length + model.compressed_length
     keys, remembered = segment_length + memory, memory / segment_length
@@ -188,13 +197,15 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
         projections=layers * 4 * d * (w + k * (1 + remembered)),
         positions=positions,
         attention=layers * (6 if projects else 4) * w * keys,
-        feed_forward=layers * (6 if is_gated else 4) * d * model.inner_width,
+        deltanet=deltanets * (deltanet.projection_flops + deltanet.rule_flops),
+        feed_forward=model.num_layers * (6 if is_gated else 4) * d * model.inner_width,
         head=_embedding_flops(model) + _output_flops(model),
         compression=layers * compression,
         # Memory rows have no gradient. With pre-norm, the parameters of their norm have.
         without_gradient=positions
         + (0.0 if norms_inputs(model.norm_position) else layers * 4 * d * k * remembered)
-        + layers * still,
+        + layers * still
+        + deltanets * deltanet.flops_without_gradient,
     )
 
 
@@ -211,11 +222,16 @@ def _feed_forward_parameters(model: ModelConfig) -> int:
 
 def _position_biases(model: ModelConfig) -> int:
     traits = position_traits(model.positions)
+    if not model.num_attention_layers:
+        return 0
     if traits.learns_bias:
         return model.t5_buckets * model.num_heads
     if traits.projects_encodings:
         return (
-            2 * model.num_heads * model.head_width * (model.num_layers if model.untie_biases else 1)
+            2
+            * model.num_heads
+            * model.head_width
+            * (model.num_attention_layers if model.untie_biases else 1)
         )
     return 0
 

@@ -101,7 +101,8 @@ def largest_parameter(model: ModelConfig) -> int:
     attention = model.head_width * max(model.num_heads, 2 * model.key_heads)
     learns = model.compressed_length and learns_to_compress(model.compression)
     compressed = model.compression_rate * model.d_model if learns else 0
-    rows = max(attention, model.inner_width, compressed)
+    values = model.num_heads * model.deltanet_value_width if model.num_deltanet_layers else 0
+    rows = max(attention, values, model.inner_width, compressed)
     bins = (size * width for size, width in bins_of(model))
     return max(rows * model.d_model, *bins)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model.attention_paths import DistanceTerms
-from pretrain.model.lane_state import Memory, selected_lanes
-from pretrain.model.layer import TransformerLayer
+from pretrain.model.lane_state import LaneState, LayerParts, Memory, selected_lanes
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.segment_keys import SegmentKeys
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -136,6 +136,36 @@ class KeyValueCache:
         return self._terms
 
 
+class CarriedState:
+    """The state of a layer without rows: what it carries in training."""
+
+    def __init__(self, layer: DeltaNetLayer, index: int, state: LaneState) -> None:
+        self._layer, self._index, self._state = layer, index, state
+        self._parts: LayerParts | None = None
+        self._document_B1: Tensor | None = None  # of the last token
+
+    def read(self, hidden_BLD: Tensor, keys: SegmentKeys) -> Tensor:
+        """Return the layer's output, and carry its state on."""
+        parts = self._parts
+        if parts is None or self._state.parts.is_forgotten:
+            empty = self._state.empty(len(hidden_BLD), hidden_BLD)
+            parts = self._state.taken_apart(empty).layers[self._index]
+        documents_BL = None
+        if keys.isolated_documents_BL is not None:
+            before_B1 = 0 if self._document_B1 is None else self._document_B1
+            documents_BL = keys.isolated_documents_BL - before_B1
+            self._document_B1 = keys.isolated_documents_BL[:, -1:]
+        output_BLD, *carried = self._layer(hidden_BLD, *parts, documents_BL, dropout=None)
+        self._parts = tuple(carried)
+        return output_BLD
+
+    def select(self, rows_B: Tensor) -> None:
+        if self._parts is not None:
+            self._parts = selected_lanes(self._parts, rows_B)
+        if self._document_B1 is not None:
+            self._document_B1 = self._document_B1[rows_B]
+
+
 class CachedStream:
     """A stream whose layers remember what they computed of a segment, and positions once."""
 
@@ -146,7 +176,8 @@ class CachedStream:
         self._module = module.eval()
         self._memory_length = memory_length
         self._longest_segment = longest_segment
-        self._caches = [self._cache_of(layer) for layer in module.layers]
+        self._state = LaneState(module.config, memory_length)
+        self._caches = [self._cache_of(*numbered) for numbered in enumerate(module.layers)]
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None
         self._positions_CX: Tensor | None = None  # for the largest possible number of keys
@@ -171,7 +202,9 @@ class CachedStream:
             self._documents.select(rows_B)
             self._document_B = self._document_B[rows_B]
 
-    def _cache_of(self, layer: nn.Module) -> KeyValueCache:
+    def _cache_of(self, index: int, layer: nn.Module) -> KeyValueCache | CarriedState:
+        if isinstance(layer, DeltaNetLayer):
+            return CarriedState(layer, index, self._state)
         assert isinstance(layer, TransformerLayer)
         return KeyValueCache(self._module, layer, self._memory_length, self._longest_segment)
 

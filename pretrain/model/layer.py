@@ -1,4 +1,4 @@
-"""One layer of the model: attention and feed-forward, with norms and residuals.
+"""One layer of the model: attention or a deltanet, and feed-forward, with norms and residuals.
 
 Letters of shapes as in `pretrain.model`.
 """
@@ -21,6 +21,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import DistanceTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
+from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.parameters import Norm, norm_of, normal, zeros
 
 
@@ -67,16 +68,73 @@ class FeedForward(nn.Module):
                 assert_never(self._kind)
 
 
-class TransformerLayer(nn.Module):
-    """Attention and feed-forward with residuals; a norm after (post) or before (pre) each."""
+class ResidualLayer(nn.Module):
+    """What layers of all kinds have: norms after (post) or before (pre) each part, feed-forward."""
 
-    def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._norms_inputs = norms_inputs(config.norm_position)
-        self.attention = RelativeAttention(config, layer, attention_kernel)
+
+    def _add_feed_forward(self, config: ModelConfig, layer: int) -> None:
+        """Draw the norms and the feed-forward layer; what tokens are mixed by is drawn first."""
         self.attention_norm = norm_of(config)
         self.feed_forward = FeedForward(config, layer)
         self.feed_forward_norm = norm_of(config)
+
+    def _completed(
+        self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
+    ) -> Tensor:
+        """Add residuals, norms and the feed-forward layer to what attention read."""
+        hidden_BLD = hidden_BLD + attended_BLD
+        if self._norms_inputs:
+            normed_BLD = self.feed_forward_norm(hidden_BLD)
+            return hidden_BLD + self.feed_forward(normed_BLD, dropout=dropout)
+        hidden_BLD = self.attention_norm(hidden_BLD)
+        return self.feed_forward_norm(hidden_BLD + self.feed_forward(hidden_BLD, dropout=dropout))
+
+    @property
+    def input_norm(self) -> Norm | None:
+        """The norm that segment and memory pass before attention, if any."""
+        return self.attention_norm if self._norms_inputs else None
+
+
+class DeltaNetLayer(ResidualLayer):
+    """A Gated DeltaNet in attention's place: it reads and updates a state of fixed size."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config)
+        self.deltanet = GatedDeltaNet(config, layer)
+        self._add_feed_forward(config, layer)
+
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        state_BNHX: Tensor,
+        tail_BXY: Tensor,
+        documents_BL: Tensor | None,
+        *,
+        dropout: DropoutStream | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the layer's output, and the state and the tail after it (see `GatedDeltaNet`)."""
+        segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
+        read_BLD, state_BNHX, tail_BXY = self.deltanet(
+            segment_BLD, state_BNHX, tail_BXY, documents_BL, dropout=dropout
+        )
+        return self._completed(hidden_BLD, read_BLD, dropout), state_BNHX, tail_BXY
+
+    @property
+    def mixer(self) -> GatedDeltaNet:
+        """The part in which tokens read each other."""
+        return self.deltanet
+
+
+class TransformerLayer(ResidualLayer):
+    """Attention and feed-forward with residuals; a norm after (post) or before (pre) each."""
+
+    def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
+        super().__init__(config)
+        self.attention = RelativeAttention(config, layer, attention_kernel)
+        self._add_feed_forward(config, layer)
 
     def forward(
         self,
@@ -129,18 +187,21 @@ class TransformerLayer(nn.Module):
         )
         return self._completed(hidden_BLD, attended_BLD, None)
 
-    def _completed(
-        self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
-    ) -> Tensor:
-        """Add residuals, norms and the feed-forward layer to what attention read."""
-        hidden_BLD = hidden_BLD + attended_BLD
-        if self._norms_inputs:
-            normed_BLD = self.feed_forward_norm(hidden_BLD)
-            return hidden_BLD + self.feed_forward(normed_BLD, dropout=dropout)
-        hidden_BLD = self.attention_norm(hidden_BLD)
-        return self.feed_forward_norm(hidden_BLD + self.feed_forward(hidden_BLD, dropout=dropout))
-
     @property
-    def input_norm(self) -> Norm | None:
-        """The norm that segment and memory pass before attention, if any."""
-        return self.attention_norm if self._norms_inputs else None
+    def mixer(self) -> RelativeAttention:
+        """The part in which tokens read each other."""
+        return self.attention
+
+
+def layer_of(
+    config: ModelConfig, layer: int, kernel: AttentionKernel
+) -> TransformerLayer | DeltaNetLayer:
+    """Return a new layer, counted from 0, of the configured kind."""
+    kind = config.layer_kind(layer)
+    match kind:
+        case "attention":
+            return TransformerLayer(config, layer, kernel)
+        case "deltanet":
+            return DeltaNetLayer(config, layer)
+        case _:
+            assert_never(kind)

@@ -35,9 +35,14 @@ class WithoutDrawing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.normal_:
+        if func in (Tensor.normal_, Tensor.uniform_):
             return args[0].zero_()
         return func(*args, **(kwargs or {}))
+
+
+def uniform(*shape: int, low: float, high: float) -> Tensor:
+    """Return values drawn uniformly with torch's default generator, to make a parameter of."""
+    return torch.empty(shape).uniform_(low, high)
 
 
 def zeros(*shape: int) -> nn.Parameter:

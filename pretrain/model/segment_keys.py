@@ -24,6 +24,12 @@ class SegmentKeys:
         self._documents_BC = documents_BC
         self._visibility: dict[tuple[int, int], Visibility] = {}
 
+    @property
+    def isolated_documents_BL(self) -> Tensor | None:
+        """The documents of the segment's tokens if documents are isolated."""
+        isolates = self._config.isolate_documents
+        return self._documents_BC[:, -self._num_queries :] if isolates else None
+
     def positions_CX(self, num_keys: int) -> Tensor:
         """Return encodings or biases of the nearest keys."""
         return _last(self._positions_CX, num_keys, dim=0)

@@ -23,7 +23,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
 from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory
-from pretrain.model.layer import TransformerLayer
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
 from pretrain.model.memory import (
     Compression,
     grouped_documents,
@@ -74,24 +74,28 @@ class TransformerXL(nn.Module):
         recomputes_scores = recomputation_traits(activation_checkpointing).scores
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
-        layers = [
-            TransformerLayer(config, layer, attention_kernel) for layer in range(config.num_layers)
-        ]
+        layers = [layer_of(config, layer, attention_kernel) for layer in range(config.num_layers)]
         for layer in layers[::checkpoint_every_n_layers]:
-            layer.attention.recomputes_scores = recomputes_scores
+            layer.mixer.recomputes_scores = recomputes_scores
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
         positions = position_traits(config.positions)
-        if positions.projects_encodings and not config.untie_biases:
+        has_attention = config.num_attention_layers > 0
+        if positions.projects_encodings and not config.untie_biases and has_attention:
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
-        self.distance_bias = DistanceBias(config) if positions.adds_bias else None
+        self.distance_bias = None
+        if positions.adds_bias and has_attention:
+            self.distance_bias = DistanceBias(config)
         self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(
-                Compression(config, layer.attention) for layer in layers
+                Compression(config, layer.attention)
+                if isinstance(layer, TransformerLayer)
+                else nn.Identity()  # a layer without rows; the others keep their numbers
+                for layer in layers
             )
         width = config.head_width if positions.rotates else config.d_model
         self._encodings = RelativePositions(width, config.clamp_length)
@@ -201,13 +205,19 @@ class TransformerXL(nn.Module):
         self, index: int, hidden_BLD: Tensor, parts: LayerParts, segment: Segment
     ) -> tuple[Tensor, LayerParts, Tensor | None]:
         """Return a layer's output, what it carries on, and the error of its compression."""
+        layer = self.layers[index]
+        if isinstance(layer, DeltaNetLayer):
+            documents_BL = segment.documents_BL if self.config.isolate_documents else None
+            inputs = (hidden_BLD, *parts, documents_BL)
+            output_BLD, *carried = self._run(index, layer, *inputs, dropout=segment.dropout)
+            return output_BLD, tuple(carried), None
         num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
         # Compressed rows are older.
         memory_BMD = parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=1)
         length = segment.state.parts.layers[index][0].length
         output_BLD = self._run(
             index,
-            self.layers[index],
+            layer,
             *(hidden_BLD, memory_BMD, segment.keys.positions_CX(num_keys)),
             *(self.content_bias, self.position_bias),
             visibility=segment.keys.visibility(num_keys, length),

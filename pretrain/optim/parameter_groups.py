@@ -19,15 +19,17 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq")
 _ROLES: dict[Role, str] = {
     # From hidden channels to hidden channels: both sides grow with the model's width.
     "matrix": r"layers\.\d+\.attention\.(query|key_value|position|output)_weight"
+    r"|layers\.\d+\.deltanet\.(query|key|value|gate|output|decay|write)_weight"
     r"|layers\.\d+\.feed_forward\.(inner|gate|output)_weight"
     r"|compressions\.\d+\.weight",
     # Between the width of an embedding and the model's.
     "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
     # A row of channels for each token, or for each cluster of tokens.
     "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight",
-    # Gains, biases, u and v, T5's table of distances.
+    # Gains, biases, u and v, T5's table of distances, a deltanet's convolution and gates.
     "vector": r"layers\.\d+\.(attention|feed_forward)_norm\.(gain|bias)"
     r"|layers\.\d+\.attention\.(query|key)_norm\.gain"
+    r"|layers\.\d+\.deltanet\.(convolution_weight|decay_rate|decay_bias|output_norm\.gain)"
     r"|layers\.\d+\.feed_forward\.(inner|output)_bias"
     r"|(layers\.\d+\.attention\.)?(content|position)_bias"
     r"|distance_bias\.bucket_bias"

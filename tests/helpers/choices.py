@@ -1,4 +1,4 @@
-"""The settings that are one of several names, read from the dataclasses, so tests miss none."""
+"""The settings that are one of several names, or a list of them, so that tests miss none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from pretrain.config.model import ModelConfig
 
 
 def choices_of(schema: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The path of every setting that is one of several names, and those names."""
+    """The path of every setting that is one of several names or a list of them, and those names."""
     for each in settings_of(schema):
-        names = get_args(each.hint) if get_origin(each.hint) is Literal else ()
+        hint = get_args(each.hint)[0] if is_list(each.hint) else each.hint
+        names = get_args(hint) if get_origin(hint) is Literal else ()
         if names and all(isinstance(name, str) for name in names):
             yield each.name, tuple(name for name in names if name)
 
 
-MODEL_CHOICES = [(name, value) for name, values in choices_of(ModelConfig) for value in values]
+def is_list(hint: Any) -> bool:
+    return get_origin(hint) is tuple
+
+
+MODEL_CHOICES: list[tuple[str, Any]] = [
+    (each.name, (value,) if is_list(each.hint) else value)
+    for each in settings_of(ModelConfig)
+    for name, values in choices_of(ModelConfig)
+    for value in values
+    if name == each.name
+]

@@ -81,6 +81,7 @@ def run_of_cell(
     Their "zero" is merged into DeepSpeed's zero_optimization.
     """
     own = {name: value for name, value in settings.items() if name != "zero"}
+    model = {name: tuple(v) if isinstance(v, list) else v for name, v in model.items()}
     zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero", {})}
     return RunConfig(
         seed=5,

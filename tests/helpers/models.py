@@ -54,6 +54,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "div_val": 2,
         "tie_projections": (True, False, True),
     },
+    "deltanet": {"layer_kinds": ("deltanet", "attention")},
+    "deltanet_alone": {
+        "layer_kinds": ("deltanet",),
+        "deltanet_expansion": 1,
+        "norm_position": "pre",
+        "isolate_documents": True,
+    },
+    "deltanet_compressive": {
+        "layer_kinds": ("attention", "deltanet"),
+        "num_layers": 3,
+        "compressed_length": 4,
+        "compression_rate": 2,
+    },
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
         "compressed_length": 3,

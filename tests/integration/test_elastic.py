@@ -71,8 +71,10 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
+    # A layer whose lanes carry a state, and one whose lanes carry rows.
+    model = {"layer_kinds": ["deltanet", "attention"]}
     optim = {"ema_decay": 0.9}
-    return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, **more}
+    return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 
 
 @pytest.fixture(scope="module")

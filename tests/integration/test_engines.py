@@ -119,6 +119,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "base_width": 8,
     },
     "compressive": {"compressed_length": 6},
+    "deltanet": {"layer_kinds": ("deltanet", "attention"), "isolate_documents": True},
 }
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import ModelConfig
 
 NORMAL_975 = 1.959963984540054  # for intervals of 95%
@@ -43,7 +44,10 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Borders:
-    """How far back a token can see, in tokens; from `total` on, nothing can be recalled."""
+    """How far back a token can see, in tokens; from `total` on, nothing can be recalled.
+
+    The state of a deltanet layer has no such limit: then `total` is 0.
+    """
 
     segment: int
     direct: int  # segment, memory and compressed memory: what one layer attends to
@@ -64,4 +68,6 @@ def borders_of(config: ModelConfig, memory_length: int, segment_length: int) -> 
     if config.same_length and memory_length:
         direct = min(direct, memory_length)
         total = min(total, config.num_layers * (memory_length - 1) + 1)
+    if config.num_deltanet_layers and not lane_parts(config, memory_length).is_forgotten:
+        total = 0
     return Borders(segment_length, direct, total)

@@ -43,9 +43,7 @@ def render(name: str, step: int, results: ProbeResults) -> str:
     recl = results.context.length if results.context else 0
     lead = (
         f"Step {step:,}. Read in segments of {settings.segment_length:,} tokens with a memory of "
-        f"{settings.memory_length:,}. One layer sees {borders.direct:,} tokens back; "
-        f"{'all layers together depend on' if borders.total > borders.direct else 'in all'} "
-        f"{borders.total:,} at most."
+        f"{settings.memory_length:,}. {_reach(borders)}."
     )
     sections = [_recall(kind, found, borders, recl) for kind, found in results.recalls.items()]
     if results.position:
@@ -115,6 +113,14 @@ def _recall(kind: str, found: Sequence[Recall], borders: Borders, recl: int) -> 
     )
 
 
+def _reach(borders: Borders) -> str:
+    seen = f"One layer sees {borders.direct:,} tokens back"
+    if not borders.total:
+        return f"{seen}; states carry on what came before, without a limit"
+    all_layers = "all layers together depend on" if borders.total > borders.direct else "in all"
+    return f"{seen}; {all_layers} {borders.total:,} at most"
+
+
 def _border_words(borders: Borders) -> str:
     words = (
         f"Up to the segment's {borders.segment:,} tokens, both occurrences may be in one segment"
@@ -123,6 +129,8 @@ def _border_words(borders: Borders) -> str:
         words += f"; up to {borders.direct:,}, one layer can look back through its memory"
     if borders.total > borders.direct:
         words += "; beyond that, layers have to pass it on"
+    if not borders.total:
+        return f"{words}. States can pass it on from any distance."
     return f"{words}. After more than {borders.total:,} tokens there is only chance."
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.evaluation.context_length import (
     ContextGrid,
@@ -19,7 +20,7 @@ from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
 from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
 from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
-from pretrain.evaluation.probes.probe_settings import ProbeSettings
+from pretrain.evaluation.probes.probe_settings import ATTENTION, ProbeSettings
 from pretrain.evaluation.probes.probe_tokens import (
     ProbeTokens,
     tokens_of_corpus,
@@ -98,6 +99,8 @@ def run_probes(
     """Take the probes of a model; those that read text need a corpus. `say` hears what runs."""
     module, names = scorer.trained.module, settings.names
     assert corpus is not None or not settings.needs_text()
+    if ATTENTION in names and not module.config.num_attention_layers:
+        raise ConfigError("--probe attention: the model has no attention layers; leave it out")
     memory, segment = settings.memory_length, settings.segment_length
     borders = borders_of(module.config, memory, segment)
     settings = replace(settings, longest_distance=settings.longest_distance or 2 * borders.direct)
@@ -126,7 +129,7 @@ def run_probes(
             max_tokens=settings.max_tokens,
         )
         results = replace(results, position=tuple(position))
-    if "attention" in names:
+    if ATTENTION in names:
         say("attention by distance")
         attention = attention_mass(module, corpus, memory_length=memory, segment_length=segment)
         results = replace(results, attention=attention)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ProbeName = Literal["needle", "copy", "position", "attention", "recl"]
+ATTENTION: ProbeName = "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,4 +24,4 @@ class ProbeSettings:
 
     def needs_text(self) -> bool:
         """Whether a probe reads a split; the others only take tokens from it, if there is one."""
-        return not {"position", "attention", "recl"}.isdisjoint(self.names)
+        return not {"position", ATTENTION, "recl"}.isdisjoint(self.names)

@@ -78,10 +78,14 @@ def test_describe_prints_what_the_published_model_is_made_of(capsys):
 
 def test_formulas_are_shown_on_request_only(capsys):
     main(["describe", str(MODELS / "enwik8-base.yaml")])
-    assert "L d (2 h + 2 k)" not in capsys.readouterr().out
+    assert "A d (2 h + 2 k)" not in capsys.readouterr().out
     main(["describe", str(MODELS / "enwik8-base.yaml"), "--explain"])
     explained = capsys.readouterr().out
-    for formula in ("L d (2 h + 2 k)", "12 P + M (L d b + 4)", "tokens/s = ranks x peak FLOPs"):
+    for formula in (
+        "A d (2 h + 2 k)",
+        "12 P + for every lane M (A d b + 4)",
+        "tokens/s = ranks x peak FLOPs",
+    ):
         assert formula in explained
 
 
@@ -89,6 +93,7 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
     settings = [
         "model.compression=conv",
         "model.compressed_length=8",
+        "model.layer_kinds=[attention,deltanet]",
         "engine.activation_checkpointing=full",
     ]
     assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings, "--explain"]) == 0

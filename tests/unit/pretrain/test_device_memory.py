@@ -53,6 +53,16 @@ CASES = {
     "many words, output layer in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
     "slots": (DEEP, (8, 128), {"micro_batch_lanes": 2}),
     "dropout": ({**DEEP, "dropout": 0.1, "attention_dropout": 0.1}, (8, 128), {}),
+    "deltanet, isolated": (
+        {**DEEP, "layer_kinds": ("deltanet",), "isolate_documents": True},
+        (8, 128),
+        {},
+    ),
+    "deltanet, products between tokens computed again": (
+        {**LONG, "layer_kinds": ("deltanet",)},
+        (4, 512),
+        {"activation_checkpointing": "selective"},
+    ),
     "today's parts": ({**DEEP, **MODERN}, (8, 128), {}),
 }
 

@@ -22,15 +22,16 @@ from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
 
 LENGTH = 12
-COMPRESSIONS: dict[str, dict[str, Any]] = {
-    "none": {},
+MEMORIES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "deltanet": {"layer_kinds": ("deltanet", "attention")},
     **{
         kind: {"compressed_length": 3, "compression_rate": rate, "compression": kind}
         for kind, rate in zip(get_args(CompressionKind), cycle((2, 3)))
     },
 }
 EVERY_POSITION = pytest.mark.parametrize("positions", get_args(Positions))
-EVERY_COMPRESSION = pytest.mark.parametrize("compression", COMPRESSIONS)
+EVERY_MEMORY = pytest.mark.parametrize("memory_kind", MEMORIES)
 SMALL = {
     "d_model": 8,
     "num_heads": 2,
@@ -41,22 +42,22 @@ SMALL = {
 }
 
 
-def combinations(positions: str, compression: str) -> list[dict[str, Any]]:
+def combinations(positions: str, memory_kind: str) -> list[dict[str, Any]]:
     """Return every choice of norm, feed-forward, key heads and query-key norm for two others."""
     named = (get_args(choice) for choice in (NormKind, NormPosition, FeedForwardKind))
     choices = product(*named, (1, 2), (False, True))
     names = ("norm", "norm_position", "feed_forward", "num_key_heads", "query_key_norm")
-    given = {**SMALL, "positions": positions, **COMPRESSIONS[compression]}
+    given = {**SMALL, "positions": positions, **MEMORIES[memory_kind]}
     return [{**given, **dict(zip(names, choice, strict=True))} for choice in choices]
 
 
 @EVERY_POSITION
-@pytest.mark.parametrize("compression", ["none", "conv"])
+@pytest.mark.parametrize("memory_kind", ["rows", "conv", "deltanet"])
 def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(
-    positions: str, compression: str
+    positions: str, memory_kind: str
 ) -> None:
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
-    for options in combinations(positions, compression):
+    for options in combinations(positions, memory_kind):
         model = tiny_model(**options, memory_length=LENGTH)
         whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
         for lengths in ([3, 3, 3, 3], [1, 5, 4, 2]):
@@ -67,7 +68,7 @@ def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(
 @EVERY_POSITION
 def test_segment_length_does_not_matter_to_1e_5_in_float32(positions: str) -> None:
     stream_BT = random_tokens(2, 65)
-    for options in combinations(positions, "none")[::5]:
+    for options in combinations(positions, "rows")[::5]:
         torch.manual_seed(0)
         model = TransformerXL(ModelConfig(vocab_size=37, num_layers=3, memory_length=64, **options))
         whole, _ = stream_nll(model, stream_BT, [64])
@@ -79,14 +80,14 @@ def test_segment_length_does_not_matter_to_1e_5_in_float32(positions: str) -> No
 
 
 @EVERY_POSITION
-@EVERY_COMPRESSION
-def test_lanes_permute_bitwise(positions: str, compression: str) -> None:
+@EVERY_MEMORY
+def test_lanes_permute_bitwise(positions: str, memory_kind: str) -> None:
     stream_BT, starts_BT, order = (
         random_tokens(4, LENGTH + 1),
         random_starts(4, LENGTH + 1),
         [2, 0, 3, 1],
     )
-    for options in combinations(positions, compression)[::3]:
+    for options in combinations(positions, memory_kind)[::3]:
         # Sizes that fill vector registers: a product's last few rows may be summed in another order
         # than the others.
         model = tiny_model(
@@ -104,10 +105,10 @@ def test_lanes_permute_bitwise(positions: str, compression: str) -> None:
 
 
 @EVERY_POSITION
-@EVERY_COMPRESSION
-def test_no_token_sees_the_future_bitwise(positions: str, compression: str) -> None:
+@EVERY_MEMORY
+def test_no_token_sees_the_future_bitwise(positions: str, memory_kind: str) -> None:
     stream_BT = random_tokens(2, LENGTH + 1)
-    for options in combinations(positions, compression)[::3]:
+    for options in combinations(positions, memory_kind)[::3]:
         model = tiny_model(**options, memory_length=4)
         for changed in (2, 6, 9):
             other_BT = stream_BT.clone()
@@ -120,10 +121,10 @@ def test_no_token_sees_the_future_bitwise(positions: str, compression: str) -> N
 
 
 @EVERY_POSITION
-@EVERY_COMPRESSION
+@EVERY_MEMORY
 @pytest.mark.parametrize("start", [3, 5, 8])
 def test_an_isolated_document_is_bitwise_blind_to_the_one_before(
-    positions: str, compression: str, start: int
+    positions: str, memory_kind: str, start: int
 ) -> None:
     """With a memory of 4 and a rate of 2 or 3 some compressed row spans every boundary."""
     length = 20
@@ -134,7 +135,7 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(
     starts_BT[:, start] = True
     other_BT = stream_BT.clone()
     other_BT[:, :start] = (other_BT[:, :start] + 7) % 37
-    for options in combinations(positions, compression)[::7]:
+    for options in combinations(positions, memory_kind)[::7]:
         losses = {}
         for isolated in (True, False):
             model = tiny_model(**options, memory_length=4, isolate_documents=isolated)
@@ -147,12 +148,12 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(
 
 
 @EVERY_POSITION
-@EVERY_COMPRESSION
+@EVERY_MEMORY
 def test_the_fast_attention_changes_neither_losses_nor_gradients(
-    positions: str, compression: str
+    positions: str, memory_kind: str
 ) -> None:
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
-    for options in combinations(positions, compression)[::5]:
+    for options in combinations(positions, memory_kind)[::5]:
         results = []
         for kernel in ("auto", "plain"):
             like = tiny_model(
@@ -178,7 +179,7 @@ def test_the_fast_attention_changes_neither_losses_nor_gradients(
 @EVERY_POSITION
 def test_window_of_same_length_makes_segment_length_irrelevant(positions: str) -> None:
     stream_BT = random_tokens(2, LENGTH + 1)
-    for options in combinations(positions, "none")[::5]:
+    for options in combinations(positions, "rows")[::5]:
         model = tiny_model(**options, same_length=True, memory_length=3)
         whole, _ = stream_nll(model, stream_BT, [LENGTH])
         torch.testing.assert_close(
@@ -186,12 +187,10 @@ def test_window_of_same_length_makes_segment_length_irrelevant(positions: str) -
         )
 
 
-@EVERY_COMPRESSION
-def test_what_is_compressed_does_not_depend_on_how_the_stream_is_cut(compression: str) -> None:
+@EVERY_MEMORY
+def test_what_is_remembered_does_not_depend_on_how_the_stream_is_cut(memory_kind: str) -> None:
     """One layer: its inputs are the embeddings, the same for every cut."""
-    model = tiny_model(
-        **{**SMALL, **COMPRESSIONS[compression], "num_layers": 1, "memory_length": 4}
-    )
+    model = tiny_model(**{**SMALL, **MEMORIES[memory_kind], "num_layers": 1, "memory_length": 4})
     stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
     memories = [
         stream_nll(model, stream_BT, lengths, starts_BT)[1]
@@ -200,6 +199,7 @@ def test_what_is_compressed_does_not_depend_on_how_the_stream_is_cut(compression
     for memory in memories:
         assert memory is not None
         recent = num_rows(memory)
-        assert recent == (4 if compression == "none" else 4 + 20 % model.config.compression_rate)
+        waiting = 20 % model.config.compression_rate if model.config.compressed_length else 0
+        assert recent == 4 + waiting
         for part, first in zip(memory, memories[0] or (), strict=True):
             torch.testing.assert_close(part, first, rtol=0, atol=1e-13)
