@@ -112,9 +112,9 @@ def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
     """The rule of rates and batches that the flags of `add_family` name."""
     if not arguments.tuned:
         return RULES[arguments.rule]
-    from pretrain.scaling.tuned_rule import TunedRule, base_width_of, read_rungs
+    from pretrain.scaling.tuned_rule import TunedRule, read_rungs
 
-    return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base_width_of(base))
+    return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
 
 
 def rule_name(arguments: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from pretrain.scaling.plan import (
     optimum_at_ratio,
     plan_runs,
     spread_sizes,
+    tokens_here,
     write_plan,
 )
 from pretrain.scaling.recipe import (
@@ -45,6 +47,7 @@ from pretrain.scaling.recipe import (
     step_law_rule,
     with_budget,
 )
+from pretrain.scaling.repeats import noted_repeats
 from pretrain.scaling.utilization import Utilization, measured_utilization
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
@@ -72,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--around", type=Path, metavar="RUNS", help=around)
     ratios = "at each budget one size for each of these D/N, instead of --sizes and --spread"
     add("--ratios", type=float, nargs="+", default=[], metavar="D/N", help=ratios)
+    epochs = "let cells repeat the corpus up to this often (default 1)"
+    add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
     add_machine(parser)
     add_sweep_output(parser)
 
@@ -95,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     for budget in (*arguments.budgets, *arguments.holdout_budgets):
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
+    if not 1 <= arguments.max_epochs < math.inf:
+        raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
     base, name = sweep_base(arguments, "scaling")
     family = family_of(with_vocabulary(base), arguments)
     optimum, around = _center(family, arguments)
@@ -111,9 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
     unchecked = check_corpus(
         base,
         runs,
-        fewer_tokens="use smaller budgets, larger sizes or more text",
+        fewer_tokens="use smaller budgets, larger sizes, more text or --max-epochs 4",
         fewer_lanes="a base with fewer lanes or --rule base",
+        max_epochs=arguments.max_epochs,
     )
+    runs, repeated = noted_repeats(runs, tokens_here(base) or sys.maxsize)
     print(fitted_table(_table(runs)))
     lines = [family.description, _totals(runs, arguments.speed)]
     if machine:
@@ -121,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = [item.cost.parameters for item in runs]
         lines.append(placement_totals(runs, machine.hardware))
         lines.append(machine.utilization.describe(sizes))
-    lines += _rule_lines(rule, [item.run for item in runs])
+    lines += [*_rule_lines(rule, [item.run for item in runs]), *filter(None, [repeated])]
     print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
     notes = [*_notes(arguments, around), *lines]
     if machine:

@@ -22,6 +22,7 @@ from pretrain.commands.scale import (
     rule_of,
 )
 from pretrain.commands.scale_fit import fit_of
+from pretrain.commands.scale_questions import add_questions, answers, asked, run_lines
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experiment", type=Path, metavar="FILE", help=base)
     written = "write the nearest legal run here, as an experiment file"
     add("--write", type=Path, metavar="FILE", help=written)
+    add_questions(parser)
     add_family(parser)
     force = "predict even far from the fitted runs"
     add("--force", action="store_true", help=force)
@@ -95,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     reasons = doubts(fit, chosen.flops.value, approach)
     if not arguments.force:
         refuse_wild(reasons)
+    found = answers(fit, chosen.flops.value, arguments)
     forecasts = [forecast(item, fit.flops_law, **given) for item in fit.approaches]
     ((asked, value),) = given.items()
     where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
@@ -116,6 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
         [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit)
     ):
         print(line)
+    for answer in found:
+        print("\n".join(answer.lines))
+        chosen = answer.forecast
     if base:
         _nearest(base, chosen, arguments)
     return 0
@@ -137,6 +143,7 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
             "--write needs --experiment, the experiment whose family of shapes to choose from"
         )
     check_output_file("--write", arguments.write, "best.yaml")
+    asked(arguments)
     idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:
         raise ConfigError(
@@ -164,14 +171,14 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     reasons = run_doubts(fit, arguments.params, arguments.tokens)
     if not arguments.force:
         refuse_wild(reasons)
-    loss = loss_of_run(fit, arguments.params, arguments.tokens)
+    loss, more = loss_of_run(fit, arguments.params, arguments.tokens), run_lines(fit, arguments)
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
         f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: "
         f"{shown(loss, as_loss)}, a {LEVEL}% interval"
     )
-    for doubt in reasons:
-        print(f"doubt: {doubt}")
+    for line in (*more, *(f"doubt: {doubt}" for doubt in reasons)):
+        print(line)
     return 0
 
 

@@ -21,6 +21,7 @@ from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.points import Array
+from pretrain.scaling.repeats import effective_tokens
 from pretrain.scaling.sweep_file import Cell, Sweep
 from pretrain.terminal.text import flops_text
 
@@ -37,6 +38,7 @@ class Row:
     N: int | str = ""
     N_body: int | str = ""
     D: int | str = ""
+    D_effective: float | str = ""  # what D is worth in new tokens, of a run that repeats some
     C: float | str = ""
     C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
@@ -162,11 +164,13 @@ def row_of(cell: Cell, directory: Path) -> Row:
         item for item in measured if item.get("kind") == "evaluation" and item["step"] == step
     ]
     loss = evaluations[-1].get("loss") if evaluations else None
+    unique = cell.facts.get("unique_tokens", 0.0)
     return Row(
         name=cell.name,
         N=cost.parameters,
         N_body=cost.body_parameters,
         D=cost.tokens,
+        D_effective=effective_tokens(cost.tokens, unique) if unique > 0 else cost.tokens,
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
         loss=_final_loss(loss) if evaluations else "",

@@ -153,12 +153,23 @@ def _planned(
     return planned_run(replace(run, name=name, seed=seed), facts, holdout=holdout)
 
 
+def tokens_here(base: RunConfig) -> int | None:
+    """How many training tokens the corpus has; None if it is not here."""
+    directory = base.data.directory() / SPLITS[0]
+    return Corpus.open(directory, check_hashes=False).num_tokens if directory.is_dir() else None
+
+
 def check_corpus(
-    base: RunConfig, runs: Sequence[PlannedRun], *, fewer_tokens: str, fewer_lanes: str
+    base: RunConfig,
+    runs: Sequence[PlannedRun],
+    *,
+    fewer_tokens: str,
+    fewer_lanes: str,
+    max_epochs: float = 1.0,
 ) -> list[str]:
     """Return a note if the corpus is not here; DataError if it is too small for a run.
 
-    That is one that reads over one epoch or has a lane with nothing to read. `fewer_tokens` and
+    That is one that reads over `max_epochs` or has a lane with nothing to read. `fewer_tokens` and
     `fewer_lanes` are what to change in the plan then.
     """
     directory = base.data.directory() / SPLITS[0]
@@ -166,7 +177,7 @@ def check_corpus(
         return [f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens"]
     corpus = Corpus.open(directory, check_hashes=False)
     tokens = {item.name: item.cost.tokens for item in runs}
-    refuse_more_tokens(tokens, corpus.num_tokens, fewer_tokens)
+    refuse_more_tokens(tokens, corpus.num_tokens, fewer_tokens, max_epochs)
     shown = {(item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)}
     for (lanes, seed), name in shown.items():
         try:
@@ -176,14 +187,17 @@ def check_corpus(
     return []
 
 
-def refuse_more_tokens(tokens: Mapping[str, int], available: int, advice: str) -> None:
-    """Raise DataError if a cell reads over one epoch: repeated tokens are worth less."""
-    greedy = [name for name, count in tokens.items() if count > available]
+def refuse_more_tokens(
+    tokens: Mapping[str, int], available: int, advice: str, max_epochs: float = 1.0
+) -> None:
+    """Raise DataError if a cell reads over `max_epochs`: repeated tokens are worth less."""
+    greedy = [name for name, count in tokens.items() if count > available * max_epochs]
     if greedy:
         worst = max(greedy, key=tokens.__getitem__)
+        often = "" if max_epochs == 1 else f" in {max_epochs:g} epochs"
         raise DataError(
             f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has "
-            f"({available:,}); {worst} needs {tokens[worst]:,}: {advice}"
+            f"({available:,}{often}); {worst} needs {tokens[worst]:,}: {advice}"
         )
 
 

@@ -76,7 +76,7 @@ def _rung_of(file: str, runs_dir: str) -> Rung:
         rate=best.optimum.rate,
         tokens_per_step=best.tokens_per_step,
         num_batches=len(found),
-        base_width=base_width_of(run),
+        base_width=run.model.base_width,
     )
 
 
@@ -176,11 +176,6 @@ class TunedRule:
         if not math.isfinite(fitted.power.low):
             return "the same at every size, since there is one rung: add a second"
         return f"{letter}^{shown(fitted.power, as_exponent)} between and beyond"
-
-
-def base_width_of(run: RunConfig) -> int:
-    """The width at which the model's rates were chosen, if it scales them with its own; else 0."""
-    return int(getattr(run.model, "base_width", 0))
 
 
 def as_rate(value: float) -> str:
