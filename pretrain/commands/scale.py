@@ -49,6 +49,8 @@ PROGRAM = Program(
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The flags of every action that fits runs."""
+    from pretrain.scaling.isoflop import REACH
+
     add = parser.add_argument
     add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
     add(
@@ -69,6 +71,9 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
     held = "predict these rows instead of fitting them"
     add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
+    reach = "approach 2: use the sizes within this factor of each budget's lowest run (default "
+    reach += "%(default)s; inf: all)"
+    add("--reach", type=float, default=REACH, metavar="X", help=reach)
     curves = "training curves (run,N,C,loss) for approach 1"
     add("--curves", type=Path, metavar="FILE", help=curves)
 

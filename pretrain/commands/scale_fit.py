@@ -28,6 +28,8 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
     """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
     from pretrain.scaling.collect import read_curves
 
+    if not arguments.reach > 1:
+        raise ConfigError(f"--reach {arguments.reach} must be above 1: a factor in size")
     if arguments.runs.suffix in YAML_SUFFIXES:
         raise ConfigError(
             f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
@@ -41,7 +43,7 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
         holdout=arguments.holdout,
     )
     training = read_curves(arguments.curves) if arguments.curves else None
-    return fit_all(points, training=training)
+    return fit_all(points, training=training, reach=arguments.reach)
 
 
 def _columns(items: list[str]) -> Columns:

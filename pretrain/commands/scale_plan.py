@@ -227,12 +227,14 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
     from pretrain.scaling.point_files import read_points
     from pretrain.scaling.predict import preferred
 
-    approach = preferred(fit_all(read_points(arguments.around)))
+    fit = fit_all(read_points(arguments.around))
+    approach = preferred(fit)
 
     def optimum(flops: float) -> float:
         return float(np.exp(approach.line.log_parameters(np.log(flops))))
 
-    return optimum, f"approach {approach.title} of {arguments.around.name}"
+    reason = fit.ranking.reason
+    return optimum, f"approach {approach.title} of {arguments.around.name} ({reason})"
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:

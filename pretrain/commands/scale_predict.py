@@ -41,6 +41,7 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
+from pretrain.scaling.ranking import ranking_line
 from pretrain.scaling.recipe import with_budget
 from pretrain.scaling.summary import (
     forecast_table,
@@ -106,17 +107,20 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         "\n".join([fitted_table([heads, *rows]), *unavailable_lines(fit), *no_interval_lines(fit)])
     )
-    if band := near_optimal_band(fit, chosen.flops.value):
+    if band := near_optimal_band(fit, chosen.flops.value, approach):
         low, high = (as_size(size) for size in band)
         flops = f"{chosen.flops.value:.3g} FLOPs" + (
             "" if asked == "flops" else f" (C of approach {chosen.approach})"
         )
         print(
             f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by "
-            "approach 3"
+            f"approach {approach.title}"
         )
     for line in (
-        [f"doubt: {doubt}" for doubt in reasons] + _warnings(forecasts, where) + warning_lines(fit)
+        [_choice(fit, arguments.approach)]
+        + [f"doubt: {doubt}" for doubt in reasons]
+        + _warnings(forecasts, where)
+        + warning_lines(fit)
     ):
         print(line)
     for answer in found:
@@ -125,6 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
     if base:
         _nearest(base, chosen, arguments)
     return 0
+
+
+def _choice(fit: Fit, asked: str) -> str:
+    """Whose optimum `--write` takes."""
+    return f"approach {asked} was asked for" if asked else ranking_line(fit.ranking)
 
 
 def _question(arguments: argparse.Namespace) -> dict[str, float]:

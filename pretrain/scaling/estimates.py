@@ -16,7 +16,7 @@ from pretrain.scaling.checks import relative_error
 from pretrain.scaling.envelope import EnvelopeFit, fit_envelope
 from pretrain.scaling.frontier import LawLine, Line
 from pretrain.scaling.huber_fit import ParametricFit, fit_parametric
-from pretrain.scaling.isoflop import FEWEST_SIZES, IsoflopFit, fit_isoflop
+from pretrain.scaling.isoflop import FEWEST_SIZES, REACH, IsoflopFit, fit_isoflop
 from pretrain.scaling.law import FlopsLaw
 from pretrain.scaling.points import Array, Points
 
@@ -45,8 +45,10 @@ class Estimates:
         return found
 
 
-def estimate(points: Points, training: Mapping[str, Array] | None = None) -> Estimates:
-    """Fit all approaches to these runs; `training` has curves for approach 1."""
+def estimate(
+    points: Points, training: Mapping[str, Array] | None = None, reach: float = REACH
+) -> Estimates:
+    """Fit all approaches; `training` has curves for approach 1, `reach` is approach 2's."""
     unavailable: dict[str, str] = {}
 
     def attempt(key: str, function: Callable[[], T]) -> T | None:
@@ -58,7 +60,7 @@ def estimate(points: Points, training: Mapping[str, Array] | None = None) -> Est
 
     return Estimates(
         envelope=attempt("envelope", lambda: fit_envelope(points, training)),
-        isoflop=attempt("isoflop", lambda: fit_isoflop(points)),
+        isoflop=attempt("isoflop", lambda: fit_isoflop(points, reach)),
         parametric=attempt("parametric", lambda: fit_parametric(points)),
         unavailable=unavailable,
     )
@@ -103,15 +105,20 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
         law_error=law_error,
         optimum=optimum,
         unavailable=estimates.unavailable,
-        measured=_measured_optimum(points, last),
+        measured=measured_optimum(points, last),
     )
 
 
-def _measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
+def measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
+    """N* and its loss at the one budget of `last`: its vertex, else its lowest run.
+
+    None below 3 sizes.
+    """
     if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
         return None
     try:
-        valley = fit_isoflop(points).valleys[-1]
+        valleys = fit_isoflop(points).valleys
+        valley = next(item for item in valleys if item.budget == last.budget_P[0])
         if valley.is_used:
             return valley.parameters, valley.loss
     except DataError:

@@ -11,10 +11,12 @@ from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
 from pretrain.scaling.envelope import NO_INTERVAL
 from pretrain.scaling.estimates import TITLES, Estimates, LeftOut, estimate, leave_largest_out
 from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.isoflop import REACH
 from pretrain.scaling.isoflop_region import isoflop_region
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
 from pretrain.scaling.law_region import parametric_region
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
+from pretrain.scaling.ranking import Ranking, rank
 from pretrain.terminal.text import counted
 
 ROUGH_FLOPS_LAW = 0.03
@@ -30,6 +32,7 @@ class Fit:
     estimates: Estimates
     left_out: LeftOut | None
     holdouts: tuple[Prediction, ...]
+    ranking: Ranking
     warnings: tuple[str, ...]
 
     @property
@@ -43,12 +46,14 @@ class Fit:
         return next((approach for approach in self.approaches if approach.key == key), None)
 
 
-def fit_all(runs: Points, *, training: Mapping[str, Array] | None = None) -> Fit:
+def fit_all(
+    runs: Points, *, training: Mapping[str, Array] | None = None, reach: float = REACH
+) -> Fit:
     """Fit every approach; DataError if the runs allow none, or all have the same budget."""
     points = usable(runs)
     refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
-    estimates = estimate(points, training)
+    estimates = estimate(points, training, reach)
     approaches = approaches_of(points, estimates, flops_law)
     if not approaches:
         reasons = "; ".join(
@@ -66,6 +71,7 @@ def fit_all(runs: Points, *, training: Mapping[str, Array] | None = None) -> Fit
         estimates=estimates,
         left_out=leave_largest_out(points, flops_law),
         holdouts=holdouts,
+        ranking=rank(points, runs, estimates, flops_law),
         warnings=(),
     )
     return replace(fit, warnings=tuple(_warnings(fit)))
@@ -86,7 +92,7 @@ def approaches_of(
         found.append(_approach("envelope", lines, lambda: None, warnings, NO_INTERVAL))
     if isoflop := estimates.isoflop:
         budgets = [valley.budget for valley in isoflop.valleys if valley.is_used]
-        region = partial(isoflop_region, points, budgets)
+        region = partial(isoflop_region, isoflop.local, budgets)
         found.append(_approach("isoflop", lines, region, isoflop.warnings))
     if parametric := estimates.parametric:
 

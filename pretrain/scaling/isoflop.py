@@ -8,6 +8,7 @@ Source: Hoffmann et al. 2022, section 3.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,11 +17,12 @@ import numpy as np
 from data_pipeline.errors import DataError
 from pretrain.scaling.frontier import FEWEST_FOR_FLOOR, Frontier, fit_frontier
 from pretrain.scaling.parabola import frame, parabolas
-from pretrain.scaling.points import Points
+from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted
 
 FEWEST_SIZES = 3
 GOOD_SIZES = 5
+REACH = 6.0  # a parabola goes through the sizes within this factor of its budget's lowest run
 WIDE_GRID = (
     40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
 )
@@ -52,10 +54,36 @@ class IsoflopFit:
     valleys: tuple[Valley, ...]
     frontier: Frontier
     warnings: tuple[str, ...]
+    reach: float
+    local: Points  # the runs that the parabolas go through
+    num_runs: int  # of which
+
+    @property
+    def choice(self) -> str:
+        """Which runs the parabolas go through, and why."""
+        if math.isinf(self.reach):
+            return f"parabolas through all {self.num_runs} runs"
+        return (
+            f"parabolas through the sizes within {self.reach:g}x of each budget's lowest run, at "
+            f"least {GOOD_SIZES}: {len(self.local)} of {counted(self.num_runs, 'run')}"
+        )
+
+    @property
+    def bend(self) -> float:
+        """The valleys' median second derivative in ln N, relative to the loss."""
+        used = [valley for valley in self.valleys if valley.is_used]
+        return float(np.median([valley.bend / valley.loss for valley in used]))
+
+    def loss_of(self, parameters: Array, flops: Array) -> Array:
+        """The losses of single runs within REACH of the optimum; NaN farther from it."""
+        off = np.log(parameters) - self.frontier.log_parameters(np.log(flops))
+        loss = self.frontier.loss(np.log(flops)) * (1 + self.bend / 2 * off**2)
+        return np.where(np.abs(off) <= np.log(REACH), loss, np.nan)
 
 
-def fit_isoflop(points: Points) -> IsoflopFit:
+def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
     """Parabolas of all budgets; DataError when fewer than two have a vertex inside their sizes."""
+    num_runs, points = len(points), near_lowest(points, reach)
     valleys = tuple(_valley(points, budget) for budget in points.budgets)
     used = [valley for valley in valleys if valley.is_used]
     if len(used) < 2:
@@ -71,7 +99,30 @@ def fit_isoflop(points: Points) -> IsoflopFit:
         for name in ("budget", "parameters", "loss")
     )
     frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
-    return IsoflopFit(valleys=valleys, frontier=frontier, warnings=tuple(_warnings(valleys)))
+    return IsoflopFit(
+        valleys=valleys,
+        frontier=frontier,
+        warnings=tuple(_warnings(valleys)),
+        reach=reach,
+        local=points,
+        num_runs=num_runs,
+    )
+
+
+def near_lowest(points: Points, reach: float) -> Points:
+    """The runs within `reach` times of their budget's lowest run, and never fewer than its nearest
+    GOOD_SIZES sizes.
+    """
+    # Far from its lowest point a valley is steeper on one side, and a parabola through it is off.
+    near_P = np.zeros(len(points), bool)
+    n_P = np.log(points.parameters_P)
+    for budget in points.budgets:
+        mine = np.flatnonzero(points.budget_P == budget)
+        distance = np.abs(n_P[mine] - n_P[mine[points.loss_P[mine].argmin()]])
+        per_size = np.sort(distance[np.unique(n_P[mine], return_index=True)[1]])
+        nearest = per_size[min(GOOD_SIZES, len(per_size)) - 1]
+        near_P[mine[distance <= max(np.log(reach), nearest) + 1e-9]] = True
+    return points.take(near_P)
 
 
 def _valley(points: Points, budget: float) -> Valley:

@@ -17,8 +17,8 @@ from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.intervals import Interval, as_loss, as_size, range_of, shown
 from pretrain.scaling.law import FlopsLaw, log_loss
 from pretrain.scaling.points import Array
+from pretrain.scaling.ranking import PREFERRED
 
-PREFERRED = ("parametric", "isoflop", "envelope")
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
 FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
 WIDEST = 10.0  # high over low end of the interval of N*
@@ -73,14 +73,16 @@ def forecast(
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
-    """Return the approach of that key, or the preferred one; ConfigError if it is missing."""
+    """Return the approach of that key, or the one to rely on; ConfigError if it is missing."""
     refuse_unknown(key)
     if key and fit.approach(key) is None:
         raise ConfigError(
             f"approach {key!r} is not available for these runs: {fit.estimates.unavailable[key]}"
         )
     return next(
-        approach for name in ((key,) if key else PREFERRED) if (approach := fit.approach(name))
+        approach
+        for name in ((key,) if key else fit.ranking.order)
+        if (approach := fit.approach(name))
     )
 
 
@@ -96,20 +98,26 @@ def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
     return loss_interval(law, parameters, tokens)
 
 
-def near_optimal_band(fit: Fit, flops: float, band: float = BAND) -> tuple[float, float] | None:
+def near_optimal_band(
+    fit: Fit, flops: float, approach: Approach, band: float = BAND
+) -> tuple[float, float] | None:
     """Return the smallest and largest size whose loss at these FLOPs is within `band` of the least.
 
-    None without a law, and if the law has no optimum.
+    None for approach 1, and if the approach has no optimum there.
     """
-    law = fit.approach("parametric")
-    if law is None:
+    if not np.isfinite(flops):
         return None
-    assert isinstance(law.line, LawLine)
-    n_star = float(law.line.log_parameters(np.log(flops)))
-    n_X = n_star + np.linspace(-BAND_REACH, BAND_REACH, 8001)
-    loss_X = np.exp(log_loss(law.line.theta, n_X, fit.flops_law.log_tokens(np.log(flops), n_X)))
-    near = n_X[loss_X <= (1 + band) * float(law.line.loss(np.log(flops)))]
-    return (float(np.exp(near[0])), float(np.exp(near[-1]))) if len(near) else None
+    n_star = float(approach.line.log_parameters(np.log(flops)))
+    if isinstance(approach.line, LawLine):
+        n_X = n_star + np.linspace(-BAND_REACH, BAND_REACH, 8001)
+        d_X = fit.flops_law.log_tokens(np.log(flops), n_X)
+        loss_X = np.exp(log_loss(approach.line.theta, n_X, d_X))
+        near = n_X[loss_X <= (1 + band) * float(approach.line.loss(np.log(flops)))]
+        return (float(np.exp(near[0])), float(np.exp(near[-1]))) if len(near) else None
+    if approach.key != "isoflop" or fit.estimates.isoflop is None:
+        return None
+    off = float(np.sqrt(2 * band / fit.estimates.isoflop.bend))
+    return float(np.exp(n_star - off)), float(np.exp(n_star + off))
 
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:

@@ -25,6 +25,7 @@ from pretrain.scaling.intervals import (
     shown,
 )
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
+from pretrain.scaling.ranking import ranking_line, ranking_table
 from pretrain.scaling.summary import (
     approach_table,
     fit_tree,
@@ -180,12 +181,12 @@ def _approaches(fit: Fit) -> str:
                 f"At {where}, the largest of these optimal sizes is {ratio:.2f}x the smallest."
             )
         )
-    if band := near_optimal_band(fit, largest):
+    if band := near_optimal_band(fit, largest, preferred(fit)):
         low, high = (as_size(size) for size in band)
         parts.append(
             paragraph(
                 f"At {largest:.3g} FLOPs every size from {low} to {high} loses at most {BAND:.0%} "
-                "by approach 3."
+                f"by approach {preferred(fit).title}."
             )
         )
     return section("Three approaches side by side", *parts)
@@ -240,6 +241,9 @@ def _checks(fit: Fit) -> str:
             )
         )
         parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
+    heads, *rows = ranking_table(fit.ranking)
+    parts.append(paragraph(f"{ranking_line(fit.ranking).capitalize()}."))
+    parts.append(table(heads, rows, "named"))
     errors = paragraph(f"{ERRORS[0].upper()}{ERRORS[1:]}.")
     return section("Validation", *parts, errors) if parts else ""
 

@@ -26,6 +26,7 @@ from pretrain.scaling.isoflop import FEWEST_SIZES
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.points import Array
 from pretrain.scaling.predict import Forecast
+from pretrain.scaling.ranking import ranking_line, ranking_table
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 
@@ -78,6 +79,7 @@ def fit_lines(fit: Fit) -> list[str]:
         fitted_table([heads, *rows]),
         *unavailable_lines(fit),
         *no_interval_lines(fit),
+        *([f"approach 2: {isoflop.choice}"] if (isoflop := fit.estimates.isoflop) else []),
     ]
     if law := law_intervals(fit):
         assert fit.estimates.parametric
@@ -88,7 +90,7 @@ def fit_lines(fit: Fit) -> list[str]:
         )
     if (spread := seed_spread(points)) is not None:
         lines.append(f"standard deviation of losses that differ only by the seed: {spread:.3%}")
-    lines += check_lines(fit)
+    lines += [*check_lines(fit), "", *ranking_lines(fit)]
     excluded = [f"left out: {item.name}: {item.reason}" for item in points.excluded]
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)
 
@@ -108,6 +110,11 @@ def no_interval_lines(fit: Fit) -> list[str]:
         for item in fit.approaches
         if item.no_interval
     ]
+
+
+def ranking_lines(fit: Fit) -> list[str]:
+    """The approaches from the one to rely on, with their errors on what they had not seen."""
+    return [fitted_table(ranking_table(fit.ranking)), ranking_line(fit.ranking)]
 
 
 def check_lines(fit: Fit) -> list[str]:
@@ -202,6 +209,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "unavailable": fit.estimates.unavailable,
         "no_interval": {item.key: item.no_interval for item in fit.approaches if item.no_interval},
         "left_out": vars(fit.left_out) if fit.left_out else None,
+        "ranking": [{**vars(item), "error": item.error} for item in fit.ranking.standings],
         "holdouts": [
             {**vars(item), "predicted": vars(item.predicted), "error": item.error}
             for item in fit.holdouts

@@ -56,7 +56,7 @@ def test_vertex_outside_the_sizes_is_not_used_and_said():
 def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():
     few = " ".join(fit_isoflop(simulated(num_sizes=4, spread=3)).warnings)
     assert "fewer than 5 sizes" in few
-    wide = " ".join(fit_isoflop(simulated(spread=8)).warnings)
+    wide = " ".join(fit_isoflop(simulated(spread=8), np.inf).warnings)
     assert "span over 40x" in wide
     points = simulated()
     lopsided = points.take(
@@ -83,7 +83,8 @@ def test_a_wide_grid_biases_the_vertex_which_is_why_it_is_said():
     narrow, wide = (
         abs(
             float(
-                fit_isoflop(simulated(spread=spread)).frontier.log_parameters(np.log(1e19)) - truth
+                fit_isoflop(simulated(spread=spread), np.inf).frontier.log_parameters(np.log(1e19))
+                - truth
             )
         )
         for spread in (2, 10)
@@ -143,3 +144,27 @@ def test_exponent_of_tokens_follows_from_the_flops_per_token():
     a, b = fit_isoflop(simulated(spread=3, flops_law=law)).frontier.exponents(law)
     assert b == pytest.approx(1 - 0.9 * a)
     assert a == pytest.approx(HOFFMANN.beta / (HOFFMANN.alpha + 0.9 * HOFFMANN.beta), abs=1e-3)
+
+
+def test_a_parabola_goes_through_the_sizes_near_its_budgets_lowest_run():
+    points = simulated(num_sizes=13, spread=20)
+    fit = fit_isoflop(points)
+    assert fit.choice == (
+        "parabolas through the sizes within 6x of each budget's lowest run, at least 5: 42 of 78 "
+        "runs"
+    )
+    assert all(valley.largest / valley.smallest < 36 for valley in fit.valleys)
+    assert fit_isoflop(points, np.inf).choice == "parabolas through all 78 runs"
+    # Where the parabola of all sizes is off, the local one is not.
+    truth = float(log_optimum(HOFFMANN.theta, np.log(1e22), SIX_N)[0])
+    local, wide = (
+        abs(float(fit_isoflop(points, reach).frontier.log_parameters(np.log(1e22))) - truth)
+        for reach in (6, np.inf)
+    )
+    assert wide > 2 * local
+
+
+def test_five_sizes_are_used_however_far_the_lowest_run_is_from_the_middle():
+    points = simulated(num_sizes=5, spread=10)
+    points.loss_P[0] = points.loss_P[:5].min() - 0.01
+    assert len(fit_isoflop(points).local) == len(points)

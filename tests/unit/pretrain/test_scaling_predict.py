@@ -70,7 +70,7 @@ def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, k
 
 def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose_more(fit):
     law = fit.approach("parametric").line
-    low, high = near_optimal_band(fit, 1e20)
+    low, high = near_optimal_band(fit, 1e20, preferred(fit, "parametric"))
     least = float(law.loss(np.log(1e20)))
 
     def loss(size):
@@ -85,8 +85,8 @@ def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose
 def test_a_law_without_an_optimum_has_no_band(fit):
     law = fit.approach("parametric")
     flat = replace(law, line=replace(law.line, theta=law.line.theta * [1, 1, 1, np.nan, 1]))
-    assert near_optimal_band(replace(fit, approaches=(flat,)), 1e20) is None
-    assert near_optimal_band(fit, float("nan")) is None
+    assert near_optimal_band(fit, 1e20, flat) is None
+    assert near_optimal_band(fit, float("nan"), law) is None
 
 
 def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted(fit):

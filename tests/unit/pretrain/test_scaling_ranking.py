@@ -1,0 +1,119 @@
+"""Which approach a fit relies on, and that whatever answers follows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pretrain.commands import scale
+from pretrain.scaling.estimates import estimate
+from pretrain.scaling.fit import fit_all
+from pretrain.scaling.law import FlopsLaw
+from pretrain.scaling.predict import near_optimal_band, preferred
+from pretrain.scaling.ranking import CLEARLY, PREFERRED, Ranking, Standing, rank
+from tests.helpers.scaling import BESIROGLU, HOFFMANN, make_points, simulated
+
+
+def joint_law(noise: float = 0.002, seed: int = 0):
+    """Runs of Kaplan et al.'s form, where size and data do not add up: approach 3's law is wrong,
+    parabolas are not.
+    """
+    points = simulated(BESIROGLU, budgets=(1e18, 1e21, 6), num_sizes=5)
+    law = BESIROGLU
+    size, data = law.A * points.parameters_P**-law.alpha, law.B * points.tokens_P**-law.beta
+    loss_P = law.E + (size ** (1 / law.beta) + data ** (1 / law.beta)) ** law.beta
+    noise_P = noise * np.random.default_rng(seed).standard_normal(len(points))
+    return replace(points, loss_P=loss_P * np.exp(noise_P))
+
+
+def standing(key: str, size: float | None, loss: float | None = 0.0) -> Standing:
+    return Standing(key=key, size=size, loss=loss, num_sizes=1, num_losses=1)
+
+
+def test_approach_3_answers_where_its_law_holds():
+    fit = fit_all(simulated(noise=0.002))
+    assert fit.ranking.order[0] == "parametric"
+    assert preferred(fit).key == "parametric"
+    assert fit.ranking.standings[0].num_sizes == 1 + 2 + 3
+
+
+def test_an_approach_that_predicts_left_out_budgets_better_answers():
+    fit = fit_all(joint_law())
+    by_key = {item.key: item for item in fit.ranking.standings}
+    assert by_key["parametric"].error > 2 * by_key["isoflop"].error
+    assert fit.ranking.order[0] == "isoflop"
+    assert preferred(fit).key == "isoflop"
+    assert preferred(fit, "parametric").key == "parametric"
+    assert fit.ranking.reason == "it predicted best what was left out"
+
+
+def test_an_earlier_approach_stays_unless_another_is_clearly_better():
+    points = simulated(noise=0.002, seed=3)
+    ranking = rank(points, points, estimate(points), FlopsLaw())
+    assert set(ranking.order) <= set(PREFERRED)
+    near = Ranking((standing("parametric", 0.1 * CLEARLY - 0.01), standing("isoflop", 0.1)))
+    assert near.reason == f"no other one's error is clearly smaller ({CLEARLY}x)"
+
+
+def test_two_budgets_and_no_hold_out_compare_nothing():
+    fit = fit_all(simulated(budgets=(1e18, 1e19, 2)))
+    assert fit.ranking.order[0] == "parametric"
+    assert fit.ranking.reason == "no left-out budget or held-out run compares the approaches"
+
+
+def test_held_out_runs_count_for_the_approaches_that_predict_them():
+    points = joint_law()
+    top = points.budget_P >= points.budgets[3]
+    three = points.take(~top)
+    held = replace(points, holdout_P=top)
+    alone, checked = fit_all(three), fit_all(held)
+    count = {item.key: item.num_losses for item in checked.ranking.standings}
+    assert count["parametric"] == count["isoflop"] == int(top.sum()) + 1
+    assert count["envelope"] == 1
+    errors = {item.key: item.loss for item in checked.ranking.standings}
+    assert (
+        errors["parametric"]
+        > {item.key: item.loss for item in alone.ranking.standings}["parametric"]
+    )
+
+
+def test_the_band_of_sizes_is_that_of_the_approach_that_answers():
+    fit = fit_all(simulated(noise=1e-4))
+    bands = [near_optimal_band(fit, 1e20, preferred(fit, key)) for key in PREFERRED]
+    assert bands[2] is None
+    assert bands[1] == pytest.approx(bands[0], rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranked") / "runs.csv"
+    points = joint_law()
+    columns = (points.parameters_P, points.tokens_P, points.flops_P, points.loss_P)
+    rows = "".join(",".join(map(repr, row)) + "\n" for row in np.stack(columns, 1).tolist())
+    path.write_text("N,D,C,loss\n" + rows)
+    return path
+
+
+def test_fit_and_predict_say_whom_they_rely_on_and_why(table, capsys):
+    reason = "rely on approach 2 IsoFLOP: it predicted best what was left out\n"
+    assert scale.PROGRAM.main(["fit", str(table)]) == 0
+    said = capsys.readouterr().out
+    assert reason in said
+    assert "approach 2: parabolas through the sizes within 6x of each budget's lowest run" in said
+    assert scale.PROGRAM.main(["predict", str(table), "--flops", "2e21"]) == 0
+    said = capsys.readouterr().out
+    assert reason in said
+    assert "loses at most 1% by approach 2 IsoFLOP" in said
+    asked = ["predict", str(table), "--flops", "2e21", "--approach", "parametric"]
+    assert scale.PROGRAM.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "approach parametric was asked for" in said
+    assert "loses at most 1% by approach 3 parametric" in said
+
+
+def test_hoffmanns_law_and_its_runs_make_no_difference_of_which_one_answers():
+    points = simulated(HOFFMANN, noise=0.0)
+    fit = fit_all(make_points(points.parameters_P, points.tokens_P, points.loss_P))
+    assert fit.ranking.order[:2] == ("parametric", "isoflop")
