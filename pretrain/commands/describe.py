@@ -28,6 +28,7 @@ from pretrain.costs.flops import (
     parameters_of,
 )
 from pretrain.costs.footprint import footprint_of
+from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
 from pretrain.costs.run_time import RunTime, run_time
 from pretrain.rundir.own_names import refuse_foreign_urls
 from pretrain.rundir.run_dir import RunDir
@@ -164,8 +165,10 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
         words = f"DOES NOT FIT in {_gib(capacity)}"
     of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
     if explain:
-        per_parameter = 16 if run.optim.ema_decay else 12
-        of_checkpoint += f" {per_parameter} P + for every lane M (A d b + 4)"
+        parameters = parameters_of(run.model).total
+        per_parameter = 8 if run.optim.ema_decay else 4
+        per_parameter += moment_bytes(run.model, run.optim, parameters) / parameters
+        of_checkpoint += f" {per_parameter:.4g} P + for every lane M (A d b + 4)"
         if run.model.num_deltanet_layers:
             of_checkpoint += " + (L - A) (4 H x + 3 b (2 h + x))"
     name = "device memory" if hardware.on_gpu else "host memory"
@@ -202,9 +205,12 @@ def _time_lines(
     lines.append(_row("  step", step_time(time.of_step[0]), first))
     if hardware.on_gpu and time.of_step[0] < LAUNCH_BOUND_SECONDS:
         lines.append("  an upper bound: starting the kernels of so small a step takes longer")
-    if computed > flops:
-        words = "of these FLOPs, in the time"
-        lines.append(_row("  recomputed", f"{computed / flops - 1:.1%}", words))
+    update = orthogonalizing_flops(config.model, config.optim) * config.optim.steps
+    words = "of these FLOPs, in the time"
+    if (repeated := computed - update - flops) > 1e-9 * flops:
+        lines.append(_row("  recomputed", f"{repeated / flops:.1%}", words))
+    if update:
+        lines.append(_row("  Muon", f"{update / flops:.1%}", words))
     if len(spans) > 1:
         for number, ((phase, count), seconds) in enumerate(zip(spans, time.of_step, strict=True)):
             words = f"({phase.data.lanes} lanes x {phase.data.segment_length} = "

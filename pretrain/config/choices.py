@@ -19,7 +19,8 @@ CompressionKind = Literal["conv", "mean", "max"]
 NormKind = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["post", "pre"]
 ScheduleShape = Literal["constant", "linear", "cosine", "cosine_from_start", "inverse_sqrt", "wsd"]
-OptimizerName = Literal["adamw", "lamb"]
+OptimizerName = Literal["adamw", "lamb", "muon"]
+UpdateScaling = Literal["match_rms_adamw", "original"]
 EngineKind = Literal["deepspeed", "torch"]
 Precision = Literal["fp32", "bf16", "fp16"]
 PrecisionSetting = Literal["auto", Precision]
@@ -153,6 +154,22 @@ def schedule_traits(shape: ScheduleShape) -> ScheduleTraits:
             return ScheduleTraits(decays=False)
         case _:
             assert_never(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    orthogonalizes: bool = False  # updates of matrices, which then have one moment instead of two
+
+
+def optimizer_traits(name: OptimizerName) -> OptimizerTraits:
+    """Return what groups and costs follow from; `pretrain.optim.optimizers` builds it."""
+    match name:
+        case "adamw" | "lamb":
+            return OptimizerTraits()
+        case "muon":
+            return OptimizerTraits(orthogonalizes=True)
+        case _:
+            assert_never(name)
 
 
 def shards(kind: EngineKind) -> bool:

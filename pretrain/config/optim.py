@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import MOST, Range, check_ranges, setting
-from pretrain.config.choices import OptimizerName, ScheduleShape, schedule_traits
+from pretrain.config.choices import (
+    OptimizerName,
+    ReductionPrecision,
+    ScheduleShape,
+    UpdateScaling,
+    optimizer_traits,
+    reduction_bytes,
+    schedule_traits,
+)
 from pretrain.config.resume_rules import changeable
 
 
@@ -28,13 +36,32 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon's own settings; all other parameters than the layers' matrices get AdamW."""
+
+    momentum: float = setting(0.95, Range(0, 1, below=True))
+    """Decay of the average of gradients whose matrix is made orthogonal."""
+    nesterov: bool = True
+    """Mix the gradient into the average once more (Nesterov momentum)."""
+    scaling: UpdateScaling = "match_rms_adamw"
+    """Size of an update: as AdamW's, so that its learning rates fit, or the original's."""
+    precision: ReductionPrecision = "bf16"
+    """Type in which matrices are made orthogonal; fp32: world sizes and stages agree closer."""
+    adamw_learning_rate: float = setting(0.0, Range(0, 1000))
+    """Peak learning rate of the parameters that get AdamW; 0: that of the matrices."""
+
+    def __post_init__(self) -> None:
+        check_ranges("optim.muon.", self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW or LAMB with decoupled weight decay, which leaves norms and biases alone."""
+    """AdamW, LAMB or Muon with decoupled weight decay, which leaves norms and biases alone."""
 
     steps: int = changeable(1000, Range(1, MOST), unit="steps")
     """Updates of the run; a resume may only raise it."""
     name: OptimizerName = "adamw"
-    """Optimizer; lamb is for very large batches, and its learning rates differ from Adam's."""
+    """Optimizer; lamb is for very large batches, muon makes the updates of matrices orthogonal."""
     learning_rate: float = setting(2.5e-4, Range(0, 1000))
     """Learning rate at the peak, after warm-up."""
     betas: tuple[float, float] = setting((0.9, 0.999), Range(0, 1, below=True))
@@ -47,6 +74,8 @@ class OptimConfig:
     """Largest norm of a gradient; larger ones are scaled down to it; 0: no clipping."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
     """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Settings of muon."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Course of the learning rate."""
 
@@ -58,6 +87,11 @@ class OptimConfig:
                 f"optim.steps={self.steps}, which includes it; set it too, such as "
                 f"optim.schedule.warmup_steps={self.steps // 20}"
             )
+        if self.muon.adamw_learning_rate and not self.learning_rate:
+            raise ConfigError(
+                f"optim.muon.adamw_learning_rate={self.muon.adamw_learning_rate:g} needs "
+                "optim.learning_rate above 0, found 0: both follow one schedule"
+            )
         left = self.steps - self.schedule.warmup_steps
         decays_last = schedule_traits(self.schedule.shape).decays_last
         if decays_last and self.schedule.decay_steps > left:
@@ -66,6 +100,18 @@ class OptimConfig:
                 "steps that warm-up leaves: the rate would drop before the decay; use "
                 f"{left} or less"
             )
+
+    @property
+    def adamw_rate_factor(self) -> float:
+        """The learning rate of what gets AdamW beside Muon, as a multiple of the matrices'."""
+        own = self.muon.adamw_learning_rate
+        return own / self.learning_rate if own else 1.0
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Whether updates are rounded more than float32 rounds them."""
+        is_muon = optimizer_traits(self.name).orthogonalizes
+        return is_muon and reduction_bytes(self.muon.precision) < 4
 
     @property
     def decay_steps(self) -> int:

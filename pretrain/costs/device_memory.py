@@ -32,12 +32,12 @@ from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
+from pretrain.costs.muon import MOMENT_BYTES, moment_bytes
 from pretrain.costs.zero_buffers import buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
 MASTER_BYTES = 4
-MOMENT_BYTES = 8  # two of float32
 EMA_BYTES = 4
 LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
 TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of other GPUs are as wide
@@ -99,13 +99,14 @@ def largest_micro_batch(
 
 
 def checkpoint_bytes(run: RunConfig) -> float:
-    """Return the bytes of weights, both moments, the EMA if there is one, and every lane's memory.
+    """Return the bytes of weights, moments, the EMA if there is one, and every lane's memory.
 
     File headers and the random-number state of each rank (5 kB) come on top.
     """
-    elements = MASTER_BYTES + MOMENT_BYTES + _ema_bytes(run)
-    memories = run.data.lanes * lane_parts(run.model).num_bytes(_width(run))
-    return float(elements) * parameters_of(run.model).total + memories
+    parameters = parameters_of(run.model).total
+    elements = float(MASTER_BYTES + _ema_bytes(run)) * parameters
+    elements += moment_bytes(run.model, run.optim, parameters)
+    return elements + run.data.lanes * lane_parts(run.model).num_bytes(_width(run))
 
 
 def offloaded_bytes(run: RunConfig, world_size: int) -> float:
@@ -137,9 +138,11 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
     # float32 weights that ZeRO does not shard are their own masters.
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
     offloaded = run.engine.offload_optimizer
-    each = master + MOMENT_BYTES + _ema_bytes(run)
-    held = "master weights, two moments" + (" and an EMA" if run.optim.ema_decay else "")
-    formula = f"{each} P" + (" / R" if stage else "") + f": {held} in float32"
+    moments = moment_bytes(run.model, run.optim, parameters.total) / parameters.total
+    each = master + moments + _ema_bytes(run)
+    held = f"master weights, {moments / MOMENT_BYTES:.3g} moments"
+    held += " and an EMA" if run.optim.ema_decay else ""
+    formula = f"{each:.4g} P" + (" / R" if stage else "") + f": {held} in float32"
     weights = Part("weights", parameters.total * width, f"{width} P")
     if stage == 3:  # it gathers a layer for its use, and prefetches the next one
         gathered = 2 * parameters.body / run.model.num_layers + largest_parameter(run.model)

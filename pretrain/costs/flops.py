@@ -25,6 +25,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.deltanet import DeltaNetCosts
+from pretrain.costs.muon import orthogonalizing_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ def flops_of_step(run: RunConfig, world_size: int) -> float:
 
 
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
-    """Return `flops_of_step` and what activation checkpointing and chunks of logits repeat."""
+    """Return `flops_of_step`, Muon's, and what checkpointing and chunks of logits repeat."""
     model, engine, T = run.model, run.engine, run.data.segment_length
     lanes = lanes_of_pass(run, world_size)
     flops, w = flops_of(model, T, lanes), _attention_widths(model)[0]
@@ -150,7 +151,8 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
     in_chunks = 0 < engine.logits_chunk_tokens < lanes * T
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
-    return flops_of_step(run, world_size) + run.tokens_per_step * per_token
+    update = orthogonalizing_flops(model, run.optim)
+    return flops_of_step(run, world_size) + run.tokens_per_step * per_token + update
 
 
 def lanes_of_pass(run: RunConfig, world_size: int) -> int:

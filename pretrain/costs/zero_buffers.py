@@ -30,6 +30,7 @@ from pretrain.config.choices import (
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.flops import bins_of, parameters_of
+from pretrain.costs.muon import moment_bytes
 
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22
@@ -116,6 +117,7 @@ def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
     staged = 2 if overlaps_reduction(run, on_gpu) else 1
     offloads = run.engine.offload_optimizer
     kind = optimizer_of(run)
+    moments = moment_bytes(run.model, run.optim, P)
     match kind:
         case "" | "FP16_UnfusedOptimizer":
             own = w if shards(run.engine.kind) else 4
@@ -126,7 +128,8 @@ def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
             formula = "4 P in float32 and 2 P as computed"
             return Buffers(6 * P, formula, copied, f"4 P, at most {COPIED:,} of them", 0)
         case "DeepSpeedZeroOptimizer":
-            offloaded = (16 + w) * P / R + w * largest_parameter(run.model) if offloads else 0
+            kept = (8 + w) * P + moments
+            offloaded = kept / R + w * largest_parameter(run.model) if offloads else 0
             if stage == 1:
                 size, formula = 4 * P + 4 * P / R, "4 P, and 4 P / R when they are summed"
                 return Buffers(size, formula, 4 * bucket, "4 bytes of a bucket", offloaded)
@@ -138,7 +141,7 @@ def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
             return Buffers(size, formula, (staged * w + copies) * bucket, words, offloaded)
         case "DeepSpeedZeroOptimizer_Stage3":
             gradients = (0, "on the CPU") if offloads else (4 * P / R, "4 P / R")
-            offloaded = 20 * P / R if offloads else 0
+            offloaded = (12 * P + moments) / R if offloads else 0
             return Buffers(*gradients, 2 * c * bucket, f"2 * {c} bytes of a bucket", offloaded)
         case _:
             assert_never(kind)

@@ -195,6 +195,20 @@ def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return largest
 
 
+def exchange_parts(
+    parts: torch.Tensor, counts: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Send consecutive parts of a vector to ranks 0, 1 and so on, `counts[i]` elements to rank i.
+
+    Returns what this rank gets, in rank order: `received[i]` elements from rank i.
+    """
+    if len(counts) == 1:
+        return parts
+    found = parts.new_empty(sum(received))
+    dist.all_to_all_single(found, parts, list(received), list(counts))
+    return found
+
+
 def broadcast_value(value: T, kind: Any) -> T:
     """Return, on every rank, the small value of the type `kind` that rank 0 passes.
 

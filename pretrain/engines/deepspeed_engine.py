@@ -80,7 +80,12 @@ class DeepSpeedEngine:
         self._own_norm: Tensor | None = None
         names = [name for name, _ in self.module.named_parameters()]
         optimizer.skips = self._must_skip
-        optimizer.index = FragmentIndex(self.fragments(), names, is_sharded=self._stage > 0)
+        optimizer.index = FragmentIndex(
+            self.fragments(),
+            self._fragments.names_in_masters(),
+            is_sharded=self._stage > 0,
+            world=world,
+        )
         self._meter = optimizer.meter = LayerMeter(names)
 
     def forward_backward(

@@ -64,7 +64,25 @@ def deepspeed_settings(
         )
     merged = _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
     merged["zero_optimization"] = _buckets(run, on_gpu) | merged["zero_optimization"]
+    _refuse_other_optimizers(run, merged["zero_optimization"])
     return merged
+
+
+def _refuse_other_optimizers(run: RunConfig, zero: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings with which DeepSpeed updates weights by an Adam of its own."""
+    offload = zero.get("offload_optimizer")
+    offload = offload if isinstance(offload, Mapping) else {}
+    found = {
+        "offload_optimizer.ratio": offload.get("ratio", 1.0) != 1.0,
+        "offload_optimizer.super_offload": bool(offload.get("super_offload")),
+        "zenflow": bool(zero.get("zenflow")),
+    }
+    for key, is_set in found.items():
+        if is_set:
+            raise ConfigError(
+                f"engine.deepspeed_extra.zero_optimization.{key}: with it DeepSpeed's own Adam "
+                f"updates weights, expected optim.name={run.optim.name} for all; remove it"
+            )
 
 
 def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:

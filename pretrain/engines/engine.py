@@ -192,7 +192,12 @@ class TorchEngine:
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_state()
         names = [name for name, _ in self._master.named_parameters()]
-        self._optimizer.index = FragmentIndex(self.fragments(), names, is_sharded=False)
+        masters: dict[Tensor, list[str]] = {
+            parameter: [name] for name, parameter in self._master.named_parameters()
+        }
+        self._optimizer.index = FragmentIndex(
+            self.fragments(), masters, is_sharded=False, world=world
+        )
         self._meter = self._optimizer.meter = LayerMeter(names)
 
     def forward_backward(

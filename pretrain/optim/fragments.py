@@ -6,12 +6,13 @@ LAMB, per-layer norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pretrain.distributed.world import World
 from pretrain.optim.parameter_groups import ADAM_STATE
 
 
@@ -74,16 +75,24 @@ def fragment_of(
 class FragmentIndex:
     """A rank's fragments by master tensor, for optimizers that get tensors without names.
 
-    `names` are those of all parameters, in the same order on all ranks. `is_sharded`: each element
+    `names` are those of the parameters in each master, also of those of which this rank has no
+    element, so that they are the same on all ranks, in the same order. `is_sharded`: each element
     is on one rank; otherwise every rank holds all of them.
     """
 
     def __init__(
-        self, fragments: Iterable[Fragment], names: Sequence[str], is_sharded: bool
+        self,
+        fragments: Iterable[Fragment],
+        names: Mapping[Tensor, Sequence[str]],
+        is_sharded: bool,
+        world: World,
     ) -> None:
-        self.num_parameters = len(names)
+        all_names = [name for inside in names.values() for name in inside]
+        self.num_parameters = len(all_names)
         self.is_sharded = is_sharded
-        index_of = {name: index for index, name in enumerate(names)}
+        self.world = world
+        self._names = dict(names)
+        index_of = {name: index for index, name in enumerate(all_names)}
         self._fragments: dict[Tensor, list[Fragment]] = {}
         for fragment in fragments:
             self._fragments.setdefault(fragment.master, []).append(fragment)
@@ -95,6 +104,10 @@ class FragmentIndex:
     def fragments_in(self, masters: Iterable[Tensor]) -> list[Fragment]:
         """Return the fragments in these tensors; a tensor of padding alone has none."""
         return [fragment for master in masters for fragment in self._fragments.get(master, [])]
+
+    def names_in(self, masters: Iterable[Tensor]) -> tuple[str, ...]:
+        """Return the parameters in these tensors, the same on all ranks."""
+        return tuple(name for master in masters for name in self._names[master])
 
     def parameter_indices(self, masters: Sequence[Tensor]) -> Tensor:
         """Return the index of the parameter of each of `fragments_in(masters)`, on their device."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from data_pipeline.setting_fields import assert_never
-from pretrain.config.choices import OptimizerName
+from pretrain.config.choices import OptimizerName, UpdateScaling, optimizer_traits
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.model.transformer_xl import TransformerXL
 
 Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+MUON_STATE = ("momentum",)
 
 _ROLES: dict[Role, str] = {
     # From hidden channels to hidden channels: both sides grow with the model's width.
@@ -66,6 +67,7 @@ class GroupTraits:
     eps: float
     rate_factor: float = 1.0  # of the schedule's learning rate
     state: tuple[str, ...] = ADAM_STATE  # kinds of tensors of the parameters' sizes
+    orthogonalizes: bool = False  # updates as Muon does
 
 
 def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTraits:
@@ -86,10 +88,14 @@ def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTra
             grows = False
         case _:
             assert_never(role)
-    factor = width ** rate_exponent(optim.name) if grows else 1.0
+    by_muon = role == "matrix" and optimizer_traits(optim.name).orthogonalizes
+    exponent = muon_rate_exponent(optim.muon.scaling) if by_muon else rate_exponent(optim.name)
+    factor = width**exponent if grows else 1.0
     epsilon = optim.epsilon if role == "output_bias" else optim.epsilon / width
     decay = optim.weight_decay / factor if decays(role) else 0.0
-    return GroupTraits(decays(role), decay, epsilon, rate_factor=factor)
+    if by_muon:
+        return GroupTraits(True, decay, epsilon, factor, MUON_STATE, orthogonalizes=True)
+    return GroupTraits(decays(role), decay, epsilon, factor * optim.adamw_rate_factor)
 
 
 def rate_exponent(name: OptimizerName) -> float:
@@ -100,7 +106,7 @@ def rate_exponent(name: OptimizerName) -> float:
     its side, width^-1/2, which leaves the other half.
     """
     match name:
-        case "adamw":
+        case "adamw" | "muon":  # what Muon leaves to AdamW
             return -1.0
         case "lamb":
             return -0.5
@@ -108,14 +114,36 @@ def rate_exponent(name: OptimizerName) -> float:
             assert_never(name)
 
 
+def muon_rate_exponent(scaling: UpdateScaling) -> float:
+    """Return p for Muon's matrices.
+
+    An orthogonal update returns as much as it is given, and so transfers as it is. As large as
+    AdamW's it grows with the width^1/2.
+    """
+    match scaling:
+        case "match_rms_adamw":
+            return -0.5
+        case "original":
+            return 0.0
+        case _:
+            assert_never(scaling)
+
+
+def stacked_matrices(name: str) -> int:
+    """Return how many matrices of equal shape a matrix has one above the other: keys and values."""
+    return 2 if name.endswith(".key_value_weight") else 1
+
+
 def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with the parameters of each and their names."""
+    """Return the optimizer's groups, with the parameters of each, their names and shapes."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         traits = group_traits(role_of(name), optim, module.config)
-        group = groups.setdefault(traits, {**vars(traits), "params": [], "names": []})
+        group = groups.setdefault(traits, {**vars(traits), "params": [], "names": [], "shapes": []})
         group["params"].append(parameter)
         group["names"].append(name)
+        # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
+        group["shapes"].append(tuple(getattr(parameter, "ds_shape", parameter.shape)))
     return list(groups.values())
 
 

@@ -35,7 +35,7 @@ from pretrain.cli import end_process
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.config.optim import MuonConfig, OptimConfig, ScheduleConfig
 from pretrain.config.run import (
     CheckpointConfig,
     EvaluationConfig,
@@ -109,7 +109,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     If it resumes from a step of `save_at`, it first saves what it has just loaded.
     """
     run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("recovery", {}))
-    run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **cell.get("optim", {})))
+    optim = {**cell.get("optim", {}), "muon": MuonConfig(**cell.get("muon", {}))}
+    run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **optim))
     if cell.get("dropout") is False:
         run = dataclasses.replace(
             run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)

@@ -105,6 +105,18 @@ def test_settings_out_of_range_are_rejected_in_one_line(
             {"zero_optimization": {"stage": 3}},
             "deepspeed_extra.zero_optimization.stage: found 3, expected 2",
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
+            "offload_optimizer.ratio: with it DeepSpeed's own Adam updates weights",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "super_offload: with it DeepSpeed's own Adam updates weights, expected optim.name=",
+        ),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "zenflow: with it DeepSpeed's own Adam updates weights",
+        ),
     ],
 )
 def test_settings_that_contradict_the_run_are_rejected(extra: dict, said: str) -> None:

@@ -19,9 +19,9 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
-from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_state, fragment_of
-from pretrain.optim.optimizers import Lamb
+from pretrain.optim.lamb import Lamb
 from pretrain.optim.parameter_groups import decays, role_of
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir
@@ -124,7 +124,12 @@ def optimizer_of(
                 fragment_of(name, 0, master, optimizer.state[master], offset, weights[name].numel())
             )
             offset += weights[name].numel()
-    optimizer.index = FragmentIndex(fragments, list(weights), is_sharded=False)
+    optimizer.index = FragmentIndex(
+        fragments,
+        dict(masters.values()),
+        is_sharded=False,
+        world=World(0, 1, 0, torch.device("cpu")),
+    )
     return optimizer, list(masters.values())
 
 

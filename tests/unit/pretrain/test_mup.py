@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data_pipeline.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
+from pretrain.config.optim import MuonConfig, OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import TorchEngine
@@ -35,6 +35,13 @@ STEPS = 6
 SEEDS = 2
 ADAMW = OptimConfig(learning_rate=8e-3)
 LAMB = OptimConfig(name="lamb", learning_rate=0.05)
+MUON = {
+    scaling: OptimConfig(name="muon", learning_rate=rate, muon=muon)
+    for scaling, rate, muon in (
+        ("match_rms_adamw", 0.03, MuonConfig(adamw_learning_rate=8e-3)),
+        ("original", 0.03, MuonConfig(scaling="original", adamw_learning_rate=8e-3)),
+    )
+}
 GROWTH = 1.6  # that counts as none
 SHRINKAGE = 4.0  # likewise; sums of random signs, and so small parts, cancel better in wide models
 
@@ -170,6 +177,19 @@ def test_without_mup_activations_grow_with_the_width() -> None:
 @pytest.mark.parametrize("name", ["paper", "modern"])
 def test_activations_are_of_equal_size_with_lamb(name: str) -> None:
     assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], LAMB)
+
+
+@pytest.mark.parametrize("scaling", MUON)
+def test_activations_are_of_equal_size_with_muon(scaling: str) -> None:
+    found = out_of_size(WIDER_HEADS["modern"], MUON[scaling])
+    assert not found
+
+
+def test_the_rate_of_updates_as_large_as_adamw_s_must_shrink_with_muon_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parameter_groups, "muon_rate_exponent", lambda scaling: 0.0)
+    assert out_of_size(WIDER_HEADS["modern"], MUON["match_rms_adamw"])
 
 
 def without_matrix_rates(monkeypatch: pytest.MonkeyPatch) -> None:

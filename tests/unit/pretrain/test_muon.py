@@ -1,0 +1,252 @@
+"""Muon against torch.optim.Muon bit for bit, and told from other optimizers by its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.errors import ConfigError
+from data_pipeline.lanes.lane_stream import LaneStream
+from pretrain.cli import main
+from pretrain.config.choices import OptimizerName
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import MuonConfig, OptimConfig
+from pretrain.config.run import RecoveryConfig, RunConfig
+from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.engines.engine import TorchEngine
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.optim.matrix_exchange import owners
+from pretrain.optim.muon import orthogonalized, update_scale
+from pretrain.optim.optimizers import build_optimizer
+from pretrain.optim.parameter_groups import role_of, set_learning_rate, stacked_matrices
+from pretrain.run import build_engine
+from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.models import TINY
+
+STEPS, RATE, DECAY = 10, 0.02, 0.1
+VARIED = replace(  # tall, wide and stacked matrices; projections and tables that Muon leaves alone
+    TINY, num_key_heads=1, feed_forward="swiglu", d_inner=40, cutoffs=(20,), div_val=2
+)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield init_world()
+    destroy_process_group()
+
+
+def gradients_of(module: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(each.shape, generator=generator) / (1 + step)
+        for name, each in module.named_parameters()
+    }
+
+
+def torch_optimizers(
+    module: TransformerXL, optim: OptimConfig
+) -> tuple[dict[str, list[nn.Parameter]], list[torch.optim.Optimizer]]:
+    """torch's Muon with a parameter for each single matrix, and its AdamW for everything else."""
+    parts = {
+        name: [
+            nn.Parameter(part.clone())
+            for part in each.detach().chunk(
+                stacked_matrices(name) if role_of(name) == "matrix" else 1
+            )
+        ]
+        for name, each in module.named_parameters()
+    }
+    matrices = [part for name in parts if role_of(name) == "matrix" for part in parts[name]]
+    others = [
+        {"params": parts[name], "weight_decay": DECAY if parts[name][0].dim() == 2 else 0.0}
+        for name in parts
+        if role_of(name) != "matrix" and not name.endswith(("content_bias", "position_bias"))
+    ]
+    others += [
+        {"params": parts[name], "weight_decay": 0.0}
+        for name in parts
+        if name.endswith(("content_bias", "position_bias"))
+    ]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=optim.learning_rate,
+        weight_decay=DECAY,
+        momentum=optim.muon.momentum,
+        nesterov=optim.muon.nesterov,
+        adjust_lr_fn=optim.muon.scaling,
+    )
+    adamw = torch.optim.AdamW(
+        others, lr=optim.learning_rate * optim.adamw_rate_factor, betas=optim.betas, fused=True
+    )
+    return parts, [muon, adamw]
+
+
+@pytest.mark.parametrize(
+    "muon",
+    [
+        MuonConfig(),
+        MuonConfig(scaling="original", momentum=0.9, adamw_learning_rate=1e-3),
+        MuonConfig(nesterov=False),
+    ],
+    ids=["defaults", "the original's scaling", "without Nesterov"],
+)
+def test_ten_steps_are_bit_for_bit_those_of_torch(world: World, muon: MuonConfig) -> None:
+    torch.manual_seed(3)
+    optim = OptimConfig(
+        name="muon", learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0, muon=muon
+    )
+    module = TransformerXL(VARIED)
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    parts, references = torch_optimizers(module, optim)
+    run = RunConfig(model=VARIED, optim=optim, engine=EngineConfig(kind="torch"))
+    engine = TorchEngine(run, module, world, accumulation_steps=1)
+    for step in range(STEPS):
+        for name, gradient in gradients_of(module, step).items():
+            module.get_parameter(name).grad = gradient.clone()
+            for part, of_part in zip(parts[name], gradient.chunk(len(parts[name])), strict=True):
+                part.grad = of_part.clone()
+        engine.step(RATE)
+        for reference in references:
+            reference.step()
+    for name, after in module.named_parameters():
+        assert torch.equal(after.detach(), torch.cat([each.detach() for each in parts[name]])), name
+        assert not torch.equal(after, before[name])
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (1, 7)], ids=str)
+def test_in_fp32_the_iteration_is_the_published_one(shape: tuple[int, int]) -> None:
+    """Its polynomial applied to the singular values, in float64."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ values.diag() @ right
+    torch.testing.assert_close(orthogonalized(matrix).double(), expected, rtol=0, atol=1e-5)
+    assert not orthogonalized(torch.zeros(shape)).any()  # not NaN
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunConfig]:
+    yield RunConfig(
+        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
+        data=DataConfig(
+            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
+        ),
+        optim=OptimConfig(name="muon"),
+        engine=EngineConfig(kind="torch"),
+    )
+    destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compressed_length": 2},
+        {"num_key_heads": 1},
+        {"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 2},
+    ],
+    ids=str,
+)
+def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[str, Any]) -> None:
+    run = replace(run, model=replace(run.model, feed_forward="swiglu", **options))
+    engine = build_engine(run, init_world())
+    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    engine.forward_backward(batch, None, 0)
+    with FlopCounterMode(display=False) as counter:
+        engine.step(RATE)
+    assert orthogonalizing_flops(run.model, run.optim) == counter.get_total_flops()
+    values = [each.values for each in engine.fragments()]
+    elements = sum(each[kind].numel() for each in values for kind in each.keys() - {"weight"})
+    parameters = sum(each["weight"].numel() for each in values)
+    assert moment_bytes(run.model, run.optim, parameters) == 4 * elements < 8 * parameters
+
+
+def singular_values_of_the_update(run: RunConfig) -> Tensor:
+    """Those of all matrices of the layers, in one step, without the factor of their shape."""
+    engine = build_engine(run, init_world())
+    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    engine.forward_backward(batch, None, 0)
+    engine.step(RATE)
+    found = []
+    for name, after in engine.module.named_parameters():
+        if role_of(name) == "matrix":
+            for moved in (before[name] - after.detach()).chunk(stacked_matrices(name)):
+                scale = update_scale("match_rms_adamw", *moved.shape)
+                found.append(torch.linalg.svdvals(moved / (RATE * scale)))
+    return torch.cat(found)
+
+
+def is_orthogonal(singular_values: Tensor) -> bool:
+    """Whether most are about 1 and none is larger; the iteration leaves small ones smaller."""
+    return bool(singular_values.max() < 1.3 and singular_values.median() > 0.5)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "lamb"])
+def test_only_muon_makes_orthogonal_updates(run: RunConfig, name: OptimizerName) -> None:
+    found = singular_values_of_the_update(replace(run, optim=replace(run.optim, name=name)))
+    assert is_orthogonal(found) == (name == "muon"), found
+
+
+def test_a_skipped_step_changes_nothing(run: RunConfig) -> None:
+    engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
+    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    before = {each.name: each.values["weight"].clone() for each in engine.fragments()}
+    engine.forward_backward(batch, None, 0)
+    assert engine.step(RATE).skipped
+    assert engine.optimizer_step_count() == 0
+    for fragment in engine.fragments():
+        assert torch.equal(fragment.values["weight"], before[fragment.name])
+        assert not any(fragment.values[kind].any() for kind in fragment.values.keys() - {"weight"})
+
+
+def test_the_learning_rate_of_adamw_follows_the_same_schedule() -> None:
+    muon = MuonConfig(adamw_learning_rate=0.001)
+    optimizer = build_optimizer(
+        TransformerXL(TINY), OptimConfig(name="muon", learning_rate=0.02, muon=muon)
+    )
+    set_learning_rate(optimizer.param_groups, 0.01)  # half of the peak
+    rates: dict[bool, set[Any]] = {True: set(), False: set()}
+    for group in optimizer.param_groups:
+        rates[group["orthogonalizes"]].add(group["lr"])
+    assert rates == {True: {0.01}, False: {0.0005}}
+    with pytest.raises(ConfigError, match=r"adamw_learning_rate=0\.001 needs optim\.learning_rate"):
+        OptimConfig(name="muon", learning_rate=0.0, muon=muon)
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "expected"),
+    [
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 2, [0, 1, 0, 1, 0]),
+        ([1.0, 1.0, 4.0, 2.0], 2, [1, 1, 0, 1]),  # the large one alone
+        ([3.0], 4, [0]),
+    ],
+)
+def test_owners_have_about_the_same_work(
+    costs: list[float], ranks: int, expected: list[int]
+) -> None:
+    assert owners(costs, ranks) == expected
+
+
+def test_an_elastic_check_of_updates_in_bf16_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text("optim: {name: muon}\n")
+    assert main(["verify-resume", str(experiment), "--resume-ranks=1"]) == 2
+    said = capsys.readouterr().err
+    assert "optim.muon.precision=bf16: with --resume-ranks or --resume-zero losses" in said
+    assert len(said.splitlines()) == 1
