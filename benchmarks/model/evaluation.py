@@ -135,7 +135,7 @@ def _original_window(model: TransformerXL) -> Callable[[], None]:
 
 def _hidden_states(model: TransformerXL, lanes: int) -> Callable[[], object]:
     tokens_BT = _tokens(lanes)
-    stream = HiddenStateStream(model, model.config.memory_length)
+    stream = HiddenStateStream(model, model.config.memory_length, SEGMENT)
     return lambda: stream.nll_BL(tokens_BT[:, :-1], tokens_BT[:, 1:])
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import get_args
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import parse_size, size_of
 from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
 from pretrain.commands.threads import add_threads, check_threads
+from pretrain.config.choices import RopeExtension
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import fitted_table
 
@@ -20,6 +22,7 @@ HINTS = {
     **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
     **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
     **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),
+    **dict.fromkeys(("--rope-scaling", "--rope"), "use --rope-extension"),
     **dict.fromkeys(("--num-fewshot", "--num_fewshot"), "use --few-shot"),
     **dict.fromkeys(("--batch-size", "--batch_size", "--batch"), "use --lanes"),
     "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
@@ -42,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--segment-length", type=size_of("tokens"), default=0, metavar="N", help=segment)
     clamp = "distances above N get the encoding of N; 0: no limit (default: as in training)"
     add("--clamp", type=int, metavar="N", help=clamp)
+    rope = "how rope stretches its angles for more keys than in training (default: as the run says)"
+    add("--rope-extension", choices=get_args(RopeExtension), help=rope)
     same_length = "let every token see as many keys as the memory has rows"
     add("--same-length", action="store_true", help=same_length)
     lanes = "streams evaluated together (default: the run's)"

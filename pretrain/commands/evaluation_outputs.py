@@ -20,6 +20,7 @@ from pretrain.commands.probe_outputs import (
     write_probes,
 )
 from pretrain.commands.threads import use_threads
+from pretrain.config.choices import position_traits
 from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
@@ -65,7 +66,16 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
     settings: dict[str, Any] = {} if arguments.clamp is None else {"clamp_length": arguments.clamp}
     if arguments.same_length:
         settings["same_length"] = True
-    return load_trained(path, world.device, model_settings=settings, ema=arguments.ema)
+    if arguments.rope_extension is not None:
+        settings["rope_extension"] = arguments.rope_extension
+    trained = load_trained(path, world.device, model_settings=settings, ema=arguments.ema)
+    positions = trained.config.model.positions
+    if arguments.rope_extension is not None and not position_traits(positions).rotates:
+        raise ConfigError(
+            f"--rope-extension stretches rotations, but {path} has model.positions={positions}; "
+            "leave it out"
+        )
+    return trained
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
@@ -91,6 +101,8 @@ def _losses(
             "trained with a memory of "
             f"{trained.config.model.memory_length}"
         )
+        if arguments.rope_extension is not None:
+            title += f", rope extended by {arguments.rope_extension}"
         values = {"step": trained.step, "results": list(map(dataclasses.asdict, results))}
         rows = loss_rows(results)
         if of_sets:

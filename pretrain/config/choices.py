@@ -15,6 +15,7 @@ from data_pipeline.setting_fields import assert_never
 LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
 Positions = Literal["relative", "rope", "alibi", "t5"]
+RopeExtension = Literal["none", "ntk", "yarn"]
 CompressionKind = Literal["conv", "mean", "max"]
 NormKind = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["post", "pre"]

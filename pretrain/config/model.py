@@ -17,15 +17,16 @@ from pretrain.config.choices import (
     NormKind,
     NormPosition,
     Positions,
+    RopeExtension,
     attends,
     feed_forward_traits,
     position_traits,
 )
 
-# Settings of training alone; and the memory's length, which evaluation may choose, too.
+# Settings of training alone; and of the memory, which evaluation may choose, too.
 _NO_FUNCTION = (
     *("dropout", "attention_dropout", "z_loss", "init_std", "projection_init_std"),
-    "memory_length",
+    *("memory_length", "rope_extension"),
 )
 CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
 DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
@@ -71,6 +72,8 @@ class ModelConfig:
     """How states are compressed; conv is learned, by attention reconstruction."""
     positions: Positions = "relative"
     """How attention encodes distances; relative is the paper's."""
+    rope_extension: RopeExtension = "none"
+    """How evaluation with more keys than training had stretches the angles of `positions: rope`."""
     t5_buckets: int = setting(32, Range(2, 2 * MOST_ROWS), unit="buckets")
     """Learned biases of each head with `positions: t5`."""
     t5_max_distance: int = setting(128, Range(1, MOST_ROWS), unit="tokens")

@@ -25,9 +25,10 @@ SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move 
 class HiddenStateStream:
     """A stream that remembers hidden states, as in training."""
 
-    def __init__(self, module: TransformerXL, memory_length: int) -> None:
+    def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
         self._module = module.eval()
         self._memory_length = memory_length
+        self._most_keys = memory_length + module.config.compressed_length + longest_segment
         self._memory: Memory | None = None
 
     @torch.no_grad()
@@ -35,6 +36,7 @@ class HiddenStateStream:
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
     ) -> Tensor:
         """Return negative log-likelihoods in float32, and remember the segment."""
+        self._module.expect_keys(self._most_keys)
         nll_BL, self._memory = self._module(
             tokens_BL, targets_BL, self._memory, starts_BL, memory_length=self._memory_length
         )
@@ -45,6 +47,7 @@ class HiddenStateStream:
         self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
     ) -> Tensor:
         """Return log-probabilities after each of the last `num_last` tokens (default: all)."""
+        self._module.expect_keys(self._most_keys)
         logits_BLV, self._memory = self._module.logits_BLV(
             tokens_BL, self._memory, starts_BL, self._memory_length, num_last
         )
@@ -213,6 +216,7 @@ class CachedStream:
         hidden_BLD = self._module.embedding(tokens_BL)
         if self._positions_CX is None:
             num_keys = self._memory_length + self._longest_segment
+            self._module.expect_keys(num_keys)
             self._positions_CX = self._module.positions_CX(num_keys, hidden_BLD)
         documents_BC = self._documents_BC(tokens_BL, starts_BL)
         keys = SegmentKeys(self._module.config, hidden_BLD, self._positions_CX, documents_BC)
@@ -238,7 +242,7 @@ Stream = HiddenStateStream | CachedStream
 def new_stream(module: TransformerXL, memory_length: int, longest_segment: int) -> Stream:
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens."""
     if module.config.compressed_length:  # compressed rows are computed from hidden states
-        return HiddenStateStream(module, memory_length)
+        return HiddenStateStream(module, memory_length, longest_segment)
     return CachedStream(module, memory_length, longest_segment)
 
 

@@ -7,25 +7,70 @@ key to the nearest. No position is absolute, so memory rows need none.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pretrain.config.choices import position_traits
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.choices import RopeExtension, position_traits
 from pretrain.config.model import ModelConfig
 from pretrain.model.parameters import normal
 
 SMALLEST_TABLE = 64
 WAVELENGTH_BASE = 10_000.0
+SLOW_TURNS, FAST_TURNS = 1.0, 32.0  # YaRN's beta_slow and beta_fast
 
 
-def sinusoids_XD(distances_X: Tensor, d_model: int) -> Tensor:
+def sinusoids_XD(distances_X: Tensor, d_model: int, stretch: Stretch | None = None) -> Tensor:
     """Return the encodings [sin | cos] of X distances, in two halves, not interleaved."""
     exponents = (
         torch.arange(0, d_model, 2, dtype=distances_X.dtype, device=distances_X.device) / d_model
     )
-    angles_XY = distances_X[:, None] * (1.0 / WAVELENGTH_BASE**exponents)
-    return torch.cat([angles_XY.sin(), angles_XY.cos()], dim=1)
+    stretch = stretch or Stretch("none", 1.0, 0)
+    angles_XY = distances_X[:, None] * stretch.frequencies(exponents, d_model)
+    return torch.cat([angles_XY.sin(), angles_XY.cos()], dim=1) * stretch.size
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Angles for s = `factor` times as many keys as the `trained` ones: NTK-aware scaling or YaRN.
+
+    NTK-aware scaling leaves the fastest frequency and divides the slowest by s. YaRN (Peng et al.
+    2023, arXiv 2309.00071) leaves what turns 32 times or more within the trained keys, divides by s
+    what turns once or less, and in between goes linearly from one to the other.
+    """
+
+    kind: RopeExtension
+    factor: float
+    trained: int
+
+    def frequencies(self, exponents: Tensor, width: int) -> Tensor:
+        """Return the frequencies base^-exponent, stretched."""
+        plain = 1.0 / WAVELENGTH_BASE**exponents
+        match self.kind:
+            case "none":
+                return plain
+            case "ntk":
+                growth = self.factor ** (width / (width - 2)) if width > 2 else 1.0
+                return (WAVELENGTH_BASE * growth) ** -exponents
+            case "yarn":
+                turns = self.trained * plain / (2 * math.pi)
+                kept = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0.0, 1.0)
+                return plain * (kept + (1.0 - kept) / self.factor)
+            case _:
+                assert_never(self.kind)
+
+    @property
+    def size(self) -> float:
+        """What encodings are multiplied by: of queries and keys, so that scores have its square."""
+        match self.kind:
+            case "none" | "ntk":
+                return 1.0
+            case "yarn":
+                return 0.1 * math.log(self.factor) + 1.0
+            case _:
+                assert_never(self.kind)
 
 
 class RelativePositions:
@@ -36,9 +81,10 @@ class RelativePositions:
     lengths were requested before.
     """
 
-    def __init__(self, d_model: int, clamp_length: int) -> None:
+    def __init__(self, d_model: int, clamp_length: int, stretch: Stretch | None = None) -> None:
         self._d_model = d_model
         self._clamp_length = clamp_length
+        self.stretch = stretch
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def encodings_CD(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -58,7 +104,7 @@ class RelativePositions:
         distances = torch.arange(length, dtype=precise, device=device)
         if self._clamp_length:
             distances.clamp_(max=self._clamp_length)
-        return sinusoids_XD(distances, self._d_model).flip(0).to(dtype)
+        return sinusoids_XD(distances, self._d_model, self.stretch).flip(0).to(dtype)
 
 
 def rotated_BXNH(values_BXNH: Tensor, encodings_XH: Tensor) -> Tensor:

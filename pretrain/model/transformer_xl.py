@@ -33,7 +33,7 @@ from pretrain.model.memory import (
     segment_documents,
 )
 from pretrain.model.parameters import normal
-from pretrain.model.positions import DistanceBias, RelativePositions
+from pretrain.model.positions import DistanceBias, RelativePositions, Stretch
 from pretrain.model.segment_keys import SegmentKeys
 
 
@@ -97,8 +97,9 @@ class TransformerXL(nn.Module):
                 else nn.Identity()  # a layer without rows; the others keep their numbers
                 for layer in layers
             )
-        width = config.head_width if positions.rotates else config.d_model
-        self._encodings = RelativePositions(width, config.clamp_length)
+        self._encodings = self._encodings_of(None)
+        # Most keys of a segment in training, where `rope_extension` is to act; else 0.
+        self.trained_keys = 0
 
     def forward(
         self,
@@ -268,3 +269,17 @@ class TransformerXL(nn.Module):
         if dropout is None or self.config.dropout == 0.0 or not drops:
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
+
+    def expect_keys(self, num_keys: int) -> None:
+        """Read with up to `num_keys` keys: beyond those of training, as `rope_extension` says."""
+        stretch = None
+        if position_traits(self.config.positions).rotates and 0 < self.trained_keys < num_keys:
+            factor = num_keys / self.trained_keys
+            stretch = Stretch(self.config.rope_extension, factor, self.trained_keys)
+        if stretch != self._encodings.stretch:
+            self._encodings = self._encodings_of(stretch)
+
+    def _encodings_of(self, stretch: Stretch | None) -> RelativePositions:
+        rotates = position_traits(self.config.positions).rotates
+        width = self.config.head_width if rotates else self.config.d_model
+        return RelativePositions(width, self.config.clamp_length, stretch)

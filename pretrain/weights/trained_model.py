@@ -45,6 +45,15 @@ class TrainedModel:
     tokenizer: str = ""  # fingerprint of the one it was trained with; "" if that is unknown
     untrusted: str = ""  # whose settings choose nothing: an export, another user's run
 
+    def __post_init__(self) -> None:
+        self.module.trained_keys = self.trained_keys
+
+    @property
+    def trained_keys(self) -> int:
+        """The most keys that a segment saw in training."""
+        model = self.config.model
+        return self.segment_length + model.memory_length + model.compressed_length
+
     @property
     def segment_length(self) -> int:
         """The segment length of the last update, in whichever phase it was."""

@@ -124,8 +124,10 @@ def test_evaluate_answers_for_a_run_and_its_export_alike(exported, tiny_corpus, 
         assert mine["loss"] == its["loss"] > 0.0
         assert mine["lanes"] == its["lanes"] > 1
     assert [result["memory_length"] for result in of_run["results"]] == [4, 8]
-    assert main(["evaluate", str(exported[0]), "--lanes", "3"]) == 0
-    assert ", 3 lanes, segments of " in capsys.readouterr().out
+    assert main(["evaluate", str(exported[0]), "--lanes", "3", "--rope-extension", "ntk"]) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert ", 3 lanes, segments of " in title
+    assert title.endswith(", rope extended by ntk")
     assert main(["evaluate", str(exported[0]), "--clamp", "4"]) == 2
     assert "positions=rope; remove one of them" in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
+from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 from pretrain.weights.huggingface.export import parts_of, write_huggingface
@@ -88,6 +89,23 @@ def test_every_variant_has_the_same_logits_over_several_segments_bit_for_bit(var
     last = theirs(tokens, logits_to_keep=SEGMENT + 2).logits
     assert last.shape[1] == SEGMENT + 2
     assert torch.allclose(last, torch.cat(parts, dim=1)[:, -SEGMENT - 2 :], atol=1e-5)
+
+
+@torch.no_grad()
+def test_rotations_are_stretched_for_more_keys_than_in_training_as_ours(exported):
+    *_, directory = exported("rope")
+    settings = {"memory_length": 24, "rope_extension": "yarn"}
+    theirs, plain = load(directory, **settings), load(directory, memory_length=24)
+    trained = trained_model(**VARIANTS["rope"], rope_extension="yarn")
+    assert trained.trained_keys == theirs.config.trained_keys == SEGMENT + 8
+    stream, tokens = new_stream(trained.module, 24, SEGMENT), some_tokens(2, 6 * SEGMENT)
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == END
+    parts = zip(tokens.split(SEGMENT, 1), starts.split(SEGMENT, 1), strict=True)
+    expected = torch.cat([stream.logits_BLV(*part) for part in parts], dim=1)
+    found = theirs(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain(tokens).logits, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -23,7 +23,8 @@ def abbreviated(value: object) -> str:
 class XLPretrainConfig(PretrainedConfig):
     """The settings of `ModelConfig`, the length of a segment, and the token that ends a document.
 
-    `memory_length` may be another one than in training.
+    `memory_length` may be another one than in training; `rope_extension` (ntk or yarn) then counts
+    from `trained_keys`, the most keys that a segment saw.
     """
 
     model_type = "xl-pretrain"
@@ -35,9 +36,14 @@ class XLPretrainConfig(PretrainedConfig):
     }
 
     def __init__(
-        self, segment_length: int = 128, document_end_id: int = 0, **settings: Any
+        self,
+        segment_length: int = 128,
+        document_end_id: int = 0,
+        trained_keys: int = 0,
+        **settings: Any,
     ) -> None:
         self.segment_length = segment_length
+        self.trained_keys = trained_keys
         self.document_end_id = document_end_id
         for each in fields(ModelConfig):
             value = settings.pop(each.name, each.default)

@@ -107,6 +107,7 @@ def _config(trained: TrainedModel, end_id: int) -> dict[str, Any]:
         "auto_map": CLASSES,
         "model_type": "xl-pretrain",
         "segment_length": trained.segment_length,
+        "trained_keys": trained.trained_keys,
         "document_end_id": end_id,
         "bos_token_id": end_id,
         "eos_token_id": end_id,

@@ -119,6 +119,7 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: XLPretrainConfig) -> None:
         super().__init__(config)
         self.transformer = TransformerXL(config.model_config())
+        self.transformer.trained_keys = config.trained_keys
         # By storage: transformers replaces parameters as they are registered, shared ones by two.
         first: dict[int, str] = {}
         # The names under which parameters are used once more -> their first names.
@@ -168,6 +169,9 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the logits, and the memory followed by the last tokens."""
         memory, last_B = (None, None) if mems is None else (mems[:-1], mems[-1])
+        config = self.config
+        rows = config.memory_length + config.compressed_length
+        self.transformer.expect_keys(rows + config.segment_length)
 
         def read(tokens_BL: Tensor, starts_BL: Tensor, num_last: int) -> Tensor:
             nonlocal memory

@@ -1,0 +1,122 @@
+"""Rotary positions with more keys than in training: NTK-aware scaling and YaRN."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.cli import main
+from pretrain.config.choices import RopeExtension
+from pretrain.config.run import RunConfig
+from pretrain.model.cached import CachedStream, HiddenStateStream
+from pretrain.model.positions import Stretch, sinusoids_XD
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.export import write_export
+from tests.helpers.models import VARIANTS, random_starts, random_tokens, tiny_model
+
+KINDS: list[RopeExtension] = ["ntk", "yarn"]
+WIDTH, TRAINED, LENGTHS = 16, 660, [9, 9, 4, 9, 9]
+
+
+def frequency(kind: RopeExtension, pair: int, factor: float) -> float:
+    """Of one pair of channels, as the papers write it: one number at a time."""
+    base, exponent = 10_000.0, 2 * pair / WIDTH
+    if kind == KINDS[0]:
+        return (base * factor ** (WIDTH / (WIDTH - 2))) ** -exponent
+    plain = base**-exponent
+    rotations = TRAINED / (2 * math.pi / plain)  # the trained length over the wavelength
+    if rotations < 1:
+        return plain / factor
+    if rotations > 32:
+        return plain
+    gamma = (rotations - 1) / (32 - 1)
+    return (1 - gamma) * plain / factor + gamma * plain
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5, 8.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_encodings_are_those_of_the_papers(kind: RopeExtension, factor: float) -> None:
+    distances = torch.tensor([0.0, 1.0, 5.0, 700.0], dtype=torch.float64)
+    found = sinusoids_XD(distances, WIDTH, Stretch(kind, factor, TRAINED))
+    size = {"ntk": 1.0, "yarn": 0.1 * math.log(factor) + 1}[kind]
+    for row, distance in zip(found.tolist(), distances.tolist(), strict=True):
+        for pair in range(WIDTH // 2):
+            turned = cmath.rect(size, distance * frequency(kind, pair, factor))
+            assert row[pair] == pytest.approx(turned.imag, abs=1e-12)
+            assert row[pair + WIDTH // 2] == pytest.approx(turned.real, abs=1e-12)
+
+
+def test_yarn_keeps_some_pairs_divides_others_and_mixes_the_rest() -> None:
+    pairs = range(WIDTH // 2)
+    kept = [frequency("yarn", pair, 8.0) * 10_000 ** (2 * pair / WIDTH) for pair in pairs]
+    assert kept[:2] == [1.0, 1.0]
+    assert 1.0 > kept[2] > kept[3] > kept[4] > 1 / 8
+    assert kept[5:] == pytest.approx([1 / 8] * 3)
+
+
+def test_the_fastest_pair_keeps_its_frequency_and_the_slowest_is_divided_by_the_factor() -> None:
+    exponents = torch.tensor([0.0, (WIDTH - 2) / WIDTH], dtype=torch.float64)
+    fast, slow = Stretch("ntk", 8.0, TRAINED).frequencies(exponents, WIDTH)
+    assert fast == 1.0
+    assert float(slow) == pytest.approx(10_000 ** -((WIDTH - 2) / WIDTH) / 8)
+
+
+def model_of(kind: RopeExtension, trained_keys: int) -> TransformerXL:
+    options = {**VARIANTS["rope"], "num_heads": 1}  # of 16 channels
+    model = tiny_model(**options, rope_extension=kind).eval()
+    model.trained_keys = trained_keys
+    return model
+
+
+def read(stream: CachedStream | HiddenStateStream) -> Tensor:
+    """The losses of segments of several lengths."""
+    tokens_BT, starts_BT = random_tokens(2, sum(LENGTHS) + 1), random_starts(2, sum(LENGTHS) + 1)
+    parts, start = [], 0
+    for length in LENGTHS:
+        part, targets = slice(start, start + length), slice(start + 1, start + length + 1)
+        parts.append(stream.nll_BL(tokens_BT[:, part], tokens_BT[:, targets], starts_BT[:, part]))
+        start += length
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(
+    kind: RopeExtension,
+) -> None:
+    model = model_of(kind, trained_keys=9)
+    cached = read(CachedStream(model, 24, max(LENGTHS)))
+    model.expect_keys(0)  # another stream on the same model
+    remembered = read(HiddenStateStream(model, 24, max(LENGTHS)))
+    torch.testing.assert_close(cached, remembered, rtol=1e-10, atol=1e-10)
+    plain = read(CachedStream(model_of("none", trained_keys=9), 24, max(LENGTHS)))
+    assert not torch.allclose(cached[:, 9:], plain[:, 9:], rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trained_keys", [33, 0])
+def test_up_to_the_keys_of_training_nothing_changes_by_a_bit(
+    kind: RopeExtension, trained_keys: int
+) -> None:
+    """0: of a model that trains, no keys are known."""
+    found = read(CachedStream(model_of(kind, trained_keys), 24, max(LENGTHS)))
+    plain = read(CachedStream(model_of("none", 0), 24, max(LENGTHS)))
+    assert torch.equal(found, plain)
+
+
+def test_which_positions_extend_changes_no_function_of_the_weights() -> None:
+    config = model_of("none", 0).config
+    extended = replace(config, rope_extension="yarn")
+    assert extended.function_settings() == config.function_settings()
+
+
+def test_only_rotations_are_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model(dtype=torch.float32)
+    write_export(tmp_path / "model", model, RunConfig(model=model.config), 1, tmp_path)
+    assert main(["evaluate", str(tmp_path / "model"), "--rope-extension", "yarn"]) == 2
+    assert "stretches rotations, but " in capsys.readouterr().err
