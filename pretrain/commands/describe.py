@@ -89,6 +89,7 @@ def describe(
             + (f" of one in {every} layers" if every > 1 else "")
         ),
         *_attention_lines(config, hardware),
+        *_width_lines(config),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -108,6 +109,16 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
         return [f"attention in plain operations, without the fused kernel: {plain}"]
     unordered = unordered_reason(config)
     return [f"a resume is not bitwise: {unordered}"] if unordered else []
+
+
+def _width_lines(config: RunConfig) -> list[str]:
+    model = config.model
+    if not model.base_width:
+        return []
+    return [
+        f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
+        f"{model.base_width}, whose rates and initial weights hold"
+    ]
 
 
 def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:

@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
-from pretrain.scaling.recipe import RULES, Rule
+from pretrain.scaling.recipe import RULES, Rule, step_law_rule
 from pretrain.scaling.sweep_file import Sweep, sweep_path
 from pretrain.scaling.which_runs import cells_directory
 
@@ -116,7 +116,14 @@ def family_of(base: RunConfig, arguments: argparse.Namespace) -> Family:
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
     """The rule of rates and batches that the flags of `add_family` name."""
     if not arguments.tuned:
-        return RULES[arguments.rule]
+        rule = RULES[arguments.rule]
+        if base.model.base_width and rule is step_law_rule:
+            raise ConfigError(
+                f"model.base_width={base.model.base_width} makes one learning rate hold at every "
+                "width, and the Step Law would lower it once more; use --rule base, or --tuned "
+                "with a sweep of that model"
+            )
+        return rule
     from pretrain.scaling.tuned_rule import TunedRule, read_rungs
 
     return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)

@@ -63,7 +63,11 @@ def test_a_step_too_small_for_gpus_is_called_an_upper_bound(capsys):
     assert main([*small, "--gpu", "h100"]) == 0
     assert "an upper bound: starting the kernels" in capsys.readouterr().out
     assert main(small) == 0
-    assert "an upper bound" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "an upper bound" not in output
+    assert "muP" not in output
+    assert main([*small, "model.base_width=128"]) == 0
+    assert "as wide as the base, model.base_width=128" in capsys.readouterr().out
 
 
 def test_describe_prints_what_the_published_model_is_made_of(capsys):

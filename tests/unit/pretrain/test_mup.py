@@ -24,7 +24,7 @@ from pretrain.config.optim import MuonConfig, OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import TorchEngine
-from pretrain.model.layer import TransformerLayer
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import parameter_groups
 from pretrain.optim.parameter_groups import GroupTraits
@@ -62,6 +62,7 @@ MORE_HEADS: dict[str, dict[str, Any]] = {
         "untie_biases": True,
         "norm_position": "pre",
     },
+    "deltanet": {"layer_kinds": ("deltanet", "attention"), "norm_position": "pre"},
 }
 WIDER_HEADS: dict[str, dict[str, Any]] = {
     "modern": {
@@ -92,8 +93,8 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     engine = TorchEngine(run, module, World(0, 1, 0, torch.device("cpu")), 1)
     parts: dict[str, nn.Module] = {"embedding": module.embedding}
     for index, layer in enumerate(module.layers):
-        assert isinstance(layer, TransformerLayer)
-        parts |= {f"layer {index}": layer, f"attention {index}": layer.attention}
+        assert isinstance(layer, DeltaNetLayer | TransformerLayer)
+        parts |= {f"layer {index}": layer, f"mixer {index}": layer.mixer}
         parts |= {f"feed-forward {index}": layer.feed_forward}
     parts |= {f"logits {index}": part for index, part in enumerate(module.head.bins)}
     if module.compressions is not None:

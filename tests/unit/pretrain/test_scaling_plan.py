@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_text
+from pretrain.commands.scale import rule_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
@@ -266,3 +268,14 @@ def test_a_damaged_sweep_file_is_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_sweep(path)
+
+
+def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():
+    base = replace(BASE, model=replace(BASE.model, base_width=256))
+    with pytest.raises(ConfigError, match="use --rule base, or --tuned"):
+        rule_of(base, Namespace(tuned=[], rule="step-law"))
+    rule = rule_of(base, Namespace(tuned=[], rule="base"))
+    shapes = [nearest_shape(base, size) for size in (1e7, 1e8, 1e9)]
+    assert {rule(run, 1e9)[0] for run in shapes} == {base.optim.learning_rate}
+    assert {run.model.base_width for run in shapes} == {256}
+    assert len({run.model.width_multiplier for run in shapes}) == 3
