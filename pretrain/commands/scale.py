@@ -35,6 +35,10 @@ PROGRAM = Program(
             "predict the optimum and its loss for a budget, a size or a number of tokens",
         ),
         "report": ("pretrain.commands.scale_fit:report", "write the fit as one HTML page and PNGs"),
+        "tasks": (
+            "pretrain.commands.scale_tasks",
+            "predict the accuracy of a task: from size and data to its loss, from that to it",
+        ),
         "tune": (
             "pretrain.commands.scale_tune",
             "find the best learning rate by a small sweep: plan, report",

@@ -20,6 +20,7 @@ from pretrain.commands.scale import (
 )
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
 from pretrain.terminal.text import counted, fitted_table
 
@@ -30,23 +31,28 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
 
     if not arguments.reach > 1:
         raise ConfigError(f"--reach {arguments.reach} must be above 1: a factor in size")
+    points = points_of(arguments)
+    training = read_curves(arguments.curves) if arguments.curves else None
+    return fit_all(points, training=training, reach=arguments.reach)
+
+
+def points_of(arguments: argparse.Namespace) -> Points:
+    """Return the runs that the flags of `add_runs` describe."""
     if arguments.runs.suffix in YAML_SUFFIXES:
         raise ConfigError(
             f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
             f"'pretrain scale collect {arguments.runs}' writes"
         )
-    points = read_points(
+    return read_points(
         arguments.runs,
-        _columns(arguments.column),
+        columns_of(arguments.column),
         where=arguments.where,
         exclude=arguments.exclude,
         holdout=arguments.holdout,
     )
-    training = read_curves(arguments.curves) if arguments.curves else None
-    return fit_all(points, training=training, reach=arguments.reach)
 
 
-def _columns(items: list[str]) -> Columns:
+def columns_of(items: list[str]) -> Columns:
     """Column names from items such as `loss=c4`."""
     roles = [field.name for field in fields(Columns)]
     found = {}

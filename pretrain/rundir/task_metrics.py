@@ -32,6 +32,15 @@ def task_metrics(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
     }
 
 
+def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return `tasks/TASK/METRIC` -> value from the line of an evaluation."""
+    return {
+        name: value
+        for name, value in (evaluation or {}).items()
+        if name.startswith(_TASKS) and value is not None
+    }
+
+
 def latest_with_tasks(evaluations: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the latest line with metrics of tasks, which not every evaluation has."""
     return next((line for line in reversed(list(evaluations)) if task_metrics(line)), None)

@@ -17,6 +17,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import set_losses
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.task_metrics import task_columns
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.point_files import csv_rows
@@ -26,7 +27,7 @@ from pretrain.scaling.sweep_file import Cell, Sweep
 from pretrain.terminal.text import flops_text
 
 CURVE_POINTS = 100  # per run; losses between are averaged
-SET_LOSSES = "set_losses"
+SET_LOSSES, TASKS = "set_losses", "tasks"
 CURVE_COLUMNS = ("run", "N", "C", "loss")
 
 
@@ -55,6 +56,9 @@ class Row:
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
     set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` for each
+    tasks: Mapping[str, float] = field(
+        default_factory=dict
+    )  # a column `tasks/TASK/METRIC` for each
 
 
 def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
@@ -63,11 +67,12 @@ def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
-    """Write dataclasses as CSV, whole or not at all; a set's loss is a column of its own."""
+    """Write dataclasses as CSV, whole or not at all; losses of sets and tasks are columns."""
     trees = [asdict(row) for row in rows]
     for tree in trees:
         losses = tree.pop(SET_LOSSES, {})
         tree |= {f"loss/{name}": loss for name, loss in losses.items()}
+        tree |= tree.pop(TASKS, {})
     write_csv(path, list(dict.fromkeys(name for tree in trees for name in tree)), trees)
 
 
@@ -191,6 +196,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
         ),
         excluded=_reason(step, config.optim.steps, evaluations, loss),
         set_losses=set_losses(evaluations[-1]) if evaluations else {},
+        tasks=task_columns(evaluations[-1]) if evaluations else {},
     )
 
 

@@ -27,7 +27,7 @@ MOST_HEADS = 512
 INNER_MULTIPLE = 8
 WIDTH_MULTIPLE = 128  # of widths from 4 times it on
 STEPS_PER_DOUBLING = 8  # widths between a power of two and the next, at most
-SHAPE = ("num_layers", "d_model", "num_heads", "num_key_heads", "d_head", "d_inner")
+SHAPE = ("layer_kinds", "num_layers", "d_model", "num_heads", "num_key_heads", "d_head", "d_inner")
 
 
 @dataclass(frozen=True, order=True)
@@ -129,26 +129,32 @@ class Family:
         self, num_heads: int, parameters: float
     ) -> tuple[tuple[float, Shape], float]:
         """The best depth of a width with its distance, and the fewest parameters of that width."""
+        model = self.base.model
+        period = max(1, len(model.layer_kinds))
         one, two = (
             parameters_of(with_shape(self.base, Shape(num_heads, depth)).model).total
-            for depth in (1, 2)
+            for depth in (period, 2 * period)
         )
-        ideal = self.base.model.num_layers * num_heads / self.base.model.num_heads
-        depths = range(
-            max(1, math.ceil(ideal / DEPTH_FREEDOM)), max(1, math.floor(ideal * DEPTH_FREEDOM)) + 1
-        )
+
+        def parameters_at(depth: int) -> float:
+            return one + (depth - period) * (two - one) / period
+
+        ideal = model.num_layers * num_heads / model.num_heads
+        unit = 1 if model.num_layers % period else period  # whole patterns, if the base has them
+        fewest = max(1, math.ceil(ideal / DEPTH_FREEDOM / unit))
+        most = max(fewest, math.floor(ideal * DEPTH_FREEDOM / unit))
+        depths = [unit * count for count in range(fewest, most + 1)]
         if self.keep_layers:
-            depths, ideal = [self.base.model.num_layers], self.base.model.num_layers
-        depths = depths or [max(1, math.ceil(ideal / DEPTH_FREEDOM))]
+            depths, ideal = [model.num_layers], model.num_layers
         scores = [
             (
-                abs(math.log((one + (depth - 1) * (two - one)) / parameters))
+                abs(math.log(parameters_at(depth) / parameters))
                 + DEPTH_WEIGHT * abs(math.log(depth / max(1.0, ideal))),
                 Shape(num_heads, depth),
             )
             for depth in depths
         ]
-        return min(scores), one + (depths[0] - 1) * (two - one)
+        return min(scores), parameters_at(depths[0])
 
 
 def with_shape(base: RunConfig, shape: Shape) -> RunConfig:

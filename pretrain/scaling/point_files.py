@@ -130,6 +130,26 @@ def read_points(
     return without_repeats(replace(points, excluded=tuple(excluded)))
 
 
+def values_by_name(path: Path, column: str, columns: Columns | None = None) -> dict[str, float]:
+    """Return a column of finite numbers by the names of the runs, without rows that lack one.
+
+    DataError if there is no such column, or if two runs of one name differ in it.
+    """
+    rows = _rows_of(Path(path))
+    present = _column_names(rows[0]) if rows else []
+    if not any(column in row for row in rows):
+        raise DataError(f"{path}: no column {column!r}{did_you_mean(column, present)}")
+    found: dict[str, float] = {}
+    for row in rows:
+        name, value = _name(row, columns or Columns()), _number(row.get(column))
+        if math.isfinite(value) and found.setdefault(name, value) != value:
+            raise DataError(
+                f"{path}: row {row['_line']}: another run is named {name!r}, too, with another "
+                f"{column}; give each run its own name"
+            )
+    return found
+
+
 def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
     if not rows:
         raise DataError(f"{path}: every run is excluded; a fit needs some")

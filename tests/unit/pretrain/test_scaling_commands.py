@@ -51,7 +51,8 @@ def train_by_the_law(
         lines.append(train_line(step, value, tokens=tokens, seconds=2.0))
     if until == 1.0:
         final = lines[-1]["loss"] if loss is None else loss
-        lines.append({"kind": "evaluation", "step": last, "loss": final})
+        more = {"loss/code": final + 1, "tasks/quiz/acc": 0.5}
+        lines.append({"kind": "evaluation", "step": last, "loss": final, **more})
     write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     run_dir.ledger.append(Started(step=0, world_size=1, code="v1-7-gabc"))
 
@@ -121,6 +122,8 @@ def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected
             cost.body_parameters,
             cost.tokens,
         )
+        assert (row["D_effective"], row["tasks/quiz/acc"]) == (row["D"], "0.5")
+        assert float(row["loss/code"]) == pytest.approx(float(row["loss"]) + 1)
         assert float(row["C"]) == pytest.approx(cost.flops)
         assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
         assert float(row["loss"]) == pytest.approx(

@@ -117,6 +117,15 @@ def test_widths_and_numbers_of_heads_are_round_at_every_size():
     assert len(seen) > 15
 
 
+def test_layers_of_several_kinds_come_in_whole_patterns():
+    kinds = ("deltanet", "deltanet", "attention")
+    family = Family(base=replace(BASE, model=replace(BASE.model, layer_kinds=kinds)))
+    for size in (3e7, 2e8, 2e9):
+        run = family.nearest(size)
+        assert run.model.num_layers % 3 == 0
+        assert cost_of(run).parameters == pytest.approx(size, rel=0.2)
+
+
 def test_a_width_multiple_that_was_asked_for_holds_at_every_size():
     family = Family(base=BASE, width_multiple=256)
     widths = {family.nearest(1e7 * 1.5**step).model.d_model for step in range(15)}

@@ -1,0 +1,121 @@
+"""`pretrain scale tasks`: size and data to a task's loss, that loss to its accuracy, a backtest."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from data_pipeline.csv_files import write_csv
+from data_pipeline.errors import DataError
+from pretrain.commands import scale
+from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
+from tests.helpers.scaling import HOFFMANN, simulated
+
+TRUTH = Sigmoid(floor=0.25, ceiling=0.85, steepness=6.0, middle=2.7)
+RUNS = simulated(noise=0.002)
+
+
+def accuracies_of(points, noise=0.004, seed=0) -> dict[str, float]:
+    """What the sigmoid gives at the losses that the law says, and a little noise."""
+    rng = np.random.default_rng(seed)
+    true_P = TRUTH.at(HOFFMANN.loss(points.parameters_P, points.tokens_P))
+    noisy_P = np.clip(true_P + noise * rng.standard_normal(len(points)), 0, 1)
+    return dict(zip(points.names, noisy_P.tolist(), strict=True))
+
+
+def test_a_sigmoid_without_noise_is_found_exactly():
+    loss_P = np.linspace(2.2, 3.4, 15)
+    for chance in (None, 0.25):
+        found = fit_sigmoid(loss_P, TRUTH.at(loss_P), chance)
+        assert list(vars(found).values()) == pytest.approx(list(vars(TRUTH).values()), rel=1e-4)
+
+
+def test_both_steps_predict_a_run_and_the_interval_holds_the_truth():
+    task = fit_task(RUNS, accuracies_of(RUNS))
+    size, tokens = 3e9, 1e11
+    loss, accuracy = task.predict(size, tokens)
+    true_loss = float(HOFFMANN.loss(size, tokens))
+    assert loss.value == pytest.approx(true_loss, rel=0.01)
+    assert accuracy.value == pytest.approx(float(TRUTH.at(true_loss)), abs=0.02)
+    assert accuracy.low < float(TRUTH.at(true_loss)) < accuracy.high
+    assert accuracy.high - accuracy.low < 0.15
+
+
+def test_the_backtest_never_sees_the_largest_budget():
+    accuracies = accuracies_of(RUNS)
+    found = backtest(RUNS, accuracies, 0.25)
+    last = RUNS.take(RUNS.budget_P == RUNS.budgets[-1])
+    assert [item.name for item in found] == list(last.names)
+    for item in found:
+        assert item.predicted_loss == pytest.approx(item.loss, rel=0.02)
+        assert item.predicted_accuracy == pytest.approx(item.accuracy, abs=0.04)
+    spoilt = accuracies | dict.fromkeys(last.names, 0.3)
+    again = backtest(RUNS, spoilt, 0.25)
+    assert [item.predicted_accuracy for item in again] == [
+        item.predicted_accuracy for item in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accuracy_P", "said"),
+    [
+        (np.linspace(20, 80, 8)[::-1], "expected fractions from 0 to 1"),
+        (np.linspace(0.2, 0.8, 8), "the accuracy rises with the loss"),
+    ],
+)
+def test_accuracies_that_no_sigmoid_explains_are_refused(accuracy_P, said):
+    with pytest.raises(DataError, match=said):
+        fit_sigmoid(np.linspace(2.5, 3.5, 8), accuracy_P)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    accuracies = accuracies_of(RUNS)
+    columns = ("name", "N", "D", "C", "budget", "loss", "loss/task", "tasks/task/acc")
+    values = zip(
+        RUNS.names, RUNS.parameters_P, RUNS.tokens_P, RUNS.flops_P, RUNS.budget_P,
+        RUNS.loss_P + 1, RUNS.loss_P, accuracies.values(), strict=True,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("tasks") / "runs.csv"
+    write_csv(path, columns, [dict(zip(columns, row, strict=True)) for row in values])
+    return path
+
+
+def command(*words: object) -> int:
+    return scale.PROGRAM.main([str(word) for word in words])
+
+
+def test_the_command_prints_both_steps_the_backtest_and_the_answer(table, capsys):
+    words = ("tasks", table, "--accuracy", "tasks/task/acc", "--task-loss", "loss/task")
+    assert command(*words, "--chance", "0.25", "--params", "3e9", "--tokens", "1e11") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^step 1, 48 runs: loss/task = 1\.\d+ \+ ", said, re.M)
+    assert re.search(r"^step 2: tasks/task/acc = 0\.250 \+ 0\.\d+ / \(1 \+ exp\(", said, re.M)
+    errors = re.search(r"loss ([\d.]+)%, accuracy ([\d.]+) points by step 2 alone and", said)
+    assert errors
+    assert float(errors[1]) < 1
+    assert float(errors[2]) < 2
+    answer = re.search(r"N 3G, D 100G: .*tasks/task/acc ([\d.]+)% \[([\d.]+)%, ([\d.]+)%\]", said)
+    assert answer
+    value, low, high = map(float, answer.groups())
+    assert low < 100 * float(TRUTH.at(HOFFMANN.loss(3e9, 1e11))) < high
+    assert low < value < high
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--accuracy", "tasks/other/acc"), "no column 'tasks/other/acc'; did you mean 'tasks/t"),
+        (("--accuracy", "tasks/task/acc", "--params", "1e9"), "give --flops, or --params and --to"),
+        (("--accuracy", "tasks/task/acc", "--chance", "25"), "--chance 25 must be from 0 to"),
+        (("--accuracy", "tasks/task/acc", "--flops", "1e26"), "rejected as extrapolation"),
+    ],
+)
+def test_mistakes_are_one_line(table, words, said, capsys):
+    assert command("tasks", table, *words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
