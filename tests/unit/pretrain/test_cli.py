@@ -85,7 +85,7 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         "model.d_model=64",
     ]
     assert main(["describe", *arguments]) == 0
-    assert "2 L" in capsys.readouterr().out
+    assert "2 (A M d b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
