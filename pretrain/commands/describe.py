@@ -148,7 +148,7 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
         "in every segment",
         "positions": "A 2 d h K / (T B), relative positions only",
         "attention": "A 6 h K; without relative positions A 4 h K",
-        "deltanet": "(L - A) (2 d (2 h + 3 x) + C (6 h + 4 x) + 6 H x), in chunks of C tokens",
+        "deltanet": "(L - A) (2 d (2 h + 3 x) + C (6 h + 4 x + 2 h / H) + 6 H x), in chunks of C",
         "feed_forward": "L 4 d f; swiglu: L 6 d f",
         "compression": "A (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
         "head": "2 d V; tails of an adaptive softmax by Zipf's law",

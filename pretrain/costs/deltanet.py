@@ -36,17 +36,18 @@ class DeltaNetCosts:
     def rule_flops(self) -> float:
         """Per token: products of a chunk's tokens, the solve (as a product), and of the state."""
         w, v, size = self._w, self._v, self._chunk_tokens
-        return self._padding * (size * (6 * w + 4 * v) + 6 * v * self.model.head_width)
+        products = size * (6 * w + 4 * v) + 6 * v * self.model.head_width
+        return self._padding * products + self._decay_flops
 
     @property
     def flops_without_gradient(self) -> float:
         """Per token: the carried state has none, and nothing of the loss reads the final one."""
-        return 8.0 * self._v * self.model.head_width * self._chunk_tokens / self.tokens
+        return 4 * self._last_state_flops + self._decay_flops
 
     @property
     def recomputed_flops(self) -> float:
         """Per token: what selective checkpointing repeats, all but the final state."""
-        return self.rule_flops - self.flops_without_gradient / 4
+        return self.rule_flops - self._last_state_flops
 
     @property
     def kept_elements(self) -> int:
@@ -67,6 +68,15 @@ class DeltaNetCosts:
         pairs = 5 * self.model.num_heads * self._padding * self.tokens * self._chunk_tokens
         states = self._num_chunks * self._v * self.model.head_width
         return max(width, EXACT_BYTES) * (rows + pairs + states)
+
+    @property
+    def _last_state_flops(self) -> float:
+        return 2.0 * self._v * self.model.head_width * self._chunk_tokens / self.tokens
+
+    @property
+    def _decay_flops(self) -> float:
+        """Of the sums of logarithms, a product with a mask, which has no gradient."""
+        return 2.0 * self._padding * self._chunk_tokens * self.model.num_heads
 
     @property
     def _w(self) -> int:

@@ -122,20 +122,19 @@ def _decays(log_decay_ZBNY1: Tensor, documents_BL: Tensor | None) -> tuple[Tenso
     """
     num_chunks, size = len(log_decay_ZBNY1), log_decay_ZBNY1.shape[-2]
     later = torch.ones(size, size, dtype=torch.bool, device=log_decay_ZBNY1.device).triu(1)
-    if documents_BL is None:
-        total_ZBNY1 = log_decay_ZBNY1.cumsum(-2)
-        hidden, is_carried = later, None
-    else:
+    hidden, is_carried = later, None
+    if documents_BL is not None:
         last_B1, missing = documents_BL[:, -1:], num_chunks * size - documents_BL.shape[1]
         documents_BL = torch.cat([documents_BL, last_B1.expand(-1, missing)], dim=1)
         documents_ZBY = documents_BL.unflatten(1, (num_chunks, size)).transpose(0, 1)
-        hidden = later | (documents_ZBY[..., None] != documents_ZBY[..., None, :])
-        # Sums over the token's own document: a sum over all would be rounded by earlier ones.
-        own_ZBYY = hidden.logical_not().to(log_decay_ZBNY1.dtype)
-        total_ZBNY1 = (log_decay_ZBNY1[..., 0] @ own_ZBYY.mT)[..., None]
         before_ZB1 = torch.cat([torch.zeros_like(documents_ZBY[:1]), documents_ZBY[:-1]])[..., -1:]
-        hidden = hidden[:, :, None]
+        hidden = later | (documents_ZBY[..., None] != documents_ZBY[..., None, :])
         is_carried = (documents_ZBY == before_ZB1)[:, :, None, :, None]
+    # Sums over the earlier tokens of the same document. A cumulative sum would be rounded by the
+    # documents before, and on a GPU in no fixed order.
+    summed = hidden.logical_not().to(log_decay_ZBNY1.dtype)
+    total_ZBNY1 = (log_decay_ZBNY1[..., 0] @ summed.mT)[..., None]
+    hidden = hidden if is_carried is None else hidden[:, :, None]
     # Masked before the exponential: the difference is positive where the key is later.
     difference_ZBNYY = total_ZBNY1 - total_ZBNY1.mT
     between_ZBNYY = difference_ZBNYY.masked_fill(hidden, float("-inf")).exp()

@@ -126,7 +126,7 @@ def test_generate_has_the_tokens_of_ours_without_sampling(variant, exported):
     assert found[0].tolist() == expected[:length]  # it ends with a document, or after 20 tokens
 
 
-@pytest.mark.parametrize("variant", ["plain", "compressive", "isolated"])
+@pytest.mark.parametrize("variant", ["plain", "compressive", "isolated", "deltanet_alone"])
 def test_beams_keep_their_own_memories(variant, exported):
     theirs = load(exported(variant)[2], memory_length=64)  # all of the text
     inputs = torch.tensor([prompt_tokens(BYTES, text) for text in ("the river", "a lantern")])

@@ -175,7 +175,8 @@ def flop_counter() -> FlopCounterMode:
         {"num_key_heads": 1, "feed_forward": "swiglu"},
         {"positions": "rope", "num_key_heads": 1},
         {"positions": "t5", "feed_forward": "gelu"},
-        {"layer_kinds": ("deltanet", "deltanet", "attention"), "query_key_norm": True},
+        {"layer_kinds": ("deltanet", "attention"), "query_key_norm": True},
+        {"layer_kinds": ("deltanet",), "isolate_documents": True},
         {"memory_length": 9, "compressed_length": 4},
         {
             "memory_length": 9,
