@@ -64,7 +64,10 @@ def long_cell(optimizer: str, name: str, engine: dict[str, Any], **more: Any) ->
 
 
 def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    return {"name": f"adamw-{name}", "engine": engine, "until": 3, "save_at": [], "measure_at": [3]}
+    """With muP, so that roles have rates, weight decays and epsilons of their own."""
+    more = {"model": {"base_width": 8}, "optim": {"weight_decay": 0.1}}
+    times = {"until": 3, "save_at": [], "measure_at": [3]}
+    return {"name": f"adamw-{name}", "engine": engine, **more, **times}
 
 
 @pytest.fixture(scope="module")
