@@ -35,6 +35,7 @@ RUN_NAMES = {
     "model.z_loss": "z_loss_weight",
     "model.init_std": "initializer_range init_scale",
     "model.projection_init_std": "proj_init_std",
+    "model.rope_extension": "rope_scaling rope_scaling_type",
     "model.base_width": "mup mup_width mup_base_width",
     "model.base_head_width": "mup_base_head_size",
     "data.path": "corpus dataset data_path data_dir train_data",
