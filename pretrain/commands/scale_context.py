@@ -52,6 +52,10 @@ PROGRAM = Program(
             "pretrain.commands.scale_context:report",
             "write the losses as one HTML page and PNGs",
         ),
+        "optimum": (
+            "pretrain.commands.scale_memory",
+            "fit the loss over size, tokens and memory length, and name the memory that pays",
+        ),
     },
 )
 

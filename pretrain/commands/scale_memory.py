@@ -1,0 +1,90 @@
+"""`pretrain scale context optimum`: the memory length that is compute-optimal at a budget."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.sizes import amount_of
+from pretrain.scaling.context import read_context
+from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
+from pretrain.scaling.memory_law import (
+    MemoryLaw,
+    Optimum,
+    Trained,
+    best_memory,
+    fit_memory_law,
+    memory_region,
+    trained_runs,
+)
+from pretrain.terminal.text import counted, fitted_table, flops_text
+
+FURTHEST = 10.0  # times the largest or smallest run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale context optimum`."""
+    add = parser.add_argument
+    tables = "tables that 'scale context collect' wrote, of one family of models"
+    add("tables", type=Path, nargs="+", metavar="TABLE", help=tables)
+    flops = "training FLOPs to find the best memory for (default: the smallest and largest run's)"
+    add("--flops", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=flops)
+    segment = "use the runs of this segment length (default: that of most runs)"
+    add("--segment", type=int, default=0, metavar="T", help=segment)
+    force = f"answer even over {FURTHEST:g} times outside of the runs' FLOPs"
+    add("--force", action="store_true", help=force)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the law and the best memory at each budget."""
+    rows = [row for table in arguments.tables for row in read_context(table)]
+    runs = trained_runs(rows, arguments.segment)
+    low, high = float(runs.flops_P.min()), float(runs.flops_P.max())
+    budgets = sorted(arguments.flops) or [low, high]
+    for flops in budgets:
+        if not low / FURTHEST <= flops <= high * FURTHEST and not arguments.force:
+            raise ConfigError(
+                f"--flops {flops:.3g} is over {FURTHEST:g} times outside of the runs "
+                f"({low:.3g} to {high:.3g}); add runs nearer to it, or use --force"
+            )
+    law = fit_memory_law(runs)
+    region = memory_region(law, runs)
+    found = [best_memory(law, region, runs, flops) for flops in budgets]
+    heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
+    print("\n".join(_law_lines(law, runs)))
+    print(fitted_table([heads, *map(_row, found)]))
+    return 0
+
+
+def _law_lines(law: MemoryLaw, runs: Trained) -> list[str]:
+    error = np.abs(law.loss(runs.parameters_P, runs.tokens_P, runs.keys_P) / runs.loss_P - 1)
+    scales = law.coefficients[1:] * law.reference**law.exponents
+    terms = [
+        f"{scale:.4g} / {letter}^{power:.3f}"
+        for scale, letter, power in zip(scales, "NDK", law.exponents, strict=True)
+        if scale > 0
+    ]
+    lines = [
+        f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
+        f"{' + '.join([f'{law.coefficients[0]:.4g}', *terms])}, K = memory + "
+        f"{(runs.segment_length + 1) / 2:g}; mean absolute error {error.mean():.2%}"
+    ]
+    if not law.coefficients[3] > 0:
+        lines.append("a longer memory does not lower the loss of these runs")
+    return lines
+
+
+def _row(found: Optimum) -> list[str]:
+    memory = shown(found.memory, lambda value: f"{value:.0f}" if math.isfinite(value) else "-")
+    return [
+        flops_text(found.flops),
+        f"at least {memory}" if found.is_edge else memory,
+        amount(found.parameters),
+        amount(found.tokens),
+        shown(found.loss, as_loss),
+        f"{found.without:.4f} ({found.without / found.loss.value - 1:+.2%})",
+    ]

@@ -1,0 +1,305 @@
+"""How long a memory pays: a law of the loss over size, data and context, fitted to context sweeps.
+
+L(N, D, M) = E + A / N^alpha + B / D^beta + G / K^gamma, where K = M + (T + 1) / 2 is the mean
+number of keys that a token of a segment of T attends to. With runs of one size the second term is
+part of E. A longer memory lowers the last term and costs FLOPs, which the runs' own counts give
+exactly: they are linear in M. So each budget has a memory length of lowest loss.
+Legend: P runs, K draws, X memory lengths, N sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.context import ContextRow
+from pretrain.scaling.intervals import Interval, range_of
+from pretrain.scaling.points import Array
+from pretrain.scaling.regions import allowed_excess
+from pretrain.terminal.text import counted
+
+FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
+SPARE = 2  # runs beyond the numbers that are fitted
+EXPONENTS = np.geomspace(0.05, 2.0, 10)
+STEEPEST = 4.0
+FLATTEST = 1e-3
+GAMMA = 6  # its place among the seven numbers
+CENTERS, SPAN = 24, 12.0  # gammas of the confidence region, and how far they reach
+DIRECTIONS, BISECTIONS, FURTHEST_RAY = 200, 16, 30.0  # from each of them
+PARTS = 10  # in which its laws are evaluated, to save memory
+FURTHEST_MEMORY = 2.0  # times the longest memory of the runs: longer ones are not answered with
+FURTHEST_SIZE = 2.0
+MEMORIES, SIZES = 80, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Runs evaluated with the memory they trained with, as columns."""
+
+    parameters_P: Array
+    tokens_P: Array
+    flops_P: Array
+    memory_P: Array
+    loss_P: Array
+    segment_length: int
+
+    @property
+    def keys_P(self) -> Array:
+        """K of each run."""
+        return keys_of(self.memory_P, self.segment_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLaw:
+    """A fitted law; terms are relative to reference values, so that all numbers are near 1."""
+
+    coefficients: Array  # E, A, B, G >= 0, of the terms below; A is 0 for runs of one size
+    exponents: Array  # alpha, beta, gamma
+    reference: Array  # N, D, K
+
+    def loss(self, parameters: Array, tokens: Array, keys: Array) -> Array:
+        """The loss at sizes, tokens and keys that broadcast."""
+        numbers = np.concatenate([self.coefficients, self.exponents])
+        return _losses(numbers, self.reference, (parameters, tokens, keys))
+
+
+def _losses(numbers: Array, reference: Array, values: Sequence[Array]) -> Array:
+    """Losses of laws, whose seven numbers are the last axis; others broadcast with the values."""
+    total = numbers[..., 0]
+    for index, value in enumerate(values):
+        part = (value / reference[index]) ** -numbers[..., 4 + index]
+        total = total + numbers[..., 1 + index] * part
+    return np.asarray(total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """The memory length of lowest loss at a budget, with intervals."""
+
+    flops: float
+    memory: Interval
+    parameters: float
+    tokens: float
+    loss: Interval
+    without: float  # the lowest loss without memory
+    is_edge: bool  # the longest memory that is answered with: a longer one may be better
+
+
+def keys_of(memory: float | Array, segment_length: int) -> Array:
+    """The mean number of keys of a token, with a memory of that length."""
+    return np.asarray(memory) + (segment_length + 1) / 2
+
+
+def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained:
+    """The runs of one segment length (0: that of most) with their own memory.
+
+    DataError if they do not determine a law, or differ in more than size, memory and tokens.
+    """
+    own = [row for row in rows if row.evaluated_memory == row.memory_length]
+    lengths = [row.segment_length for row in own]
+    segment = segment_length or max(sorted({*lengths}), key=lengths.count, default=0)
+    own = [row for row in own if row.segment_length == segment]
+    columns = [("N", "sizes"), ("D", "numbers of tokens"), ("memory_length", "memory lengths")]
+    counts = {words: len({getattr(row, name) for row in own}) for name, words in columns}
+    sizes = counts.pop("sizes")
+    if few := [f"{count} {words}" for words, count in counts.items() if count < FEWEST]:
+        raise DataError(
+            f"segments of {segment}: found {' and '.join(few)}, a law needs at least {FEWEST} of "
+            "each; plan the sweep with more --memories, and with other optim.steps, and give all "
+            "tables"
+        )
+    if sizes == 2:
+        raise DataError(
+            "the runs have two sizes, which determine no power of N: give tables of one size, or "
+            f"of {FEWEST}"
+        )
+    numbers = 5 + 2 * (sizes >= FEWEST)
+    if len(own) < numbers + SPARE:
+        raise DataError(
+            f"segments of {segment}: {counted(len(own), 'run')}, a law of {numbers} numbers needs "
+            f"{numbers + SPARE}"
+        )
+    for size in {row.N for row in own}:
+        if len({row.recipe for row in own if size == row.N}) > 1:
+            raise DataError(
+                f"the runs of {size} parameters differ in settings besides memory and tokens "
+                "(column recipe); give tables of one recipe"
+            )
+    return Trained(
+        parameters_P=np.array([float(row.N) for row in own]),
+        tokens_P=np.array([float(row.D) for row in own]),
+        flops_P=np.array([float(row.C) for row in own]),
+        memory_P=np.array([float(row.memory_length) for row in own]),
+        loss_P=np.array([float(row.loss) for row in own]),
+        segment_length=segment,
+    )
+
+
+def fit_memory_law(runs: Trained) -> MemoryLaw:
+    """Least squares of relative errors: the best cell of a grid of exponents, where the rest is
+    linear and not negative, then a solver."""
+    from scipy.optimize import nnls
+
+    columns = (runs.parameters_P, runs.tokens_P, runs.keys_P)
+    reference = np.array([float(np.exp(np.log(column).mean())) for column in columns])
+    has_sizes = len(np.unique(runs.parameters_P)) >= FEWEST
+    ratios = [column / ref for column, ref in zip(columns, reference, strict=True)]
+    best, least = None, np.inf
+    for alpha in EXPONENTS if has_sizes else EXPONENTS[:1]:
+        for beta in EXPONENTS:
+            for gamma in EXPONENTS:
+                exponents = np.array([alpha, beta, gamma])
+                terms = [x**-power for x, power in zip(ratios, exponents, strict=True)]
+                if not has_sizes:
+                    terms[0] = np.zeros_like(terms[0])
+                design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
+                solution, error = nnls(design / runs.loss_P[:, None], np.ones_like(runs.loss_P))
+                if error < least:
+                    best, least = (solution, exponents), error
+    assert best is not None
+    start = MemoryLaw(coefficients=best[0], exponents=best[1], reference=reference)
+    return _refined(start, runs, _free(runs))
+
+
+def _free(runs: Trained) -> Array:
+    """Which of the seven numbers these runs determine."""
+    has_sizes = len(np.unique(runs.parameters_P)) >= FEWEST
+    return np.array([True, has_sizes, True, True, has_sizes, True, True])
+
+
+def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
+    """The law of least squares of relative errors, in the `free` numbers."""
+    from scipy.optimize import least_squares
+
+    numbers = np.concatenate([start.coefficients, start.exponents])
+    values = (runs.parameters_P, runs.tokens_P, runs.keys_P)
+
+    def all_numbers(chosen: Array) -> Array:
+        every = numbers.copy()
+        every[free] = chosen
+        return every
+
+    low = np.array([0.0] * 4 + [FLATTEST] * 3)[free]
+    high = np.array([np.inf] * 4 + [STEEPEST] * 3)[free]
+    found = least_squares(
+        lambda chosen: _losses(all_numbers(chosen), start.reference, values) / runs.loss_P - 1,
+        np.clip(numbers[free], low + 1e-9, high - 1e-9),
+        bounds=(low, high),
+    )
+    every = all_numbers(found.x)
+    return replace(start, coefficients=every[:4], exponents=every[4:])
+
+
+def memory_region(law: MemoryLaw, runs: Trained) -> Array:
+    """The seven numbers of laws on the border of the confidence region (`regions.py`), [K, 7].
+
+    The region is long and bent in gamma. So there is a center for each of many gammas, with the
+    other numbers fitted again, and from each of them laws in all directions, as far out as the sum
+    of squares allows.
+    """
+    free = _free(runs)
+    least = _squares(law, runs)
+    allowed = least + allowed_excess(least, len(runs.loss_P) - int(free.sum()))
+    but_gamma = free & (np.arange(len(free)) != GAMMA)
+    gammas = np.clip(law.exponents[2] * np.geomspace(1 / SPAN, SPAN, CENTERS), FLATTEST, STEEPEST)
+    centers = [law]
+    for gamma in np.unique(gammas):
+        start = replace(law, exponents=np.array([*law.exponents[:2], gamma]))
+        centers.append(_refined(start, runs, but_gamma))
+    inside = [each for each in centers if _squares(each, runs) <= allowed]
+    return np.concatenate([_border(each, runs, free, allowed) for each in inside])
+
+
+def _squares(law: MemoryLaw, runs: Trained) -> float:
+    predicted_P = law.loss(runs.parameters_P, runs.tokens_P, runs.keys_P)
+    return float(((predicted_P / runs.loss_P - 1) ** 2).sum())
+
+
+def _border(law: MemoryLaw, runs: Trained, free: Array, allowed: float) -> Array:
+    """Laws around this one at which the sum of squares is what is allowed."""
+    best = np.concatenate([law.coefficients, law.exponents])
+    values = (runs.parameters_P, runs.tokens_P, runs.keys_P)
+
+    def errors(numbers_KJ: Array) -> Array:
+        return _losses(numbers_KJ[:, None], law.reference, values) / runs.loss_P - 1
+
+    steps_JJ = 1e-6 * np.eye(len(best))[free]
+    slopes_PJ = ((errors(best + steps_JJ) - errors(best[None])) / 1e-6).T
+    _, stretch_J, turned_JJ = np.linalg.svd(slopes_PJ, full_matrices=False)
+    shrunk_J = 1 / np.maximum(stretch_J, 1e-6 * stretch_J.max())
+    towards_KJ = np.random.default_rng(0).standard_normal((DIRECTIONS, len(shrunk_J)))
+    towards_KJ /= np.linalg.norm(towards_KJ, axis=1, keepdims=True)
+    rays_KJ = np.zeros((DIRECTIONS, len(best)))
+    rays_KJ[:, free] = (towards_KJ * shrunk_J) @ turned_JJ
+    reach_K, furthest_K = np.zeros(DIRECTIONS), np.full(DIRECTIONS, FURTHEST_RAY * allowed**0.5)
+    for _ in range(BISECTIONS):
+        middle_K = (reach_K + furthest_K) / 2
+        tried_KJ = _legal(best + middle_K[:, None] * rays_KJ)
+        inside_K = (errors(tried_KJ) ** 2).sum(axis=1) <= allowed
+        reach_K = np.where(inside_K, middle_K, reach_K)
+        furthest_K = np.where(inside_K, furthest_K, middle_K)
+    return _legal(best + reach_K[:, None] * rays_KJ)
+
+
+def _legal(numbers_KJ: Array) -> Array:
+    """Coefficients of at least 0, and exponents within their bounds."""
+    coefficients, exponents = np.maximum(numbers_KJ[:, :4], 0), numbers_KJ[:, 4:]
+    return np.concatenate([coefficients, np.clip(exponents, FLATTEST, STEEPEST)], axis=1)
+
+
+def best_memory(law: MemoryLaw, region_KJ: Array, runs: Trained, flops: float) -> Optimum:
+    """The memory length (and size, if the runs have several) of lowest loss at these FLOPs.
+
+    Intervals are the ranges over the laws of the region.
+    """
+    longest = FURTHEST_MEMORY * runs.memory_P.max()
+    memory_X = np.unique(np.round(np.concatenate([[0], np.geomspace(1, longest, MEMORIES)])))
+    low, high = runs.parameters_P.min(), runs.parameters_P.max()
+    size_N = np.array([low])
+    if high > low:
+        size_N = np.geomspace(low / FURTHEST_SIZE, high * FURTHEST_SIZE, SIZES)
+    tokens_NX = flops / flops_per_token(runs, size_N, memory_X)
+    values = (size_N[:, None], tokens_NX, keys_of(memory_X, runs.segment_length)[None])
+    loss_NX = law.loss(*values)
+    size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
+    by_memory_KX = np.concatenate(
+        [
+            _losses(part_KJ[:, None, None], law.reference, values).min(axis=1)
+            for part_KJ in np.array_split(region_KJ, PARTS)
+        ]
+    )
+    memory_K = memory_X[by_memory_KX.argmin(axis=1)]
+    return Optimum(
+        flops=flops,
+        memory=range_of(memory_X[memory], memory_K),
+        parameters=float(size_N[size]),
+        tokens=float(tokens_NX[size, memory]),
+        loss=range_of(loss_NX.min(), by_memory_KX.min(axis=1)),
+        without=float(loss_NX[:, 0].min()),
+        is_edge=memory == len(memory_X) - 1,
+    )
+
+
+def flops_per_token(runs: Trained, size_N: Array, memory_X: Array) -> Array:
+    """C / D of each size and memory: linear in M at the runs' sizes, powers of N between them."""
+    sizes = np.unique(runs.parameters_P)
+    lines = []
+    for size in sizes:
+        chosen = runs.parameters_P == size
+        if len(np.unique(runs.memory_P[chosen])) < 2:
+            raise DataError(
+                f"the runs of {size:g} parameters have one memory length; its cost needs two"
+            )
+        ratio_P = runs.flops_P[chosen] / runs.tokens_P[chosen]
+        lines.append(np.polyfit(runs.memory_P[chosen], ratio_P, 1)[::-1])
+    start, slope = np.array(lines).T
+    if len(sizes) == 1:
+        return start[0] + slope[0] * memory_X[None] + 0 * size_N[:, None]
+    at_zero_N, per_key_N = (
+        np.exp(np.polyval(np.polyfit(np.log(sizes), np.log(each), 1), np.log(size_N)))
+        for each in (start, slope)
+    )
+    return at_zero_N[:, None] + per_key_N[:, None] * memory_X[None]
