@@ -53,7 +53,7 @@ class EngineConfig:
     loss_scale_window: int = setting(1000, Range(1, MOST), unit="steps")
     """fp16: updates without overflow after which the scale doubles."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass recomputes; selective: only attention's scores and weights."""
+    """What the backward pass recomputes; selective: attention's scores, the delta rule."""
     checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS), unit="layers")
     """Apply activation checkpointing to one layer in N."""
     offload_optimizer: bool = False
