@@ -27,7 +27,8 @@ print(json.dumps(found))
 """
 ACTIONS = {
     "checkpoint": ("list", "verify", "prune"),
-    "scale": ("plan", "collect", "fit", "predict", "report", "context collect", "tune plan"),
+    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "context collect")
+    + ("context optimum", "tune plan"),
 }
 
 
