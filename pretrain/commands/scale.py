@@ -73,6 +73,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN=VALUE: REASON",
         help="leave these rows out, for the reason given",
     )
+    unit = "factor of a role's column: parameters=1e6 where N is in millions"
+    add("--unit", action="append", default=[], metavar="ROLE=FACTOR", help=unit)
     held = "predict these rows instead of fitting them"
     add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
     reach = "approach 2: use the sizes within this factor of each budget's lowest run (default "

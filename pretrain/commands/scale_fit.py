@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
+from data_pipeline.progress import StatusLine
 from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.commands.scale import (
     add_report_output,
@@ -22,7 +23,10 @@ from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
+from pretrain.scaling.units import units_of
 from pretrain.terminal.text import counted, fitted_table
+
+MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
@@ -33,7 +37,9 @@ def fit_of(arguments: argparse.Namespace) -> Fit:
         raise ConfigError(f"--reach {arguments.reach} must be above 1: a factor in size")
     points = points_of(arguments)
     training = read_curves(arguments.curves) if arguments.curves else None
-    return fit_all(points, training=training, reach=arguments.reach)
+    with StatusLine() as status:
+        report = status.show if len(points) >= MANY_RUNS else lambda _: None
+        return fit_all(points, training=training, reach=arguments.reach, report=report)
 
 
 def points_of(arguments: argparse.Namespace) -> Points:
@@ -49,6 +55,7 @@ def points_of(arguments: argparse.Namespace) -> Points:
         where=arguments.where,
         exclude=arguments.exclude,
         holdout=arguments.holdout,
+        units=units_of(arguments.unit),
     )
 
 
@@ -106,6 +113,13 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale collect`."""
     add_sweep_input(parser, None, shown="runs.csv in --runs-dir")
     parser.add_argument(
+        "--average-last",
+        type=int,
+        default=1,
+        metavar="K",
+        help="loss: the mean of the last K evaluations, with its standard error (default 1)",
+    )
+    parser.add_argument(
         "--curves-out", type=Path, metavar="FILE", help="also write the training curves here"
     )
 
@@ -125,7 +139,9 @@ def run_collect(arguments: argparse.Namespace) -> int:
     output = arguments.output or runs / "runs.csv"
     check_output_file("--output", output, "runs.csv")
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")
-    rows = collect_rows(sweep, runs)
+    if arguments.average_last < 1:
+        raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
+    rows = collect_rows(sweep, runs, arguments.average_last)
     warn_if_replaced(output, [row.name for row in rows])
     write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]

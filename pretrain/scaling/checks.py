@@ -39,18 +39,6 @@ class Prediction:
         return relative_error(self.predicted.value, self.measured)
 
 
-def seed_spread(points: Points) -> float | None:
-    """The relative standard deviation of losses over seeds; None if no run was repeated."""
-    groups: dict[tuple[float, float], list[float]] = {}
-    for size, tokens, loss in zip(points.parameters_P, points.tokens_P, points.loss_P, strict=True):
-        groups.setdefault((float(size), float(tokens)), []).append(float(np.log(loss)))
-    repeated = [group for group in groups.values() if len(group) > 1]
-    if not repeated:
-        return None
-    squares = sum(np.var(group) * len(group) for group in repeated)
-    return float(np.sqrt(squares / sum(len(group) - 1 for group in repeated)))
-
-
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
     """The law's predictions of the runs that were held out, with their measured losses."""
     held = runs.take(runs.holdout_P)

@@ -43,6 +43,7 @@ class Row:
     C: float | str = ""
     C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
+    loss_error: float | str = ""  # standard error, of an average over the last evaluations
     budget: float | str = ""
     seed: int | str = ""
     progress: float | str = ""
@@ -61,9 +62,12 @@ class Row:
     )  # a column `tasks/TASK/METRIC` for each
 
 
-def collect_rows(sweep: Sweep, runs: Path) -> list[Row]:
-    """Return a row for every cell, whose run is in `runs/<name>`; a bad cell never raises."""
-    return [row_of(cell, runs / cell.name) for cell in sweep.cells]
+def collect_rows(sweep: Sweep, runs: Path, last: int = 1) -> list[Row]:
+    """Return a row for every cell, whose run is in `runs/<name>`; a bad cell never raises.
+
+    The loss is the mean of the `last` evaluations.
+    """
+    return [row_of(cell, runs / cell.name, last) for cell in sweep.cells]
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
@@ -141,7 +145,7 @@ def read_curves(path: Path) -> dict[str, Array]:
     return {"run": np.array([row["run"] for row in rows]), **numbers}
 
 
-def row_of(cell: Cell, directory: Path) -> Row:
+def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
     """Return the row of a cell from its run directory; never raises for a bad one."""
     holdout = "yes" if cell.holdout else ""
     budget = cell.facts.get("budget", "")
@@ -169,6 +173,9 @@ def row_of(cell: Cell, directory: Path) -> Row:
         item for item in measured if item.get("kind") == "evaluation" and item["step"] == step
     ]
     loss = evaluations[-1].get("loss") if evaluations else None
+    loss_error: float | str = ""
+    if last > 1 and _is_finite(loss):
+        loss, loss_error = _averaged(measured, last)
     unique = cell.facts.get("unique_tokens", 0.0)
     return Row(
         name=cell.name,
@@ -179,6 +186,7 @@ def row_of(cell: Cell, directory: Path) -> Row:
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
         loss=_final_loss(loss) if evaluations else "",
+        loss_error=loss_error,
         budget=budget,
         seed=config.seed,
         progress=step / config.optim.steps,
@@ -207,6 +215,17 @@ def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str
     if not evaluations:
         return "finished without a last evaluation"
     return "" if _is_finite(loss) else "diverged: its last evaluation's loss is NaN or infinite"
+
+
+def _averaged(measured: Sequence[Any], last: int) -> tuple[float, float | str]:
+    """The mean loss of the last evaluations, and its standard error if there are two."""
+    losses = [
+        item["loss"]
+        for item in measured
+        if item.get("kind") == "evaluation" and _is_finite(item.get("loss"))
+    ][-last:]
+    error = float(np.std(losses, ddof=1) / np.sqrt(len(losses))) if len(losses) > 1 else ""
+    return float(np.mean(losses)), error
 
 
 def _final_loss(loss: Any) -> float:

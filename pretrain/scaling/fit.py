@@ -15,6 +15,7 @@ from pretrain.scaling.isoflop import REACH
 from pretrain.scaling.isoflop_region import isoflop_region
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
 from pretrain.scaling.law_region import parametric_region
+from pretrain.scaling.misfit import misfit_warnings
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
 from pretrain.scaling.ranking import Ranking, rank
 from pretrain.terminal.text import counted
@@ -47,13 +48,22 @@ class Fit:
 
 
 def fit_all(
-    runs: Points, *, training: Mapping[str, Array] | None = None, reach: float = REACH
+    runs: Points,
+    *,
+    training: Mapping[str, Array] | None = None,
+    reach: float = REACH,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Fit:
-    """Fit every approach; DataError if the runs allow none, or all have the same budget."""
+    """Fit every approach; DataError if the runs allow none, or all have the same budget.
+
+    `report` hears what is being done, which takes seconds with a hundred thousand runs.
+    """
     points = usable(runs)
     refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
+    report(f"fitting {counted(len(points), 'run')} by three approaches")
     estimates = estimate(points, training, reach)
+    report("finding the intervals")
     approaches = approaches_of(points, estimates, flops_law)
     if not approaches:
         reasons = "; ".join(
@@ -63,7 +73,9 @@ def fit_all(
     law = next((approach for approach in approaches if approach.key == "parametric"), None)
     holdouts: tuple[Prediction, ...] = ()
     if law:
+        report("predicting held-out runs")
         holdouts = predict_holdouts(runs, law)
+    report("predicting the largest budgets from the others")
     fit = Fit(
         points=points,
         flops_law=flops_law,
@@ -74,6 +86,7 @@ def fit_all(
         ranking=rank(points, runs, estimates, flops_law),
         warnings=(),
     )
+    report("looking for outliers and trends")
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
@@ -154,6 +167,8 @@ def _warnings(fit: Fit) -> list[str]:
         )
     if len(fit.points.budgets) == 2:
         found.append("two budgets: no budget is left to check the fit on")
+    if fit.estimates.parametric:
+        found += misfit_warnings(fit.points, fit.estimates.parametric, fit.flops_law)
     found += warnings_of(fit.approaches, float(fit.points.budgets[-1]))
     return found
 

@@ -143,7 +143,9 @@ def _valley(points: Points, budget: float) -> Valley:
         return replace(valley, reason="the losses curve downward: there is no lowest size")
     size = float(np.exp(center + half * vertex))
     reason = ""
-    if abs(vertex) > 1:
+    if not bottom > 0:
+        reason = "the parabola's lowest loss is negative: is a run an outlier?"
+    elif abs(vertex) > 1:
         side = "above" if vertex > 0 else "below"
         reason = (
             f"vertex {size:.3g} is {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"

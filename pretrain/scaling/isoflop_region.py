@@ -21,7 +21,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from pretrain.scaling.frontier import Frontier
-from pretrain.scaling.parabola import FARTHEST_VERTEX, frame
+from pretrain.scaling.parabola import FARTHEST_VERTEX, frame, parabola_through
 from pretrain.scaling.points import Array, Points
 from pretrain.scaling.regions import (
     FEWEST_FREE,
@@ -32,6 +32,7 @@ from pretrain.scaling.regions import (
     coefficients_within,
     grid_region,
 )
+from pretrain.scaling.seeds import known_noise, observations
 
 GRID = 96
 DECAYS = np.geomspace(0.003, 2.0, 200)
@@ -45,6 +46,7 @@ class Valleys:
     n_FS: Sequence[Array]  # ln N
     level_F: Array  # mean loss
     loss_FS: Sequence[Array]
+    noise: float  # that single losses are known to have
 
     @property
     def free(self) -> int:
@@ -54,6 +56,8 @@ class Valleys:
 
 def isoflop_region(points: Points, budgets: Sequence[float]) -> Frontier:
     """The region of these budgets' valleys; DataError with the reason where there is none."""
+    points = points.take(np.isin(points.budget_P, budgets))
+    points = observations(points, _parabola_losses(points), 3 * len(budgets))
     valleys = _valleys(points, budgets)
     if valleys.free < FEWEST_FREE:
         raise DataError(
@@ -94,8 +98,19 @@ def _valleys(points: Points, budgets: Sequence[float]) -> Valleys:
         x_F=np.log(budgets),
         n_FS=[np.log(points.parameters_P[mask]) for mask in masks],
         level_F=level_F,
+        noise=known_noise(points),
         loss_FS=[points.loss_P[mask] / level for mask, level in zip(masks, level_F, strict=True)],
     )
+
+
+def _parabola_losses(points: Points) -> Array:
+    """Each run's loss by its own budget's parabola."""
+    predicted_P = np.empty(len(points))
+    for budget in points.budgets:
+        mine = points.budget_P == budget
+        n_S = np.log(points.parameters_P[mine])
+        predicted_P[mine] = parabola_through(n_S, points.loss_P[mine], n_S)
+    return predicted_P
 
 
 def _size_lines(valleys: Valleys) -> GridRegion:
@@ -105,7 +120,7 @@ def _size_lines(valleys: Valleys) -> GridRegion:
         middle, half = frame(valleys.n_FS[index])
         axes.append(middle + half * np.linspace(-FARTHEST_VERTEX, FARTHEST_VERTEX, GRID))
     box = axes[0], axes[1]
-    region = grid_region(box, partial(_squares_on_line, valleys), valleys.free)
+    region = grid_region(box, partial(_squares_on_line, valleys), valleys.free, valleys.noise)
     for values, axis, x in zip(region.cells(), box, valleys.x_F[[0, -1]], strict=True):
         if values.min() <= axis[0] or values.max() >= axis[-1]:
             raise DataError(
@@ -134,7 +149,7 @@ def _loss_curves(
     valleys: Valleys, at_F: Array, least: float, center: float
 ) -> tuple[Array, Array, Array]:
     """Floors, ln scales and decays of the region of E + m C^-g through the valleys' levels."""
-    noise = max(least / valleys.free, SMALLEST_NOISE**2)
+    noise = max(least / valleys.free, valleys.noise**2, SMALLEST_NOISE**2)
     level_F, variance_F = np.empty((2, len(at_F)))
     for index, (n_S, loss_S) in enumerate(zip(valleys.n_FS, valleys.loss_FS, strict=True)):
         terms_S3 = (n_S - at_F[index])[:, None] ** np.arange(3)

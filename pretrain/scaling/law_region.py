@@ -22,6 +22,7 @@ from pretrain.scaling.regions import (
     coefficients_within,
     grid_region,
 )
+from pretrain.scaling.seeds import known_noise, observations
 
 NUMBERS = 5
 BOX = (0.01, 3.0)  # of alpha and beta
@@ -37,9 +38,11 @@ def parametric_region(points: Points, fit: ParametricFit) -> Array:
             f"{len(points)} losses for {NUMBERS} numbers leave nothing to measure the noise by; "
             "add runs"
         )
+    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
+    points = observations(points, predicted_P, NUMBERS)
+    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
     n_P, d_P = np.log(points.parameters_P), np.log(points.tokens_P)
     center = np.array([n_P.mean(), d_P.mean()])
-    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
     weight_P = robust_weights(points.loss_P / predicted_P - 1) / predicted_P**2
     data = n_P - center[0], d_P - center[1], points.loss_P, weight_P
 
@@ -49,7 +52,7 @@ def parametric_region(points: Points, fit: ParametricFit) -> Array:
         return np.maximum(normal.squares - gain, 0.0).reshape(len(log_alpha), len(log_beta))
 
     box = np.linspace(np.log(BOX[0]), np.log(BOX[1]), GRID)
-    region = grid_region((box, box), squares_of, len(points) - NUMBERS)
+    region = grid_region((box, box), squares_of, len(points) - NUMBERS, known_noise(points))
     normal = normal_equations(*data, *np.exp(region.axes))
     inside_G = region.inside_AB.ravel()
     gram, target = normal.gram[inside_G], normal.target[inside_G]
@@ -61,14 +64,17 @@ def parametric_region(points: Points, fit: ParametricFit) -> Array:
     return uncenter(np.column_stack([logs, *exponents]), center)
 
 
-def robust_weights(error_P: Array, numbers: int = NUMBERS) -> Array:
-    """Weights at which no error counts more than one of TOLERATED standard deviations; those are
-    found together with them.
-    """
-    free = max(len(error_P) - numbers, 1)
-    scale = np.sqrt((error_P**2).sum() / free)
+def robust_weights(error_P: Array) -> Array:
+    """Weights at which no error counts more than one of TOLERATED standard deviations."""
+    bound = TOLERATED * noise_of(error_P)
+    return (bound / np.maximum(np.abs(error_P), bound)) ** 2
+
+
+def noise_of(error_P: Array) -> float:
+    """The standard deviation of relative errors, of which none counts more than TOLERATED of it."""
+    free = max(len(error_P) - NUMBERS, 1)
+    scale = float(np.sqrt((error_P**2).sum() / free))
     for _ in range(30):
         bounded = np.minimum(np.abs(error_P), TOLERATED * scale)
         scale = max(float(np.sqrt((bounded**2).sum() / free)), 1e-12)
-    bound = TOLERATED * scale
-    return (bound / np.maximum(np.abs(error_P), bound)) ** 2
+    return scale

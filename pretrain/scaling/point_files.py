@@ -20,10 +20,18 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import parse_json
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
+from pretrain.scaling.units import (
+    flops_note,
+    is_perplexity,
+    refuse_perplexities,
+    scaled,
+    tokens_note,
+)
 from pretrain.terminal.text import counted
 
 YES = ("1", "1.0", "true", "yes")
 NO = ("", "0", "0.0", "false", "no")
+SMALLEST, LARGEST = 1e-9, 1e40  # of any number in a table; powers of more overflow
 
 
 def text_of(path: Path, origin: str) -> str:
@@ -58,7 +66,17 @@ def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
                 f"{path}: row {number} has more cells than the header names; check for a stray "
                 "comma"
             )
-    return cast("list[tuple[int, dict[str, str]]]", rows)
+    return [
+        (number, _stripped(row)) for number, row in cast("list[tuple[int, dict[str, str]]]", rows)
+    ]
+
+
+def _stripped(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without blanks around names and values, which hand-written tables are padded with."""
+    return {
+        name.strip(): value.strip() if isinstance(value, str) else value
+        for name, value in row.items()
+    }
 
 
 Row = Mapping[str, Any]
@@ -79,6 +97,7 @@ class Columns:
         "progress"  # fraction of the learning-rate schedule that was done; absent: all of it
     )
     holdout: str = "holdout"  # true: predicted, never fitted
+    error: str = "loss_error"  # standard error of the loss, such as of an average; absent: 0
     excluded: str = "excluded"  # not empty: why the run takes no part
 
 
@@ -89,13 +108,14 @@ def read_points(
     where: Sequence[str] = (),
     exclude: Sequence[str] = (),
     holdout: Sequence[str] = (),
+    units: Mapping[str, float] | None = None,
 ) -> Points:
     """Read the runs of a CSV or JSON file. `where` keeps rows (column=value); `exclude` drops some
     (column=value: reason).
 
     `holdout` (column=value) marks rows to be predicted and never fitted, in addition to those that
-    the file marks. Raises DataError, one line per kind of mistake: missing column, not a number,
-    not positive, no rows left.
+    the file marks; `units` are factors of roles. Raises DataError, one line per kind of mistake:
+    missing column, not a number, not positive, no rows left.
     """
     columns = columns or Columns()
     rows = _rows_of(Path(path))
@@ -126,7 +146,7 @@ def read_points(
         else row
         for row in kept
     ]
-    points = _from_rows(held, columns, path)
+    points = _from_rows(held, columns, path, units or {})
     return without_repeats(replace(points, excluded=tuple(excluded)))
 
 
@@ -150,23 +170,15 @@ def values_by_name(path: Path, column: str, columns: Columns | None = None) -> d
     return found
 
 
-def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
+def _from_rows(
+    rows: Sequence[Row], columns: Columns, path: Path, units: Mapping[str, float]
+) -> Points:
     if not rows:
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     names = tuple(_name(row, columns) for row in rows)
-    notes: list[str] = []
-    parameters_P = _numbers(rows, columns.parameters, "parameters", path)
-    loss_P = _numbers(rows, columns.loss, "loss", path)
-    has_flops = any(row.get(columns.flops) not in (None, "") for row in rows)
-    flops_P = _numbers(rows, columns.flops, "flops", path) if has_flops else None
-    if columns.tokens in rows[0] or flops_P is None:
-        tokens_P = _numbers(rows, columns.tokens, "tokens", path)
-    else:
-        tokens_P = flops_P / (6 * parameters_P)
-        notes.append(f"no column {columns.tokens!r}: D = C / 6N")
-    if flops_P is None:
-        flops_P = 6 * parameters_P * tokens_P
-        notes.append(f"no column {columns.flops!r}: C = 6ND")
+    loss_P, notes = _losses(rows, columns.loss, path, units)
+    parameters_P, tokens_P, flops_P, assumed = _sizes(rows, columns, path, units)
+    notes += assumed
     has_budget = any(row.get(columns.budget) not in (None, "") for row in rows)
     budget_P = (
         _numbers(rows, columns.budget, "budget", path) if has_budget else grouped_budgets(flops_P)
@@ -180,9 +192,57 @@ def _from_rows(rows: Sequence[Row], columns: Columns, path: Path) -> Points:
         budget_P=budget_P,
         progress_P=_progress(rows, columns.progress, path),
         holdout_P=_holdout(rows, columns.holdout, path),
+        error_P=_errors(rows, columns.error, path),
         notes=tuple(notes),
         source=str(path),
     )
+
+
+def _losses(
+    rows: Sequence[Row], column: str, path: Path, units: Mapping[str, float]
+) -> tuple[Array, list[str]]:
+    """Losses in nats per token, and a note if they are the logarithms of perplexities."""
+    values_P = scaled(_numbers(rows, column, "loss", path), units, "loss")
+    if not is_perplexity(column):
+        if "loss" not in units:
+            refuse_perplexities(values_P, column, path)
+        return values_P, []
+    _refuse_where((values_P <= 1).tolist(), rows, column, "a perplexity above 1", path)
+    return np.log(values_P), [f"loss = ln {column}"]
+
+
+def _sizes(
+    rows: Sequence[Row], columns: Columns, path: Path, units: Mapping[str, float]
+) -> tuple[Array, Array, Array, list[str]]:
+    """N, D and C, one of which may follow from the others, and notes on that."""
+    has = {
+        role: any(row.get(getattr(columns, role)) not in (None, "") for row in rows)
+        for role in ("parameters", "tokens", "flops")
+    }
+    # A column that is there but empty is an error of its rows, not an assumption.
+    has["tokens"] |= columns.tokens in rows[0]
+    has["parameters"] |= columns.parameters in rows[0]
+    needed = ["parameters", "tokens"] if not has["flops"] else []
+    if has["flops"]:
+        needed = [role for role in ("parameters", "tokens") if has[role]] or ["parameters"]
+    found = {
+        role: scaled(_numbers(rows, getattr(columns, role), role, path), units, role)
+        for role in (*needed, *(["flops"] if has["flops"] else []))
+    }
+    if "flops" not in found:
+        flops_P = 6 * found["parameters"] * found["tokens"]
+        notes = [f"no column {columns.flops!r}: C = 6ND"]
+        unusual = tokens_note(found["parameters"], found["tokens"])
+        return found["parameters"], found["tokens"], flops_P, notes + [unusual] * bool(unusual)
+    flops_P = found["flops"]
+    if "tokens" not in found:
+        tokens_P = flops_P / (6 * found["parameters"])
+        return found["parameters"], tokens_P, flops_P, [f"no column {columns.tokens!r}: D = C / 6N"]
+    if "parameters" not in found:
+        notes = [f"no column {columns.parameters!r}: N = C / 6D"]
+        return flops_P / (6 * found["tokens"]), found["tokens"], flops_P, notes
+    unusual = flops_note(found["parameters"], found["tokens"], flops_P, path)
+    return found["parameters"], found["tokens"], flops_P, [unusual] if unusual else []
 
 
 def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:
@@ -212,7 +272,7 @@ def _rows_of(path: Path) -> list[Row]:
             f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such "
             "a list"
         )
-    return [{**row, "_line": number} for number, row in enumerate(tree, 1)]
+    return [{**_stripped(row), "_line": number} for number, row in enumerate(tree, 1)]
 
 
 def _matches(row: Row, condition: str, path: Path) -> bool:
@@ -236,6 +296,7 @@ def _numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
     for is_bad, wish in (
         (lambda v: not math.isfinite(v), "a finite number"),
         (lambda v: v <= 0, "a positive number"),
+        (lambda v: not SMALLEST <= v <= LARGEST, f"a number from {SMALLEST:g} to {LARGEST:g}"),
     ):
         _refuse_where([is_bad(value) for value in values], rows, column, wish, path)
     return np.array(values)
@@ -264,6 +325,13 @@ def _progress(rows: Sequence[Row], column: str, path: Path) -> Array:
         "a fraction of the schedule from 0 to 1 (0.4 for 40%), or nothing for all of it",
         path,
     )
+    return np.array(values)
+
+
+def _errors(rows: Sequence[Row], column: str, path: Path) -> Array:
+    values = [0.0 if row.get(column) in (None, "") else _number(row[column]) for row in rows]
+    wish = "a standard error of the loss from 0 on, or nothing"
+    _refuse_where([not 0 <= value < LARGEST for value in values], rows, column, wish, path)
     return np.array(values)
 
 

@@ -38,6 +38,7 @@ class Points:
     budget_P: Array
     progress_P: Array
     holdout_P: Array
+    error_P: Array  # standard errors of the losses; 0 where unknown
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = "points"
@@ -62,7 +63,16 @@ class Points:
         return np.unique(self.budget_P)
 
 
-_ARRAYS = ("parameters_P", "tokens_P", "flops_P", "loss_P", "budget_P", "progress_P", "holdout_P")
+_ARRAYS = (
+    "parameters_P",
+    "tokens_P",
+    "flops_P",
+    "loss_P",
+    "budget_P",
+    "progress_P",
+    "holdout_P",
+    "error_P",
+)
 
 
 def grouped_budgets(flops_P: Array) -> Array:

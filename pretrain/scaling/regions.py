@@ -28,12 +28,15 @@ AROUND = {2: 16, 3: 64}  # directions that cover a circle, a sphere
 RIDGE = 1e-13
 
 
-def allowed_excess(least: float, free: int) -> float:
-    """How far above the least sum of squares (relative errors) a curve of the region may be."""
+def allowed_excess(least: float, free: int, noise: float = SMALLEST_NOISE) -> float:
+    """How far above the least sum of squares (relative errors) a curve of the region may be.
+
+    `noise` is what single losses are known to err by; the errors of a fit may be smaller by chance.
+    """
     from scipy.special import stdtrit
 
     assert free > 0
-    return float(stdtrit(free, 0.975)) ** 2 * max(least / free, SMALLEST_NOISE**2)
+    return float(stdtrit(free, 0.975)) ** 2 * max(least / free, noise**2, SMALLEST_NOISE**2)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class GridRegion:
 
 
 def grid_region(
-    axes: tuple[Array, Array], squares_of: Callable[[Array, Array], Array], free: int
+    axes: tuple[Array, Array], squares_of: Callable[[Array, Array], Array], free: int, noise: float
 ) -> GridRegion:
     """Grids finer and finer around what is inside, until ENOUGH of its cells are."""
     least = np.inf
@@ -60,7 +63,7 @@ def grid_region(
     for _ in range(ROUNDS):
         squares_AB = squares_of(*axes)
         least = min(least, float(squares_AB.min()))
-        allowed = least + allowed_excess(least, free)
+        allowed = least + allowed_excess(least, free, noise)
         inside_AB = (squares_AB <= allowed) | (squares_AB == squares_AB.min())
         region = GridRegion(axes, inside_AB, least, allowed)
         if inside_AB.mean() >= ENOUGH:

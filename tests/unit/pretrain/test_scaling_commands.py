@@ -194,6 +194,27 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     )
 
 
+def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, capsys):
+    sweep_path = collected / "sweep.yaml"
+    cell = read_sweep(sweep_path).cells[0]
+    runs = tmp_path / "runs"
+    train_by_the_law(runs / cell.name, config_of(cell, sweep_path), loss=3.0)
+    metrics = RunDir(runs / cell.name).metrics
+    earlier = [{"kind": "evaluation", "step": step, "loss": 3.0 + step} for step in (1, 2)]
+    text = "".join(json.dumps(line) + "\n" for line in earlier) + metrics.read_text()
+    write_text(metrics, text)
+    output = ("--runs-dir", runs, "--out", tmp_path / "runs.csv")
+    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
+    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
+    assert float(row["loss"]) == pytest.approx(4.0)
+    assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
+    assert command("collect", sweep_path, *output) == 0
+    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
+    assert (float(row["loss"]), row["loss_error"]) == (3.0, "")
+    assert command("collect", sweep_path, *output, "--average-last", 0) == 2
+    assert "--average-last 0 must be 1 or more" in capsys.readouterr().err
+
+
 def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     written = collected / "best.yaml"
     question = ("predict", collected / "runs.csv", "--flops", "1e17")

@@ -11,10 +11,11 @@ import pytest
 
 from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
-from pretrain.scaling.checks import contradictions, disagreement, seed_spread, warnings_of
+from pretrain.scaling.checks import contradictions, disagreement, warnings_of
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.law import log_optimum
+from pretrain.scaling.seeds import seed_spread
 from pretrain.scaling.summary import check_lines, fit_lines
 from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
 from tests.interval_coverage import measure

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import ConfigError, DataError
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.points import grouped_budgets, usable
+from pretrain.scaling.units import units_of
 from tests.helpers.scaling import make_points
 
 
@@ -184,3 +185,73 @@ def test_runs_within_a_tenth_share_a_budget_and_chains_do_not_grow():
     assert budget_P[0] == budget_P[1] == pytest.approx(np.sqrt(100 * 109))
     assert budget_P[2] == pytest.approx(118)
     assert len(np.unique(budget_P)) == 3
+
+
+def test_parameters_follow_from_flops_and_tokens(tmp_path):
+    points = read_points(written(tmp_path / "runs.csv", "D,C,loss\n20,1200,3\n40,4800,2.9\n"))
+    assert points.parameters_P.tolist() == [10, 20]
+    assert points.notes == ("no column 'N': N = C / 6D",)
+
+
+def test_blanks_around_names_and_values_are_no_part_of_them(tmp_path):
+    text = " N , D,  loss , holdout\n 10, 20 , 3.0,  yes \n 30, 40, 2.9,\n"
+    points = read_points(written(tmp_path / "runs.csv", text))
+    assert points.parameters_P.tolist() == [10, 30]
+    assert points.holdout_P.tolist() == [True, False]
+    rows = json.dumps([{" N": 1, "D ": 2, "loss": " 3 "}])
+    assert read_points(written(tmp_path / "runs.json", rows)).loss_P.tolist() == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("N,D,loss\n1e250,2,3\n", "row 2: N='1e250', expected a number from 1e-09 to 1e+40"),
+        ("N,D,loss\n1e9,1e-300,3\n", "row 2: D='1e-300', expected a number from 1e-09 to 1e+40"),
+        (
+            "N,D,C,loss\n44,1e9,2.7e17,3\n60,1e9,3.6e17,3\n",
+            "C is 1.01e+06 times 6ND, a matter of units; if N is in millions, say --unit "
+            "parameters=1e6",
+        ),
+        ("N,D,loss\n1e8,2e9,20.1\n2e8,2e9,18.0\n", "loss is 18 to 20.1, expected losses in nats"),
+        ("N,D,ppl\n1e8,2e9,0.9\n", "row 2: ppl='0.9', expected a perplexity above 1"),
+    ],
+)
+def test_other_units_are_recognized(tmp_path, text, said):
+    columns = Columns(loss="ppl") if "ppl" in text else Columns()
+    with pytest.raises(DataError) as caught:
+        read_points(written(tmp_path / "runs.csv", text), columns)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_units_and_perplexities_are_converted(tmp_path):
+    path = written(tmp_path / "runs.csv", "N,D,C,val_ppl\n44,1e9,2.7e17,20.0\n60,1e9,3.6e17,18.0\n")
+    points = read_points(path, Columns(loss="val_ppl"), units={"parameters": 1e6})
+    assert points.parameters_P.tolist() == [44e6, 60e6]
+    assert points.loss_P == pytest.approx(np.log([20.0, 18.0]))
+    assert points.notes == ("loss = ln val_ppl",)
+    bits = written(tmp_path / "bits.csv", "N,D,loss\n1e8,1e9,4\n")
+    assert read_points(bits, units={"loss": 0.5}).loss_P.tolist() == [2.0]
+
+
+def test_unusual_flops_and_tokens_per_parameter_are_noted(tmp_path):
+    forward = written(tmp_path / "forward.csv", "N,D,C,loss\n1e8,1e9,2e16,3\n2e8,1e9,4e16,2.9\n")
+    (note,) = read_points(forward).notes
+    assert note.startswith("C/6ND is 0.0333 to 0.0333: check that C is the training FLOPs")
+    millions = written(tmp_path / "millions.csv", "N,D,loss\n44,1e9,3\n60,1e9,2.9\n")
+    assert "tokens per parameter: is N or D in other units?" in read_points(millions).notes[1]
+
+
+def test_a_unit_is_a_role_and_a_positive_factor():
+    assert units_of(["parameters=1e6", "loss=0.693"]) == {"parameters": 1e6, "loss": 0.693}
+    for item in ("N=1e6", "parameters", "parameters=-1", "parameters=million", "loss=inf"):
+        with pytest.raises(ConfigError, match="expected ROLE=FACTOR"):
+            units_of([item])
+
+
+def test_standard_errors_of_losses_are_read_and_checked(tmp_path):
+    path = written(tmp_path / "runs.csv", "N,D,loss,loss_error\n1e8,1e9,3,0.01\n2e8,1e9,2.9,\n")
+    assert read_points(path).error_P.tolist() == [0.01, 0.0]
+    bad = written(tmp_path / "bad.csv", "N,D,loss,loss_error\n1e8,1e9,3,-1\n")
+    with pytest.raises(DataError, match="loss_error='-1', expected a standard error of the loss"):
+        read_points(bad)

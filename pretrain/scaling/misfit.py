@@ -1,0 +1,117 @@
+"""Where runs depart from approach 3's law: single outliers with their effect, and trends.
+
+Both are read from the relative errors of the fitted runs, in standard deviations that outliers do
+not inflate (`law_region.noise_of`). Legend: P points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.scaling.checks import BEYOND, relative_error
+from pretrain.scaling.frontier import LawLine
+from pretrain.scaling.huber_fit import ParametricFit, fit_parametric
+from pretrain.scaling.intervals import as_exponent, as_factor, as_loss, as_size
+from pretrain.scaling.law import FlopsLaw
+from pretrain.scaling.law_region import NUMBERS, noise_of
+from pretrain.scaling.points import Array, Points
+from pretrain.terminal.text import counted
+
+FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run this far by chance
+MOST_OUTLIERS = 0.1  # a larger part of the runs is not a few that went wrong
+MOST_NAMED = 5
+PARTS = 5  # of the budgets, whose mean errors are shown
+FEWEST_FREE = 3  # degrees of freedom
+UNLIKELY = 1e-3  # of a trend by chance
+SMALLEST_ERROR = 1e-3  # relative: a smaller one is no outlier, however well the others fit
+SMALLEST_TREND = 1e-4
+
+
+def misfit_warnings(points: Points, fit: ParametricFit, flops_law: FlopsLaw) -> list[str]:
+    """One line about the outliers, if there are any, and one about a trend."""
+    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
+    error_P = relative_error(points.loss_P, predicted_P)
+    noise = noise_of(error_P)
+    far_P = np.abs(error_P) > max(FAR * noise, SMALLEST_ERROR)
+    found = []
+    if far_P.mean() > MOST_OUTLIERS:
+        far_P = np.zeros(len(points), bool)
+    if far_P.any():
+        found.append(_outliers(points, fit, flops_law, far_P, error_P / noise))
+    if text := _trend(points.take(~far_P), error_P[~far_P]):
+        found.append(text)
+    return found
+
+
+def _outliers(
+    points: Points, fit: ParametricFit, flops_law: FlopsLaw, far_P: Array, deviations_P: Array
+) -> str:
+    """The runs by name, how far off they are, and what the fit is without them."""
+    order = np.argsort(-np.abs(deviations_P))[: int(far_P.sum())]
+    named = [
+        f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))}, {deviations_P[i]:+.1f})"
+        for i in order[:MOST_NAMED]
+    ]
+    more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
+    text = (
+        f"{counted(len(order), 'run')} off the law by over {FAR:g} standard deviations: "
+        f"{', '.join(named)}{more}"
+    )
+    try:
+        other = fit_parametric(points.take(~far_P))
+    except DataError:
+        return text
+    log_flops = float(np.log(BEYOND * points.budgets[-1]))
+    lines = [LawLine(item.law.theta, flops_law) for item in (fit, other)]
+    changes: list[tuple[str, Callable[[float], str], list[float]]] = [
+        ("a", as_exponent, [float(line.exponents(flops_law)[0]) for line in lines]),
+        (
+            f"N* at {np.exp(log_flops):.3g}",
+            as_size,
+            [float(np.exp(line.log_parameters(log_flops))) for line in lines],
+        ),
+        *(
+            (name, as_factor, [float(getattr(item.law, name)) for item in (fit, other)])
+            for name in ("E", "A", "B")
+        ),
+    ]
+    effects = [f"{name} {show(old)} -> {show(new)}" for name, show, (old, new) in changes]
+    return (
+        f"{text}; without them {', '.join(effects)}; if a run went wrong, leave it out with "
+        "--exclude 'name=NAME: reason'"
+    )
+
+
+def _trend(points: Points, error_P: Array) -> str:
+    """How the errors change with budget and shape, if noise alone is unlikely to do that."""
+    from scipy.special import fdtrc
+
+    axes = [np.log(points.flops_P), np.log(points.tokens_P / points.parameters_P)]
+    if min(np.ptp(axis) for axis in axes) < SMALLEST_TREND:
+        return ""
+    c_P, r_P = (2 * (axis - axis.min()) / np.ptp(axis) - 1 for axis in axes)
+    powers = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (1, 2))
+    terms = np.stack([c_P**i * r_P**j for i, j in powers], axis=1)
+    smooth_P = terms @ np.linalg.lstsq(terms, error_P, rcond=None)[0]
+    numbers = terms.shape[1] - 1
+    free = len(error_P) - NUMBERS - numbers
+    if free < FEWEST_FREE or np.abs(smooth_P).max() < SMALLEST_TREND:
+        return ""
+    within = ((error_P - smooth_P) ** 2).sum() / free
+    between = ((smooth_P - error_P.mean()) ** 2).sum() / numbers
+    chance = float(fdtrc(numbers, free, between / max(within, 1e-300)))
+    if chance > UNLIKELY:
+        return ""
+    order = np.argsort(points.flops_P, kind="stable")
+    parts = np.array_split(order, min(PARTS, len(points.budgets)))
+    shown = ", ".join(f"{error_P[part].mean():+.2%}" for part in parts)
+    return (
+        f"approach 3's errors have a trend: measured minus predicted {shown} from "
+        f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} FLOPs, and up to "
+        f"{np.abs(smooth_P).max():.2%} at one end of the sizes (by chance in {chance:.1g} of "
+        "sweeps): the runs do not follow one law; look for a change of recipe, and do not trust "
+        "its intervals"
+    )

@@ -1,0 +1,61 @@
+"""Runs that do not follow the law: outliers are named with their effect, a kink is noticed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pretrain.scaling.fit import fit_all
+from pretrain.scaling.huber_fit import fit_parametric
+from pretrain.scaling.misfit import misfit_warnings
+from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
+
+
+def warnings_about(points) -> str:
+    return "\n".join(misfit_warnings(points, fit_parametric(points), SIX_N))
+
+
+def test_runs_that_follow_the_law_are_not_warned_of():
+    for seed in range(12):
+        assert warnings_about(simulated(noise=0.005, num_sizes=5, seed=seed)) == ""
+    assert warnings_about(simulated()) == ""
+
+
+@pytest.mark.parametrize("factor", [1.1, 40.0])
+def test_an_outlier_is_named_with_its_effect(factor):
+    points = simulated(noise=0.003, num_sizes=6)
+    loss_P = points.loss_P.copy()
+    loss_P[17] *= factor
+    said = warnings_about(replace(points, loss_P=loss_P))
+    assert said.startswith("1 run off the law by over 4.5 standard deviations: point 17 (loss ")
+    without = fit_parametric(points.take(np.arange(len(points)) != 17)).law
+    assert re.search(rf"B \S+ -> {without.B:.4g};", said)
+    assert "--exclude 'name=NAME: reason'" in said
+
+
+def test_a_kink_is_noticed_by_the_errors_trend():
+    points = simulated(noise=0.002, num_sizes=5)
+    kink_P = np.exp(0.03 * np.maximum(0, np.log(points.flops_P / 1e19)))
+    said = warnings_about(replace(points, loss_P=points.loss_P * kink_P))
+    assert "approach 3's errors have a trend: measured minus predicted " in said
+    assert "the runs do not follow one law" in said
+
+
+def test_a_learning_rate_that_suits_only_small_models_is_a_trend():
+    points = simulated(noise=0.001)
+    tilt_P = np.exp(0.01 * np.log(points.parameters_P / points.parameters_P.min()) ** 2)
+    assert "errors have a trend" in warnings_about(replace(points, loss_P=points.loss_P * tilt_P))
+
+
+def test_a_fit_warns_of_its_outliers():
+    points = simulated(noise=0.003, num_sizes=6)
+    loss_P = points.loss_P.copy()
+    loss_P[0] = 100.0
+    fit = fit_all(replace(points, loss_P=loss_P))
+    assert any("point 0 (loss 100.0000, +" in warning for warning in fit.warnings)
+    # And it hardly moves approach 3.
+    law = fit.estimates.parametric.law
+    assert law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
