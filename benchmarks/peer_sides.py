@@ -203,7 +203,7 @@ class OurSide:
 
     def evaluate(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         if self._stream is None:
-            memory_length = self._model.config.memory_length
+            memory_length = self._model.config.longest_memory
             self._stream = new_stream(self._model, memory_length, tokens_BL.shape[1])
         return self._stream.nll_BL(tokens_BL, targets_BL).mean()
 

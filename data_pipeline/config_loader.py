@@ -18,7 +18,7 @@ from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import path_text
 from data_pipeline.setting_fields import UNIT
-from data_pipeline.setting_tree import section_hint, section_of_list, suggestion
+from data_pipeline.setting_tree import member_of, section_hint, section_of_list, suggestion
 from data_pipeline.sizes import parse_size, size_problem
 from data_pipeline.yaml_files import Tree, abbreviated, merge, parse_override, read_tree
 
@@ -165,6 +165,7 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
         return _WRONG if any(each is _WRONG for each in built) else tuple(built)
     from pydantic import ValidationError
 
+    hint = member_of(hint, value)
     if problem := next(filter(None, map(problem_of, _texts_in(value))), None):
         problems.append(f"{_dotted(where)}: {problem}")
         return _WRONG

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from data_pipeline.errors import ConfigError
@@ -132,6 +132,8 @@ def _type_of(hint: Any) -> str:
         return "mapping"
     if NoneType in items:
         return f"{_type_of(items[0])} or null"
+    if origin is UnionType:
+        return " or ".join(map(_type_of, items))
     return _TYPES[hint]
 
 

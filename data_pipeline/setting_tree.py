@@ -13,6 +13,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from data_pipeline.setting_fields import RANGE, UNIT, Range
@@ -77,6 +78,18 @@ def section_of_list(hint: Any) -> Any:
     """Return the schema of the sections of a list setting, or None for other settings."""
     items = get_args(hint) if get_origin(hint) is tuple else ()
     return items[0] if len(items) == 2 and items[1] is Ellipsis and is_dataclass(items[0]) else None
+
+
+def member_of(hint: Any, value: Any) -> Any:
+    """Return the type in question for a value: of `int | tuple[int, ...]`, by whether it is a list.
+
+    Other types are returned as they are.
+    """
+    of_lists = [each for each in get_args(hint) if get_origin(each) is tuple]
+    others = [each for each in get_args(hint) if get_origin(each) is not tuple]
+    if get_origin(hint) is not UnionType or len(of_lists) != 1 or len(others) != 1:
+        return hint
+    return of_lists[0] if isinstance(value, (list, tuple)) else others[0]
 
 
 @functools.cache

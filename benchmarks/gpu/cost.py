@@ -26,7 +26,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES
-from pretrain.costs.flops import cost_of, flops_of
+from pretrain.costs.flops import cost_of, flops_of, mean_memory
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 
@@ -141,7 +141,7 @@ def visible_flops_per_token(run: RunConfig) -> float:
     Query i of L sees the M memory rows and i + 1 keys of its segment: (L + 1) / 2 on average.
     """
     cost, length = cost_of(run).flops_per_token, run.data.segment_length
-    remembered = run.model.memory_length
+    remembered = mean_memory(run.model)
     hidden = 1.0 - (remembered + (length + 1) / 2) / (remembered + length)
     return cost - 3 * hidden * flops_of(run.model, length, run.data.lanes).attention
 

@@ -79,7 +79,7 @@ def _model(num_layers: int, memory_length: int) -> TransformerXL:
 
 def _seconds(work: Callable[[], object], model: TransformerXL) -> Callable[[], float]:
     """Return a function that times `work`; its first call repeats the work until memory is full."""
-    missing = -(-model.config.memory_length // SEGMENT)
+    missing = -(-model.config.longest_memory // SEGMENT)
     seconds = timed(work)
 
     def with_full_memory() -> float:
@@ -110,7 +110,7 @@ def _reference(model: TransformerXL) -> ReferenceTransformerXL:
 
 
 def _original(model: TransformerXL) -> Callable[[], None]:
-    reference, length = _reference(model), model.config.memory_length
+    reference, length = _reference(model), model.config.longest_memory
     tokens_TB = _tokens(LANES).t().contiguous()
     memory: list[Tensor] = []
 
@@ -135,13 +135,13 @@ def _original_window(model: TransformerXL) -> Callable[[], None]:
 
 def _hidden_states(model: TransformerXL, lanes: int) -> Callable[[], object]:
     tokens_BT = _tokens(lanes)
-    stream = HiddenStateStream(model, model.config.memory_length, SEGMENT)
+    stream = HiddenStateStream(model, model.config.longest_memory, SEGMENT)
     return lambda: stream.nll_BL(tokens_BT[:, :-1], tokens_BT[:, 1:])
 
 
 def _keys_and_values(model: TransformerXL, lanes: int) -> Callable[[], object]:
     tokens_BT = _tokens(lanes)
-    stream = CachedStream(model, model.config.memory_length, SEGMENT)
+    stream = CachedStream(model, model.config.longest_memory, SEGMENT)
     return lambda: stream.nll_BL(tokens_BT[:, :-1], tokens_BT[:, 1:])
 
 

@@ -97,7 +97,7 @@ def _reference_step(run: RunConfig, tokens_BT: Tensor) -> Callable[[], Tensor]:
         settings.inner_width,
         settings.dropout,
     )
-    trainer = ReferenceTrainer(model, settings.memory_length)
+    trainer = ReferenceTrainer(model, settings.longest_memory)
     tokens_TB = tokens_BT.t().contiguous()
     return lambda: trainer.step(tokens_TB[:-1], tokens_TB[1:])
 
@@ -166,7 +166,7 @@ def _token_seconds(point: GrowthPoint) -> Callable[[], float]:
 
     def work() -> None:
         nonlocal memory
-        while memory is None or memory[0].shape[1] < point.model.memory_length:
+        while memory is None or memory[0].shape[1] < point.model.longest_memory:
             with torch.no_grad():
                 _, memory = module(tokens_BT[:, :-1], tokens_BT[:, 1:], memory)
         nll_BL, memory = module(tokens_BT[:, :-1], tokens_BT[:, 1:], memory)

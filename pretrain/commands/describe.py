@@ -25,6 +25,7 @@ from pretrain.costs.flops import (
     flops_of,
     flops_of_step,
     lanes_of_pass,
+    mean_memory,
     parameters_of,
 )
 from pretrain.costs.footprint import footprint_of
@@ -255,7 +256,7 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
         whole = "whole splits, which are not all here"
         words = f"times {whole if time.sets else 'the whole validation split, which is not here'}"
         return _row("  evaluation", "?", f"({time.evaluations:,} {words})")
-    twice = ", each with memory and without" if config.model.memory_length else ""
+    twice = ", each with memory and without" if config.model.longest_memory else ""
     sets = f", and {counted(time.sets, 'set')} with it" if time.sets else ""
     tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
     words = f"({time.evaluations:,} times {time.tokens:,} tokens{twice}{sets}{tasks})"
@@ -265,8 +266,9 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
 def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
     """The letters of the formulas with their meanings and values."""
     model, segment = config.model, config.data.segment_length
-    memory = model.memory_length + model.compressed_length
-    letters: dict[str, tuple[str, int]] = {
+    memory = mean_memory(model)
+    of_layers = "" if isinstance(model.memory_length, int) else ", mean of the layers'"
+    letters: dict[str, tuple[str, float]] = {
         "L": ("layers", model.num_layers),
         "d": ("model.d_model", model.d_model),
         "A": ("layers with attention", model.num_attention_layers),
@@ -282,7 +284,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "V": ("vocabulary; adaptive softmax: in bins", model.vocab_size),
         "c": ("compression rate of a compressed memory", model.compression_rate),
         "T": ("segment length", segment),
-        "M": ("memory length with its compressed rows", memory),
+        "M": (f"memory length with its compressed rows{of_layers}", memory),
         "K": ("keys, T + M", segment + memory),
         "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
@@ -291,7 +293,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
     }
     lines = ["letters" + (", with their values in the first phase" if config.data.phases else "")]
     for letter, (meaning, value) in letters.items():
-        lines.append(_row(f"  {letter}", f"{value:,}", meaning))
+        lines.append(_row(f"  {letter}", f"{value:,.15g}", meaning))
     return [*lines, "  u and v are the two learned biases of relative attention"]
 
 

@@ -99,7 +99,7 @@ def _losses(
             f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
             f"{counted(results[0].lanes, 'lane')}, segments of {results[0].segment_length}; "
             "trained with a memory of "
-            f"{trained.config.model.memory_length}"
+            f"{trained.config.model.longest_memory}"
         )
         if arguments.rope_extension is not None:
             title += f", rope extended by {arguments.rope_extension}"
@@ -149,7 +149,7 @@ def _evaluate_with_progress(
     hidden = not (console.is_terminal and scorer.world.is_main)
     results = []
     with Progress(console=console, transient=True, disable=hidden) as bar:
-        for memory_length in arguments.memory_length or [config.model.memory_length]:
+        for memory_length in arguments.memory_length or [config.model.longest_memory]:
             task = bar.add_task(f"memory {memory_length}", total=total)
             result = evaluate(
                 scorer,
@@ -260,7 +260,7 @@ def _probes(
 
 
 def _memory_length(arguments: argparse.Namespace, trained: TrainedModel) -> int:
-    return (arguments.memory_length or [trained.config.model.memory_length])[0]
+    return (arguments.memory_length or [trained.config.model.longest_memory])[0]
 
 
 def _segment_length(arguments: argparse.Namespace, trained: TrainedModel) -> int:

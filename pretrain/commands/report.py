@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import printable
 from data_pipeline.progress import duration
+from data_pipeline.setting_pages import value_text
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
@@ -123,8 +124,8 @@ def setup_of(config: RunConfig) -> str:
     """Describe model, batch and engine in a line."""
     model, data, engine = config.model, config.data, config.engine
     return (
-        f"{model.num_layers} layers of width {model.d_model}, {model.memory_length} tokens of "
-        "memory; "
+        f"{model.num_layers} layers of width {model.d_model}, "
+        f"{value_text(model.memory_length)} tokens of memory; "
         f"{data.lanes} lanes in segments of {data.segment_length}; "
         f"ZeRO-{engine.zero_stage} in {engine.precision}"
     )

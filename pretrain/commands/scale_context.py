@@ -93,8 +93,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     rows = [
         [
             item.name,
-            *(str(value) for value in (item.run.data.segment_length, item.run.model.memory_length)),
-            *(str(value) for value in (item.run.data.lanes, item.cost.steps)),
+            *map(str, (item.run.data.segment_length, item.run.model.longest_memory)),
+            *map(str, (item.run.data.lanes, item.cost.steps)),
             amount(item.cost.tokens),
             flops_text(item.cost.flops),
         ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from data_pipeline.setting_fields import assert_never
@@ -69,20 +68,20 @@ class LaneParts:
         return sum(part.num_bytes(activation_bytes) for part in self)
 
 
-@cache
 def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LaneParts:
     """Return what a lane carries, with `memory_length` in place of the configured one if given.
 
     With a length of 0 in place of a longer one, nothing is carried.
     """
-    length = model.memory_length if memory_length is None else memory_length
+    lengths = model.memory_lengths(memory_length)
+    length = max(lengths)
     documents = _documents("documents", length, _waiting(model, length))
     shared = (documents,)
     if model.compressed_length:
         compressed = model.compressed_length if length else 0
         shared = (_documents("compressed_documents", compressed), documents)
-    layers = tuple(_parts_of_layer(model, index, length) for index in range(model.num_layers))
-    return LaneParts(layers, shared, is_forgotten=length == 0 < model.memory_length)
+    layers = tuple(_parts_of_layer(model, *each) for each in enumerate(lengths))
+    return LaneParts(layers, shared, is_forgotten=length == 0 < model.longest_memory)
 
 
 def _parts_of_layer(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,8 +62,8 @@ class ModelConfig:
     """Width of the feed-forward layer; 0: 4 `d_model`, or 8/3 for swiglu, with its third matrix."""
     d_embed: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Width of the embedding, which a projection maps to `d_model`; 0: `d_model`, no projection."""
-    memory_length: int = setting(128, Range(0, MOST_ROWS), unit="tokens")
-    """Hidden states of earlier segments that each layer attends to in training; 0: none."""
+    memory_length: int | tuple[int, ...] = setting(128, Range(0, MOST_ROWS), unit="tokens")
+    """Earlier hidden states that each layer attends to in training; 0: none; a list is repeated."""
     compressed_length: int = setting(0, Range(0, MOST_ROWS), unit="rows")
     """Compressed memory, older than the memory; 0: none."""
     compression_rate: int = setting(3, Range(1, MOST_ROWS), unit="rows")
@@ -89,7 +89,7 @@ class ModelConfig:
     untie_biases: bool = False
     """Learn the biases u and v per layer instead of sharing them."""
     same_length: bool = False
-    """Let every query attend to exactly `memory_length` keys."""
+    """Let every query attend to exactly as many keys as its layer's `memory_length`."""
     clamp_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
     """Distance from which on all share one encoding; 0: none."""
     isolate_documents: bool = False
@@ -128,10 +128,7 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
-        if self.same_length and not self.memory_length:
-            raise ConfigError(
-                "model.same_length needs model.memory_length > 0, the number of keys of each query"
-            )
+        self._check_memory()
         if self.base_head_width and not self.base_width:
             raise ConfigError(
                 f"model.base_head_width={self.base_head_width} has no effect without "
@@ -141,6 +138,19 @@ class ModelConfig:
         self._check_positions()
         self._check_compression()
         self._check_adaptive()
+
+    def _check_memory(self) -> None:
+        pattern = self._memory_pattern
+        if not pattern or self.num_layers % len(pattern):
+            raise ConfigError(
+                f"model.memory_length={list(pattern)} has {len(pattern)} entries, which do not "
+                f"repeat over num_layers={self.num_layers}; use a number, or a list of a length "
+                "that divides the layers"
+            )
+        if self.same_length and not min(self.attended_lengths):
+            raise ConfigError(
+                "model.same_length needs model.memory_length > 0, the number of keys of each query"
+            )
 
     def _check_heads(self) -> None:
         if self.num_heads % self.key_heads:
@@ -173,15 +183,20 @@ class ModelConfig:
     def _check_compression(self) -> None:
         if not self.compressed_length:
             return
-        if not self.memory_length:
+        if min(self.attended_lengths) != self.longest_memory:
+            raise ConfigError(
+                "model.compressed_length needs the same model.memory_length in all layers, whose "
+                f"rows leave together; found {list(self._memory_pattern)}"
+            )
+        if not self.longest_memory:
             raise ConfigError(
                 "model.compressed_length needs model.memory_length > 0: it compresses what leaves "
                 "the memory"
             )
-        if self.compression_rate > self.memory_length:
+        if self.compression_rate > self.longest_memory:
             raise ConfigError(
                 f"model.compression_rate={self.compression_rate} is above "
-                f"model.memory_length={self.memory_length}: more rows would become one than the "
+                f"model.memory_length={self.longest_memory}: more rows would become one than the "
                 "memory has; use a lower rate"
             )
         if self.same_length:
@@ -232,6 +247,43 @@ class ModelConfig:
             *(() if self.compressed_length else ("compression", "compression_rate")),
         )
         return {name: value for name, value in settings.items() if name not in unused}
+
+    def memory_lengths(self, longest: int | None = None) -> tuple[int, ...]:
+        """Return the memory length of each layer, lowest first.
+
+        `longest` replaces that of the layers that remember the most; no other layer gets more than
+        it has. Of a layer without attention it means nothing, and is at most the longest.
+        """
+        most = self.longest_memory
+        longest = most if longest is None else longest
+        pattern = (longest if each >= most else min(each, longest) for each in self._memory_pattern)
+        pattern = tuple(pattern)
+        return pattern * (self.num_layers // len(pattern))
+
+    @property
+    def longest_memory(self) -> int:
+        """The memory length of the layers that remember the most."""
+        return max(self.attended_lengths)
+
+    @property
+    def _memory_pattern(self) -> tuple[int, ...]:
+        length = self.memory_length
+        return (length,) if isinstance(length, int) else tuple(length)
+
+    @property
+    def attended_lengths(self) -> tuple[int, ...]:
+        """The lengths of layers with attention; of all layers if none has."""
+        pattern = self._memory_pattern
+        lengths = pattern * (self.num_layers // len(pattern))
+        numbered = enumerate(lengths)
+        return tuple(each for i, each in numbered if attends(self.layer_kind(i))) or lengths
+
+    def with_memory(self, longest: int) -> ModelConfig:
+        """Return the model with another longest memory, see `memory_lengths`."""
+        lengths = self.memory_lengths(longest)
+        if isinstance(self.memory_length, int):
+            return replace(self, memory_length=longest)
+        return replace(self, memory_length=lengths[: len(self.memory_length)])
 
     def ties_projection(self, index: int) -> bool:
         """Whether bin `index` of the output layer uses the embedding's projection."""

@@ -1,16 +1,15 @@
 """Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
 
 P parameters, R ranks, L layers, B lanes of one forward pass, T segment, M memory with its
-compressed rows, K = T + M keys, d d_model, h heads times head width, k key heads times head width,
-f inner width, V vocabulary, b bytes of an activation.
+compressed rows (the mean of the layers), K = T + M keys, d d_model, h heads times head width, k key
+heads times head width, f inner width, V vocabulary, b bytes of an activation.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import get_args
+from functools import cache, cached_property, partial
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.choices import (
@@ -179,11 +178,10 @@ def _activations(
 ) -> Part:
     """Return what is kept for the backward pass, plus what that pass of one layer needs."""
     width, every = _width(run), run.engine.checkpoint_every_n_layers
-    lanes = lanes_of_pass(run, world_size)
-    of_kind = {
-        kind: LayerActivations(run, lanes, width, on_gpu, kind) for kind in get_args(LayerKind)
-    }
-    layers = [of_kind[run.model.layer_kind(index)] for index in range(run.model.num_layers)]
+    lanes, compressed = lanes_of_pass(run, world_size), run.model.compressed_length
+    numbered = enumerate(run.model.memory_lengths())
+    made = cache(partial(LayerActivations, run, lanes, width, on_gpu))
+    layers = [made(run.model.layer_kind(index), each + compressed) for index, each in numbered]
     formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
     workspace = max(layer.workspace for layer in layers)
     scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
@@ -224,7 +222,8 @@ class LayerActivations:
     lanes: int
     width: int  # bytes of an element
     on_gpu: bool
-    kind: LayerKind = "attention"
+    kind: LayerKind
+    memory: int  # M, rows that the layer remembers
 
     @property
     def kept(self) -> float:
@@ -254,7 +253,7 @@ class LayerActivations:
         needed = workspace_of(
             lanes=self.lanes,
             queries=T,
-            keys=T + _memory_length(self.run),
+            keys=T + self.memory,
             heads=model.num_heads,
             groups=model.key_heads,
             tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
@@ -265,7 +264,7 @@ class LayerActivations:
     @property
     def _rows(self) -> float:
         """All tensors with a row per token, per key or per distance."""
-        model, T, M = self.run.model, self.run.data.segment_length, _memory_length(self.run)
+        model, T, M = self.run.model, self.run.data.segment_length, self.memory
         d, h = model.d_model, model.num_heads * model.head_width
         k = model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + M) * self.lanes
@@ -288,11 +287,7 @@ class LayerActivations:
     @property
     def _pairs(self) -> float:
         """Attention's weights."""
-        T, M, heads = (
-            self.run.data.segment_length,
-            _memory_length(self.run),
-            self.run.model.num_heads,
-        )
+        T, M, heads = self.run.data.segment_length, self.memory, self.run.model.num_heads
         if self.on_gpu and not self._is_plain:
             return 4.0 * T * heads * self.lanes  # the fused kernel keeps one number per query
         keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
@@ -306,7 +301,7 @@ class LayerActivations:
         model, T = self.run.model, self.run.data.segment_length
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
         drops = self._drops_weights and attends(self.kind)
-        pairs = model.num_heads * (T + _memory_length(self.run)) if drops else 0
+        pairs = model.num_heads * (T + self.memory) if drops else 0
         return float(T * self.lanes * (rows + pairs))
 
     @property
@@ -321,10 +316,6 @@ class LayerActivations:
     def _is_plain(self) -> bool:
         on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
         return on_gpu or not kernel_traits(self.run.engine.attention_kernel).is_fused
-
-
-def _memory_length(run: RunConfig) -> int:
-    return run.model.memory_length + run.model.compressed_length
 
 
 def _ema_bytes(run: RunConfig) -> int:

@@ -1,9 +1,9 @@
 """Parameters and training FLOPs of a run, exactly, from its settings. Torch-free.
 
-T segment length, M memory length with its compressed rows, K = T + M keys, B lanes of one forward
-pass, d d_model, w heads times head width, k key heads times head width, f inner width, c
-compression rate, V vocabulary. One multiplication and addition are two FLOPs; norms, rotations,
-softmax and dropout are not counted.
+T segment length, M memory length with its compressed rows (the mean of the layers), K = T + M keys,
+B lanes of one forward pass, d d_model, w heads times head width, k key heads times head width, f
+inner width, c compression rate, V vocabulary. One multiplication and addition are two FLOPs; norms,
+rotations, softmax and dropout are not counted.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
         if norms_inputs(model.norm_position):  # only a norm after it needs a layer's last product
             of_layers -= model.num_layers * 2 * model.d_model * model.inner_width
     elif repeated.scores:  # the scores, not what they weight; the delta rule
-        keys = T + model.memory_length + model.compressed_length
+        keys = T + mean_memory(model)
         of_layers = flops.attention - model.num_attention_layers * 2 * w * keys
         of_layers += model.num_deltanet_layers * DeltaNetCosts(model, T).recomputed_flops
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
@@ -153,6 +153,12 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
     update = orthogonalizing_flops(model, run.optim)
     return flops_of_step(run, world_size) + run.tokens_per_step * per_token + update
+
+
+def mean_memory(model: ModelConfig) -> float:
+    """Return M, the mean of the layers with attention: rows of memory, and compressed ones."""
+    lengths = model.attended_lengths
+    return sum(lengths) / len(lengths) + model.compressed_length
 
 
 def lanes_of_pass(run: RunConfig, world_size: int) -> int:
@@ -190,7 +196,7 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
     w, k = _attention_widths(model)
     deltanet, deltanets = DeltaNetCosts(model, segment_length), model.num_deltanet_layers
     projects = position_traits(model.positions).projects_encodings
-    memory = model.memory_length + model.compressed_length
+    memory = mean_memory(model)
     keys, remembered = segment_length + memory, memory / segment_length
     positions = layers * 2 * d * w * keys / (segment_length * lanes) if projects else 0.0
     compression, still = _compression_flops(model, segment_length)

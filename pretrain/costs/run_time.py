@@ -64,7 +64,7 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
 def flops_of_evaluation(run: RunConfig, tokens: int, world_size: int) -> float:
     """Return the FLOPs of the busiest rank for the validation loss, with memory and without."""
     models = [run.model]
-    if run.model.memory_length:
+    if run.model.longest_memory:
         models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
     return _flops_of_corpus(run, _split_here(run.data.path), tokens, world_size, models)
 

@@ -154,7 +154,7 @@ def _memory(demo: Demo, rows: list[dict[str, Any]]) -> tuple[str, ...]:
         paragraph(
             f"The same weights on {rows[0]['tokens']:,} tokens of validation text, in segments of "
             f"{rows[0]['segment_length']}. Only the memory length changes; in training it was "
-            f"{demo.run.model.memory_length}."
+            f"{demo.run.model.longest_memory}."
         ),
         chart_html(by_length, "Validation loss for each memory length"),
         table(heads, cells),

@@ -182,7 +182,7 @@ def resume_and_compare(demo: Demo) -> Result:
 
 
 def evaluate_memory(demo: Demo) -> Result:
-    lengths = [times * demo.run.model.memory_length for times in MEMORY_MULTIPLES]
+    lengths = [times * demo.run.model.longest_memory for times in MEMORY_MULTIPLES]
     # As many as in training: a validation loss is the same number wherever it is shown.
     tokens = ("--max-tokens", demo.run.evaluation.max_tokens)
     options = ("--memory-length", *lengths, *tokens, "--json")

@@ -60,7 +60,7 @@ class TrainedLM(TemplateLM):
         self._trained = run
         self._before_batch = before_batch
         self._tokens = load_tokenizer(run, Path(data) if data else None)
-        trained_length = run.config.model.memory_length
+        trained_length = run.config.model.longest_memory
         self._memory_length = trained_length if memory_length is None else int(memory_length)
         self._segment_length = int(segment_length or run.segment_length)
         self._batch_size = int(batch_size)

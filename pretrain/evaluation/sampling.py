@@ -68,7 +68,7 @@ def generate(
     module.eval()
     tokens_BL = torch.tensor([prompt] * num_samples, device=device)
     starts_BL = document_starts(tokens_BL, end_id)
-    length = module.config.memory_length if memory_length is None else memory_length
+    length = module.config.longest_memory if memory_length is None else memory_length
     length = min(length, len(prompt) + num_tokens)  # there are no more tokens to remember
     stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))
     logits_BLV = tokens_BL

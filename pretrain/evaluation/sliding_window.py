@@ -42,9 +42,9 @@ class ThroughputComparison:
 
 def attention_lengths(model: ModelConfig, segment_length: int) -> list[int]:
     """Return the paper's attention lengths, scaled to the model's training memory."""
-    if not model.memory_length:
+    if not model.longest_memory:
         raise ConfigError("a sliding window is compared with memory, but this model has none")
-    lengths = (n * model.memory_length // PAPER_TRAINING_MEMORY for n in PAPER_ATTENTION_LENGTHS)
+    lengths = (n * model.longest_memory // PAPER_TRAINING_MEMORY for n in PAPER_ATTENTION_LENGTHS)
     return [max(length, segment_length + 1) for length in lengths]
 
 
@@ -98,7 +98,9 @@ def _calls_per_second(work: Callable[[], Tensor], seconds: float) -> float:
 def _ratio_of_flops(model: ModelConfig, attention_length: int, segment_length: int) -> float:
     """Return FLOPs per token of the window over those of the cache, which projects rows once."""
     alone = replace(model, memory_length=0, same_length=False, compressed_length=0)
-    remembering = replace(alone, memory_length=attention_length - segment_length)
+    remembering = replace(model, same_length=False, compressed_length=0).with_memory(
+        attention_length - segment_length
+    )
     segment = flops_of(alone, segment_length, 1)
     cached = segment.forward - segment.positions - segment.attention
     cached += flops_of(remembering, segment_length, 1).attention

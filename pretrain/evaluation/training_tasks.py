@@ -71,7 +71,7 @@ def training_tasks(
                     run.evaluation.tasks,
                     limit=run.evaluation.tasks_limit,
                     bootstrap_iters=0,  # standard errors take longer than small tasks
-                    memory_length=run.model.memory_length,
+                    memory_length=run.model.longest_memory,
                     segment_length=run.data.segment_length,
                     batch_size=run.evaluation.lanes,
                     before_batch=tick,

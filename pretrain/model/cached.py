@@ -209,7 +209,8 @@ class CachedStream:
         if isinstance(layer, DeltaNetLayer):
             return CarriedState(layer, index, self._state)
         assert isinstance(layer, TransformerLayer)
-        return KeyValueCache(self._module, layer, self._memory_length, self._longest_segment)
+        length = self._state.parts.layers[index][0].length
+        return KeyValueCache(self._module, layer, length, self._longest_segment)
 
     def _hidden_states(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)

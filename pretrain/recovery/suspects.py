@@ -66,7 +66,7 @@ def name_suspects(
     for _ in window:
         losses = []
         for slot, part in enumerate(next(stream).split(len(memories))):
-            nll_BL, memories[slot] = engine.evaluate(part, memories[slot], run.model.memory_length)
+            nll_BL, memories[slot] = engine.evaluate(part, memories[slot], run.model.longest_memory)
             losses += nll_BL.flatten().tolist()
         _add_losses(sums, spans, losses)
     _write_suspects(run_dir, engine.world, sums, window)

@@ -78,7 +78,7 @@ def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
         )
     return replace(
         base,
-        model=replace(base.model, memory_length=memory),
+        model=base.model.with_memory(memory),
         data=replace(base.data, segment_length=segment, lanes=lanes),
     )
 
@@ -99,7 +99,7 @@ def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
 def _run(run: RunConfig, name: str, steps: int, *, same_tokens: int, same_flops: int) -> PlannedRun:
     facts = {
         "segment_length": run.data.segment_length,
-        "memory_length": run.model.memory_length,
+        "memory_length": run.model.longest_memory,
         "same_tokens": same_tokens,
         "same_flops": same_flops,
     }

@@ -129,7 +129,7 @@ def _own_losses(run_dir: RunDir, config: RunConfig, max_tokens: int) -> dict[int
     ]
     if not lines:
         return {}
-    own = {0: "loss_without_memory", config.model.memory_length: "loss"}
+    own = {0: "loss_without_memory", config.model.longest_memory: "loss"}
     return {length: float(lines[-1][name]) for length, name in own.items() if name in lines[-1]}
 
 
@@ -137,11 +137,10 @@ def _forward_flops(config: RunConfig, memory_length: int) -> float:
     """FLOPs per token of an evaluation, which keeps the memory's keys and values."""
     length, lanes = config.data.segment_length, config.evaluation.lanes
     try:
-        model = replace(config.model, memory_length=memory_length)
+        model = config.model.with_memory(memory_length)
     except ConfigError:  # settings that need a memory
-        model = replace(
-            config.model, memory_length=memory_length, compressed_length=0, same_length=False
-        )
+        model = replace(config.model, compressed_length=0, same_length=False)
+        model = model.with_memory(memory_length)
     alone = replace(model, memory_length=0, compressed_length=0, same_length=False)
     flops, projections = flops_of(model, length, lanes), flops_of(alone, length, lanes).projections
     return flops.forward - flops.projections + projections

@@ -72,7 +72,7 @@ def new_experiment(
     run = replace(
         run,
         name=name,
-        model=replace(run.model, d_head=0, memory_length=min(base.model.memory_length, segment)),
+        model=replace(run.model, d_head=0, memory_length=min(base.model.longest_memory, segment)),
         data=replace(base.data, path=text.path, lanes=lanes, segment_length=segment),
         optim=replace(run.optim, learning_rate=float(f"{rate:.2g}")),
         engine=EngineConfig(),

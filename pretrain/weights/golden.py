@@ -199,7 +199,7 @@ class Replay:
     def _kept(self, old_and_new: tuple[Tensor, Tensor]) -> Tensor:
         old_BMD, new_BLD = old_and_new
         end = new_BLD.shape[1] + max(0, old_BMD.shape[1] - self._context_length)
-        first = max(0, end - self._model.config.memory_length)
+        first = max(0, end - self._model.config.longest_memory)
         return torch.cat(old_and_new, dim=1)[:, first:end].detach()
 
 

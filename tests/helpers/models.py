@@ -67,6 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compressed_length": 4,
         "compression_rate": 2,
     },
+    "memory_per_layer": {"memory_length": (3, 8)},
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
         "compressed_length": 3,

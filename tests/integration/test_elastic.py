@@ -71,8 +71,12 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
-    # A layer whose lanes carry a state, and one whose lanes carry rows.
-    model = {"layer_kinds": ["deltanet", "attention"]}
+    # A layer whose lanes carry a state, and two whose lanes carry rows, as many as each needs.
+    model = {
+        "num_layers": 3,
+        "layer_kinds": ("deltanet", "attention", "attention"),
+        "memory_length": (12, 12, 5),
+    }
     optim = {"ema_decay": 0.9}
     return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 

@@ -39,7 +39,8 @@ class AttentionMass:
     mass: dict[str, list[list[list[float]]]]  # of PARTS: [layer][head][bin]
     entropy: list[list[float]]  # nats
     mean_distance: list[list[float]]  # keys
-    uniform_entropy: float  # of equal weights on all keys that a query sees
+    # Of equal weights on all keys that a query sees, with the longest memory.
+    uniform_entropy: float
     queries: int
     memory_length: int  # rows that queries had, at most
     compressed_length: int
@@ -96,13 +97,16 @@ def _observed(
 ) -> Iterator[None]:
     """Add the attention weights of every layer to `sums` when it is called."""
 
+    lengths = module.config.attended_lengths
+    longest = lengths.index(max(lengths))
+
     def hook_of(layer: int) -> Any:
         def hook(attention: RelativeAttention, inputs: Any, options: dict[str, Any]) -> None:
             visibility = options["visibility"]
             made = attention.inputs(*inputs)
             weights_NBLC, _ = weights_and_values(*made, visibility)
             sums.add(layer, weights_NBLC, valid_BL, num_compressed)
-            if layer == 0:
+            if layer == longest:
                 sums.add_queries(visibility.mask == 0, valid_BL)
 
         return hook

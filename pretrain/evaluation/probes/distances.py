@@ -56,18 +56,20 @@ class Borders:
 
 def borders_of(config: ModelConfig, memory_length: int, segment_length: int) -> Borders:
     """Return the borders of a model that reads segments with a memory of this length."""
-    remembered = memory_length
+    lengths = config.memory_lengths(memory_length)
+    compressed = 0
     if memory_length and config.compressed_length:
         # Up to a group less one waits for its group.
-        remembered += config.compression_rate * (config.compressed_length + 1)
+        compressed = config.compression_rate * (config.compressed_length + 1)
     before = 0  # how much of the stream before its segment a token depends on
-    for _ in range(config.num_layers if remembered else 0):
+    for length in lengths:
         # Memory rows are as old as the first token that was in their segment.
-        before = -(-before // segment_length) * segment_length + remembered
-    direct, total = segment_length + remembered, segment_length + before
+        if length:
+            before = -(-before // segment_length) * segment_length + length + compressed
+    direct, total = segment_length + memory_length + compressed, segment_length + before
     if config.same_length and memory_length:
         direct = min(direct, memory_length)
-        total = min(total, config.num_layers * (memory_length - 1) + 1)
+        total = min(total, sum(length - 1 for length in lengths) + 1)
     if config.num_deltanet_layers and not lane_parts(config, memory_length).is_forgotten:
         total = 0
     return Borders(segment_length, direct, total)

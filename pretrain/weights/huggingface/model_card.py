@@ -25,7 +25,7 @@ tags:
 
 A Transformer-XL language model (Dai et al. 2019) of {parameters:,} parameters, trained with
 xl-pretrain for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`. It reads text in
-segments and remembers {memory:,} tokens of hidden states per layer from one segment to the next.
+segments and remembers {memory} tokens of hidden states per layer from one segment to the next.
 
 License, intended use and limitations are for whoever publishes the model to state here.
 
@@ -76,6 +76,7 @@ def model_card(
         for name, value in model.function_settings().items()
         if value not in (False, 0, ()) or name == "num_layers"
     }
+    up_to = "" if isinstance(model.memory_length, int) else "up to "
     tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
     needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
     return CARD.format(
@@ -84,7 +85,7 @@ def model_card(
         step=trained.step,
         tokens=sum(phase.tokens_per_step * count for phase, count in spans),
         corpus=path_text(config.data.path).rstrip("/").rpartition("/")[2],
-        memory=model.memory_length,
+        memory=f"{up_to}{model.longest_memory:,}",
         requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
         model_rows=_table({"tokenizer": tokenizer_text, **settings}),
         training_rows=_table(training),

@@ -85,7 +85,8 @@ class XLPretrainCache:
 
     def __init__(self, transformer: TransformerXL, config: XLPretrainConfig) -> None:
         self._config = config
-        self._stream = new_stream(transformer, config.memory_length, config.segment_length)
+        longest = transformer.config.longest_memory
+        self._stream = new_stream(transformer, longest, config.segment_length)
         self._num_tokens = 0
         self._last_B: Tensor | None = None
 
@@ -169,9 +170,9 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the logits, and the memory followed by the last tokens."""
         memory, last_B = (None, None) if mems is None else (mems[:-1], mems[-1])
-        config = self.config
-        rows = config.memory_length + config.compressed_length
-        self.transformer.expect_keys(rows + config.segment_length)
+        config = self.transformer.config
+        rows = config.longest_memory + config.compressed_length
+        self.transformer.expect_keys(rows + self.config.segment_length)
 
         def read(tokens_BL: Tensor, starts_BL: Tensor, num_last: int) -> Tensor:
             nonlocal memory

@@ -177,6 +177,8 @@ def flop_counter() -> FlopCounterMode:
         {"positions": "t5", "feed_forward": "gelu"},
         {"layer_kinds": ("deltanet", "attention"), "query_key_norm": True},
         {"layer_kinds": ("deltanet",), "isolate_documents": True},
+        {"memory_length": (4, 9, 0)},
+        {"memory_length": (4, 0, 9), "layer_kinds": ("attention", "deltanet", "attention")},
         {"memory_length": 9, "compressed_length": 4},
         {
             "memory_length": 9,

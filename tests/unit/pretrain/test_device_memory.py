@@ -155,7 +155,9 @@ def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int
 @pytest.mark.parametrize("name", WORKSPACES)
 def test_the_fused_kernels_workspace_is_counted_as_the_launcher_allocates_it(name):
     run = fused_run(name)
-    counted = LayerActivations(run, run.data.lanes, width=2, on_gpu=True).workspace
+    memory = run.model.longest_memory + run.model.compressed_length
+    layer = LayerActivations(run, run.data.lanes, 2, on_gpu=True, kind="attention", memory=memory)
+    counted = layer.workspace
     for capability in CAPABILITIES:
         assert counted == launched_workspace_bytes(run, capability) > 0
     assert (counted > WORKSPACE_BYTES) == (name == "one group that exceeds the limit")
@@ -168,7 +170,8 @@ def test_only_the_fused_kernel_of_a_gpu_has_a_workspace():
     run = fused_run("whole lanes")
     plain = replace(run, engine=replace(run.engine, attention_kernel="plain"))
     for settings, on_gpu in ((run, False), (plain, True)):
-        assert LayerActivations(settings, 6, width=2, on_gpu=on_gpu).workspace == 0
+        layer = LayerActivations(settings, 6, 2, on_gpu, "attention", memory=8)
+        assert layer.workspace == 0
         parts = memory_parts(settings, 1, on_gpu)
         assert not any("score gradients" in part.formula for part in parts)
 

@@ -15,7 +15,7 @@ ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
 
 @ALL_VARIANTS
 def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(variant: str) -> None:
-    model = tiny_model(**VARIANTS[variant], memory_length=LENGTH)
+    model = tiny_model(**{**VARIANTS[variant], "memory_length": LENGTH})
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
     for length in (1, 2, 3, 4, 6, 8, 12):
@@ -28,7 +28,7 @@ def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(varian
 def test_with_same_length_segment_length_does_not_matter_for_any_memory(
     variant: str, memory_length: int
 ) -> None:
-    model = tiny_model(**VARIANTS[variant], same_length=True, memory_length=memory_length)
+    model = tiny_model(**{**VARIANTS[variant], "same_length": True, "memory_length": memory_length})
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
     for length in (1, 2, 3, 4, 6, 8, 12):
@@ -51,7 +51,7 @@ def test_without_same_length_a_short_memory_makes_segments_matter() -> None:
 )
 def test_unequal_segments_give_what_one_segment_gives(cuts: list[int], variant: str) -> None:
     # At least 2: the memory has to hold what is compressed into one row.
-    model = tiny_model(**VARIANTS[variant], memory_length=max(2, sum(cuts)))
+    model = tiny_model(**{**VARIANTS[variant], "memory_length": max(2, sum(cuts))})
     stream_BT, starts_BT = random_tokens(2, sum(cuts) + 1), random_starts(2, sum(cuts) + 1)
     whole, _ = stream_nll(model, stream_BT, [sum(cuts)], starts_BT)
     torch.testing.assert_close(

@@ -106,7 +106,7 @@ def test_each_position_has_the_losses_of_its_documents(corpus, world):
             assert found.margins[number] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"deltanet_alone"}))  # without attention
 def test_attention_by_distance_equals_that_of_each_pair_in_float64(corpus, name):
     model = model_for(corpus, **VARIANTS[name])
     found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
@@ -175,7 +175,7 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
         handle.remove()
     assert queries == found.queries > 0
     none = torch.zeros(config.num_heads, dtype=torch.float64)
-    layers = range(config.num_layers)
+    layers = range(config.num_attention_layers)
     return {
         "entropy": torch.stack([sums["entropy", layer] for layer in layers]) / queries,
         **{
